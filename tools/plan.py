@@ -74,7 +74,7 @@ def _parser() -> OptionParser:
 
 
 def _add_cluster(command: OptionParser) -> None:
-    """What says on which machines."""
+    """Adds the options that choose the machines."""
     command.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     command.add_argument("--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}")
     command.add_argument("--node", type=int, metavar="N", help="ranks that share fast links")
@@ -217,7 +217,7 @@ def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:
 
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[], None]]:
-    """How many things have been looked at: a bar on a terminal, and a line every 10 s elsewhere."""
+    """Shows how many candidates were tried: a bar on a terminal, and a line every 10 s elsewhere."""
     with tqdm(desc=what, unit="", leave=False, disable=None) as bar:
         number, told = 0, time.perf_counter()
 
@@ -240,7 +240,7 @@ def _what(config: Config) -> str:
 
 
 def _note_defaults(config: Config) -> None:
-    """A model alone leaves precision, batch and sequence as they are for a toy."""
+    """Warns that a model alone leaves precision, batch and sequence at their defaults for a toy."""
     name = config.model.name
     if config.precision.dtype == "fp32" and parameter_count(config.model) > LARGE:
         experiment = f"; experiment={name} brings what it is trained with" if name in EXPERIMENTS else ""
@@ -345,7 +345,7 @@ def _context(options: argparse.Namespace) -> int:
 
 
 def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[int, RankMemory]:
-    """Memory of every pipeline rank, as one code base or another keeps it."""
+    """Returns memory of every pipeline rank, as one code base or another keeps it."""
     name, *said = convention.split(",")
     if name not in ("megatron5d", *CONVENTIONS) or (said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))):
         raise ValueError(

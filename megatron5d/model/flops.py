@@ -33,7 +33,7 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one training step (forward and backward) per token.
+    """Returns FLOPs of one training step (forward and backward) per token.
 
     Args:
         model: the architecture.
@@ -43,19 +43,20 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def end_flops(model: ModelConfig, seq_len: int) -> float:
-    """The share of what follows the last layer: the head, and blocks that predict further."""
+    """Returns the share of what follows the last layer: the head, and blocks that predict further."""
     ahead = blocks(model)[model.num_layers :]
     return head_flops(model) + sum(layer_flops(model, i, seq_len) for i in ahead)
 
 
 def head_flops(model: ModelConfig) -> float:
-    """The share of the output matrix, met once more and behind a join of 2h features by each depth of prediction."""
+    """Returns the share of the output matrix, met once more and behind a join of 2h features by each depth of
+    prediction."""
     h, depths = model.hidden_size, model.num_mtp_layers
     return 6.0 * (model.vocab_size * h * (1 + depths) + 2 * h * h * depths)
 
 
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """The share of one layer in `flops_per_token`."""
+    """Returns the share of one layer in `flops_per_token`."""
     matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True)
     return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 

@@ -39,7 +39,7 @@ class Source:
     checkpoint: Path | None = None
 
     def config(self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None) -> Config:
-        """The configuration to run the model with.
+        """Returns the configuration to run the model with.
 
         Args:
             world: number of ranks.
@@ -112,7 +112,7 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """The logits at every position.
+        """Returns the logits at every position.
 
         Args:
             tokens: int64 `[b, s]`, the same on all ranks of a tp group.
@@ -170,7 +170,7 @@ class Predictor:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
+    """Returns one token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
 
     Raises:
         ValueError: a logit is not a number, or infinite.

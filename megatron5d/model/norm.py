@@ -41,7 +41,7 @@ class Norm(nn.Module):
             self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial_grad=partial_grad, **factory)
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
-        """`[..., n]` -> the same.
+        """Maps `[..., n]` -> the same.
 
         Args:
             x: `[..., n]`.
@@ -90,7 +90,7 @@ class AllHeadsNorm(nn.Module):
         self.weight = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the same."""
+        """Maps `[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the same."""
         wide = x.flatten(2).to(statistics_dtype(x.dtype))
         squares = wide.square().sum(-1, keepdim=True)
         # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its size

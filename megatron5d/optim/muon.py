@@ -43,7 +43,7 @@ _EPS = 1e-7  # added to the norm, so that a matrix of zeros stays zero
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """For each matrix U·S·Vᵀ an approximation of U·Vᵀ, with singular values near 1.
+    """Approximates U·Vᵀ of each matrix U·S·Vᵀ, with singular values near 1.
 
     Args:
         matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
@@ -66,7 +66,7 @@ _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
 
 
 def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
+    """Returns whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
     excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
     matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
     return config.name == "muon" and matrix and not excluded
@@ -127,7 +127,7 @@ class Muon(SliceOptimizer):
         self._rate = 0.0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """As in SliceOptimizer. Comm: as in `Assembly.transform`, for each pair of axes that shard matrices."""
+        """Updates as SliceOptimizer does. Comm: as in `Assembly.transform`, for each pair of axes that cut matrices."""
         self._take_grads(scale)
         self.step_count += 1
         self._rate = lr
@@ -142,7 +142,7 @@ class Muon(SliceOptimizer):
         self.step(0.0)
 
     def _nesterov_momentum(self, state: SliceState, segment: Segment | None) -> Tensor:
-        """g + μ·m of a segment, flat, in the dtype and on the device of the weights; empty without a segment."""
+        """Returns g + μ·m of a segment, flat, in the weights' dtype and on their device; empty without a segment."""
         weights = state.bucket.weight_slice
         if segment is None:
             return weights.new_empty(0)

@@ -82,7 +82,7 @@ def without_target(got: list[float]) -> tuple[float, list[float]]:
 
 
 def one_figure(quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int) -> Difference:
-    """Of one figure, from what each rank has."""
+    """Compares one figure, from what each rank has."""
     off = [abs(each - value) / (abs(value) or 1.0) for each in got]
     off = [inf if isnan(each) else each for each in off]
     rank = off.index(max(off))
@@ -93,7 +93,7 @@ def one_figure(quantity: str, name: str, got: list[float], value: float, toleran
 def hidden_sums(
     records: Sequence[RankRecord], truth: RankRecord
 ) -> Iterator[tuple[int, str, float, float, tuple[int, ...]]]:
-    """Of the outputs of all phases: step, phase, sum over ranks, that of one process, and the ranks that hold it."""
+    """Compares the outputs of phases: step, phase, sum over ranks, that of one process, ranks that hold it."""
     for step, expected in enumerate(truth.hidden, 1):
         for name, value in expected.items():
             held = {r: each.hidden[step - 1][name] for r, each in enumerate(records) if name in each.hidden[step - 1]}
@@ -101,7 +101,8 @@ def hidden_sums(
 
 
 def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: Sizes) -> Iterator[Difference]:
-    """How many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of all."""
+    """Yields how many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of
+    all."""
     for step, batches in enumerate(truth.samples, 1):
         off = []
         for rank, record in enumerate(records):
@@ -154,7 +155,7 @@ Tensors = tuple[int, str, list[Rectangles], Rectangles]
 
 
 def all_tensors(records: Sequence[RankRecord], truth: RankRecord) -> Iterator[Tensors]:
-    """In the order of training."""
+    """Lists all tensors in the order of training."""
     yield 0, "weight", [record.weights[0] for record in records], truth.weights[0]
     for step in range(len(truth.gradients)):
         yield step + 1, "gradient", [record.gradients[step] for record in records], truth.gradients[step]

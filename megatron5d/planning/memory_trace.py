@@ -160,7 +160,8 @@ class StageTrace:
         return all(step.kind == BOUNDARY for step in self.passes["F"])
 
     def kept(self, op: str = "F") -> int:
-        """Bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees activations)."""
+        """Returns bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees
+        activations)."""
         return sum(step.delta for step in self.passes[op])
 
 
@@ -310,7 +311,8 @@ class _Requantized(NoHooks):
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """(indices of the units to run, how many each stands for): the first, one and the last of equal ones in a row."""
+    """Returns (indices of the units to run, how many each stands for): the first, one and the last of equal ones in
+    a row."""
     chosen: list[int] = []
     repeats: list[int] = []
     start = 0

@@ -75,7 +75,8 @@ class ModelCosts:
         )
 
     def _hidden_state(self) -> float:
-        """FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share the FLOPs."""
+        """Returns FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share
+        the FLOPs."""
         config = self.config
         return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype] * config.pipeline.flops_per_byte
 

@@ -44,14 +44,15 @@ from megatron5d.topology.mesh import Mesh
 
 
 def message_bytes(config: Config) -> int:
-    """Bytes of the hidden states that travel between stages, `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
+    """Returns bytes of the hidden states that travel between stages, `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without
+    sp."""
     train, parallel = config.train, config.parallel
     rows = train.mbs * train.seq_len // parallel.cp // (parallel.tp if parallel.sp else 1)
     return rows * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
 
 
 def pass_counts(program: Program) -> np.ndarray:
-    """`[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
+    """Returns `[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
     table = program.table
     counts = np.zeros((program.num_ranks, len(OPS), program.num_stages), dtype=int)
     np.add.at(counts, (table.rank, table.op, table.stage), 1)
@@ -61,7 +62,7 @@ def pass_counts(program: Program) -> np.ndarray:
 def sent_bytes(
     config: Config, sharding: Sharding, program: Program, stages: Sequence[Sequence[Unit]]
 ) -> tuple[Mapping[str, int], ...]:
-    """For each pipeline rank: axis -> bytes that it sends in a step.
+    """Returns, for each pipeline rank, axis -> bytes that it sends in a step.
 
     Args:
         config: of the run.

@@ -61,7 +61,8 @@ class _Counter(MemoryWatch):
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
-        """What was counted since the last call; `core_flops` are those of attention, which are known by formula."""
+        """Returns what was counted since the last call; `core_flops` are those of attention, which are known by
+        formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
         work = Work(tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
@@ -70,7 +71,7 @@ class _Counter(MemoryWatch):
         return work
 
     def copied(self, num_bytes: int) -> None:
-        """A tensor travels to the host."""
+        """Counts a tensor that is copied to the host."""
         self.host_bytes += num_bytes
 
 
@@ -114,7 +115,8 @@ class Workloads:
         return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
-        """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
+        """Returns the units of the whole model: of each kind one, how many there are, and whether it is a layer or
+        an end."""
         spec = StageSpec(range(config.model.num_layers), True, True)
         kinds = Counter(_kinds(config, 0, spec, _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
@@ -142,7 +144,8 @@ class Workloads:
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
-    """A layer that is traced as if alone, whose input is kept, there or on the host, once for so many layers."""
+    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for so many
+    layers."""
     passes = {
         op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)
         for op, work in unit.passes.items()
@@ -200,7 +203,8 @@ def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
 
 
 def _alone(config: Config, again: bool) -> Config:
-    """The same layers for one sequence, without pipeline and with the least data parallelism that the experts need."""
+    """Returns the same layers for one sequence, without pipeline and with the least data parallelism that the
+    experts need."""
     parallel, old = config.parallel, config.recompute
     smallest = -(-old.offload_min_bytes // config.train.mbs) if old.offload else old.offload_min_bytes
     recompute = dataclasses.replace(old, num_layers=None, stage_layers=None, group_layers=1, offload_min_bytes=smallest)
@@ -298,7 +302,8 @@ def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
-    """Those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's number."""
+    """Yields those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's
+    number."""
     for parameter in parameters:
         spec = spec_of(parameter)
         if takes_muon(spec, optim):
@@ -318,7 +323,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
 
 
 def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
-    """op -> phase -> its work."""
+    """Returns op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}
     core = CoreFlops(config)
@@ -357,7 +362,7 @@ def _count_products(model: nn.Module, counter: _Counter) -> None:
 
 
 def _count_linear(counter: _Counter, gemm, name: str):
-    """A GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
+    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
 
     def counted(first, second, *rest):
         weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
@@ -371,7 +376,7 @@ def _count_linear(counter: _Counter, gemm, name: str):
 
 
 def _count_grouped(counter: _Counter, gemm, name: str):
-    """The same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
+    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
 
     def counted(*given):
         place = 0 if name == "weight_grad" else 1

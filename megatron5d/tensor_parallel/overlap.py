@@ -60,7 +60,7 @@ class Overlap:
     buffer_bytes = 0  # of this rank's memory that other ranks write into
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """gemm(all_gather(operand)), and what was gathered.
+        """Returns gemm(all_gather(operand)), and what was gathered.
 
         Args:
             operand: tensors `[s/tp, ...]`, this rank's tokens.
@@ -77,7 +77,7 @@ class Overlap:
         return gemm(whole), whole if keep else ()
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """reduce_scatter(gemm(operand)).
+        """Returns reduce_scatter(gemm(operand)).
 
         Args:
             operand: tensors `[s, ...]`, all tokens.
@@ -92,7 +92,7 @@ class Overlap:
         return reduce_scatter(gemm(operand), tp)
 
     def check(self) -> None:
-        """To be called before results are used for good, once the device has computed them.
+        """Raises if an exchange failed; called once the device has computed results, before they are used for good.
 
         Raises:
             TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
@@ -103,7 +103,7 @@ class Chunked(Overlap):
     """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """Comm: tp-1 shifts of the operand."""
+        """Gathers chunk by chunk. Comm: tp-1 shifts of the operand."""
         outputs: list[Tensor] = [operand[0]] * tp.size
         chunks: list[Operand] = [operand] * tp.size
         chunk = tuple(part.contiguous() for part in operand)
@@ -116,7 +116,7 @@ class Chunked(Overlap):
         return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """Comm: tp-1 shifts of 1/tp of the output."""
+        """Reduces chunk by chunk. Comm: tp-1 shifts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         travelling = None
         for step in range(tp.size):
@@ -161,7 +161,7 @@ class Fused(Overlap):
         self._buffers.patience.check()
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """Comm: tp-1 puts of the operand."""
+        """Gathers inside the GEMM. Comm: tp-1 puts of the operand."""
         exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
         exchange.push(operand)
         if gemm.is_plain:
@@ -178,7 +178,7 @@ class Fused(Overlap):
         return y, tuple(_joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0))
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """Comm: tp-1 puts of 1/tp of the output."""
+        """Reduces inside the GEMM. Comm: tp-1 puts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         scatter = self._scatter_tiles if gemm.is_plain else self._scatter_chunks
         exchange = scatter(operand, gemm, tp, rows)
@@ -211,5 +211,5 @@ class Fused(Overlap):
 
 
 def _joined(chunks: Tensor) -> Tensor:
-    """`[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
+    """Returns `[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
     return chunks.clone(memory_format=torch.contiguous_format).flatten(0, 1)

@@ -13,7 +13,7 @@ class Recorder(Protocol):
     """Counts the communication of an axis (`comm/ledger.py` is one)."""
 
     def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None:
-        """Called for each collective with the elements that this rank contributes and the bytes of each."""
+        """Counts a collective: the elements that this rank contributes, and the bytes of each."""
 
     def wait(self, axis: str, act: Callable[[], T]) -> T:
         """Calls `act`, which waits for other ranks, and returns its value; may measure the time."""
@@ -45,7 +45,7 @@ class Axis:
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:
-        """n / size: what each rank gets of something that this axis cuts into equal shares.
+        """Returns n / size, each rank's equal share.
 
         Args:
             n: what is divided.

@@ -17,7 +17,7 @@ _STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3
 
 
 def widest_dtype(kinds: Iterable[str]) -> str:
-    """The dtype that holds tensors of these kinds, spelled as safetensors does, without loss."""
+    """Returns the dtype that holds tensors of these kinds, spelled as safetensors does, without loss."""
     return max((_STORED.get(kind, "fp32") for kind in kinds), key=["bf16", "fp32", "fp64"].index)
 
 

@@ -72,7 +72,7 @@ class Entry:
         return rows if self.heads is None else rows.unflatten(0, groups).transpose(0, 1).flatten(0, 2)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of this tensor in a model whose weights have `dtype`."""
+        """Returns the dtype of this tensor in a model whose weights have `dtype`."""
         return torch.promote_types(dtype, torch.float32) if self.wide else dtype
 
 
@@ -224,7 +224,7 @@ def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]
 
 
 def _misshapen_scales(name: str, stored: Stored) -> list[str]:
-    """A line if there is not one scale for each block of an FP8 tensor."""
+    """Returns a line if there is not one scale for each block of an FP8 tensor."""
     found, shape = stored.scales[name].shape, stored.tensors[name].shape
     wanted = [-(-size // BLOCK) for size in shape]
     told = f"{name}{SCALES}: {list(found)} on disk, {wanted} by the {BLOCK}×{BLOCK} blocks of {list(shape)}"
