@@ -245,7 +245,7 @@ RETIRED = {
     r"fp8_turn\w*|TURNED|\w+_turned": "transpose",
     r"(mail|in|out)?box(es)?|Mailbox": "symmetric-memory buffer, send or receive channel",
     r"(tp|cp|ep|dp|pp) lines?|lines? of ranks|lines_of|\w+_LINES(?<!_BAD_LINES)(?<!_LOADED_LINES)": "process group",
-    r"LineLost|PeerLost|Passage|GroupPassage|Relay|Trip|DirectTrip|NodeTrip|Places|Inbox|Outbox|Whole": "its own, now gone",
+    r"LineLost|PeerLost|(Group)?Passage|Relay|(Direct|Node)?Trip|Places|Inbox|Outbox|Whole": "its own, now gone",
     r"ticket|receipts?|stand_in|carried_by|eight_bits|collective_notes|forked_ranks|flat_memory": "handle, completion",
     r"assembl(y|ies)|arms?|hollow\w*|wire|mirrored rank|arithmetic\.py": "gather, islands, fake CUDA, encoded, replica",
     r"goes on|brings back|hands on|handed on|whoever|comes home|so many": "continues, restores, passes",
