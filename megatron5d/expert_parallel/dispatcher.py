@@ -130,7 +130,7 @@ class DirectDispatch:
         return self._by_expert(self.dispatching.repeat(rows))
 
     def _by_expert(self, rows: Tensor) -> Tensor:
-        """`[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
+        """Returns `[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
         rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, ...]  all_gather etp
         if self.received_order is None:
             return rows

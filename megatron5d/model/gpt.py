@@ -97,7 +97,7 @@ class GPT(nn.Module):
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
-        """The phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
+        """Returns the phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
         spec = self.stages[stage]
         units: list[list[nn.Module]] = [list(self.layers[str(i)].children()) for i in spec.layers]
         if spec.embedding and self.embedding is not None:
@@ -107,7 +107,7 @@ class GPT(nn.Module):
         return units
 
     def phases_of(self, stage: int) -> list[nn.Module]:
-        """The phases of a local stage in order."""
+        """Returns the phases of a local stage in order."""
         return [phase for unit in self.units_of(stage) for phase in unit]
 
     @property
@@ -126,5 +126,6 @@ class GPT(nn.Module):
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """What a checkpoint keeps of the local model: parameters, and the routers' biases, which are buffers."""
+        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases, which are
+        buffers."""
         return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]

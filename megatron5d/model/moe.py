@@ -90,7 +90,7 @@ class MoEDispatch(nn.Module):
         self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, _codec(self.moe.fp8_dispatch))
 
     def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> MoEState:
-        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
+        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
 
         n = s/cp/tp·b tokens are routed here, with sp or without.
 
@@ -187,7 +187,7 @@ class MoECombine(nn.Module):
         self.share, self.post_norm = shared.token_share, shared.post_norm(f"layers.{layer}.mlp")
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> Tensor:
-        """MoEState -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
+        """Maps MoEState -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
 
         Comm: without sp all_gather tp of n·h elements / none; the dispatch state's `combine`.
         """

@@ -77,7 +77,7 @@ def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
 
 
 def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
-    """Sets `.gemms` of the weights that are multiplied in 8 bits; all others are multiplied as they are."""
+    """Sets `.gemms` of the weights that FP8 GEMMs read; all others are multiplied as they are."""
     chosen = {f"{name}.weight" for name in quantised_matrices(config)}
     if not chosen:
         return

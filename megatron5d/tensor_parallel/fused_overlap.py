@@ -46,7 +46,7 @@ class Fused(Overlap):
         self._buffers.patience.check()
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """Comm: tp-1 puts of the operand."""
+        """Gathers inside the GEMM. Comm: tp-1 puts of the operand."""
         exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
         exchange.push(operand)
         if gemm.is_plain:
@@ -63,7 +63,7 @@ class Fused(Overlap):
         return y, tuple(_joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0))
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """Comm: tp-1 puts of 1/tp of the output."""
+        """Reduces inside the GEMM. Comm: tp-1 puts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         scatter = self._scatter_tiles if gemm.is_plain else self._scatter_chunks
         exchange = scatter(operand, gemm, tp, rows)
@@ -96,5 +96,5 @@ class Fused(Overlap):
 
 
 def _joined(chunks: Tensor) -> Tensor:
-    """`[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
+    """Returns `[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
     return chunks.clone(memory_format=torch.contiguous_format).flatten(0, 1)

@@ -51,7 +51,7 @@ class Overlap:
     buffer_bytes = 0  # of this rank's memory that other ranks write into
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """gemm(all_gather(operand)), and what was gathered.
+        """Returns gemm(all_gather(operand)), and what was gathered.
 
         Args:
             operand: tensors `[s/tp, ...]`, this rank's tokens.
@@ -68,7 +68,7 @@ class Overlap:
         return gemm(whole), whole if keep else ()
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """reduce_scatter(gemm(operand)).
+        """Returns reduce_scatter(gemm(operand)).
 
         Args:
             operand: tensors `[s, ...]`, all tokens.
@@ -83,7 +83,7 @@ class Overlap:
         return reduce_scatter(gemm(operand), tp)
 
     def check(self) -> None:
-        """To be called before results are used for good, once the device has computed them.
+        """Raises if an exchange failed; called once the device has computed results, before they are used for good.
 
         Raises:
             TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
@@ -94,7 +94,7 @@ class Chunked(Overlap):
     """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """Comm: tp-1 shifts of the operand."""
+        """Gathers chunk by chunk. Comm: tp-1 shifts of the operand."""
         outputs: list[Tensor] = [operand[0]] * tp.size
         chunks: list[Operand] = [operand] * tp.size
         chunk = tuple(part.contiguous() for part in operand)
@@ -107,7 +107,7 @@ class Chunked(Overlap):
         return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """Comm: tp-1 shifts of 1/tp of the output."""
+        """Reduces chunk by chunk. Comm: tp-1 shifts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         travelling = None
         for step in range(tp.size):

@@ -64,7 +64,7 @@ class Outputs:
 
 @contextmanager
 def locked_outputs(config: Config) -> Iterator[Outputs]:
-    """Inside this context no other run writes to `checkpoint.dir` and `log.jsonl`.
+    """Locks `checkpoint.dir` and `log.jsonl` against other runs.
 
     Raises:
         OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
@@ -187,7 +187,7 @@ def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
 
 
 def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
-    """True where a signal came to some rank before the first step: there is nothing new to save.
+    """Says if some rank received a signal before the first step: there is nothing new to save.
 
     Comm: all_reduce over the world of one number.
     """
@@ -277,7 +277,7 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
 
 
 def _mean_loss(run: Run, part: Part) -> float:
-    """Mean loss over the first eval_batches global batches of a part of the held-out data.
+    """Returns mean loss over the first eval_batches global batches of a part of the held-out data.
 
     Comm: the layers' and the pipeline's; all_reduce over the world of a few numbers.
     """
@@ -292,7 +292,7 @@ def _mean_loss(run: Run, part: Part) -> float:
 
 
 def _exporter(run: Run) -> Exporter:
-    """What `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
+    """Returns what `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
     from megatron5d.train.hf_export import RunExport, planned_export  # tokenizers and families: few runs need them
 
     directory = Path(run.config.checkpoint.dir or "")
@@ -300,7 +300,7 @@ def _exporter(run: Run) -> Exporter:
 
 
 def _exported(config: Config, step: int, at_end: bool) -> bool:
-    """Whether checkpoint.hf_export names a step."""
+    """Returns whether checkpoint.hf_export names a step."""
     when, _, every = (config.checkpoint.hf_export or "").partition(":")
     return at_end if when == "last" else when == "every" and _due(step, int(every))
 

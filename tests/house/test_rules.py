@@ -47,6 +47,8 @@ PLANTED = [
     ("functions_are_short", {"tools/plan.py": "class A:\n" + textwrap.indent(function(51), "    ")}, "f has 51"),
     ("functions_are_short", {"kernels/a.py": function(121, "k", "@triton.jit")}, "k has 121 lines, at most 120"),
     ("parameters_are_few", {"tools/plan.py": "def f(a, b, c, d, e, f, g, h, i): pass"}, "f has 9 positional"),
+    ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """The sum."""'}, "f begins with 'The'"),
+    ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """Bytes sent."""'}, "f begins with 'Bytes'"),
     ("no_global_statements", {"tools/plan.py": "def f():\n    global A, B\n"}, "tools/plan.py:2: global A, B"),
     ("no_global_arguments", {"tools/plan.py": "def get_args(): pass"}, "get_args"),
     ("names_say_something", {"megatron5d/model/utils.py": ""}, "'utils' names no subject"),

@@ -234,7 +234,7 @@ def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
 
 
 def _ahead_cases() -> dict[str, Case]:
-    """The forward alone, on Hopper: its exponentials are taken while the next product is under way."""
+    """The forward alone, on Hopper: its exponentials are taken while the next GEMM runs."""
 
     def case(d, dv, options):
         return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
@@ -250,7 +250,7 @@ CASES: dict[str, Case] = {
     **_ahead_cases(),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
-    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there
+    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its GEMMs take the plain path there
     "grouped": Case(
         _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
     ),

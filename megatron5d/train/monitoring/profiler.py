@@ -47,7 +47,7 @@ class Laps:
         return event
 
     def lap(self, what: str, passing: str = "") -> None:
-        """Since the last call it was this."""
+        """Attributes the time since the last call."""
         self._marks.append(((what, passing), self._now()))
 
     def seconds(self) -> dict[Mark, float]:
@@ -129,7 +129,7 @@ class Profiler:
         }
 
     def step(self) -> AbstractContextManager[None]:
-        """Around every step."""
+        """Profiles a step, where it is one to profile."""
         self._steps_here += 1
         if self._folder is None:
             return nullcontext()

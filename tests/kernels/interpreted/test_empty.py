@@ -67,8 +67,8 @@ def test_differentiable(name):
         assert grad is None or (grad.shape == x.shape and not grad.any())
 
 
-@pytest.mark.eight_bits
-def test_eight_bits():
+@pytest.mark.fp8
+def test_fp8():
     x, weight, offsets = torch.zeros(0, 256), torch.randn(130, 256), torch.zeros(3, dtype=torch.int64)
     rows = quantize_rows(x)
     assert rows.values.shape == (0, 256)

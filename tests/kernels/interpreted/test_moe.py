@@ -1,4 +1,4 @@
-"""Grouped products, permutation and top-k against loops over single tokens and experts."""
+"""Grouped GEMMs, permutation and top-k against loops over single tokens and experts."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_the_neighbours_infinite_weights_stay_theirs():
     assert grouped.grouped_input_grad(torch.randn(9, 40).bfloat16(), weight, offsets).isfinite().all()
 
 
-@pytest.mark.eight_bits
+@pytest.mark.fp8
 def test_grouped_fp8():
     counts, n, k = [70, 0, 3], 200, 272
     offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -81,7 +81,7 @@ def test_grouped_fp8():
     assert relative(got, want) < 1e-5
 
 
-@pytest.mark.eight_bits
+@pytest.mark.fp8
 @pytest.mark.parametrize("counts", [[130, 0, 5], [0, 0, 1]])
 def test_grouped_fp8_weight_grad(counts):
     n, k = 70, 130

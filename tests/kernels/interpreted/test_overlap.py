@@ -61,14 +61,14 @@ def with_fault(tmp_path, module, right, wrong):
 
 
 def until(done, patience_s):
-    """Waits for the product to end without us, as a faulty one may, or for as long as it should wait for us."""
+    """Waits for the GEMM to end without us, as a faulty one may, or for as long as it should wait for us."""
     deadline = time.monotonic() + patience_s
     while not done.any() and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
 def late(boxes, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
-    """The other rank: it comes when the product has done its own chunk and waits."""
+    """The other rank: it comes when the GEMM has done its own chunk and waits."""
     if flag_first:
         raise_flags([flags[:1]], flags, epoch)
     until(done, patience_s)

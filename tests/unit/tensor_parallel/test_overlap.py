@@ -52,7 +52,7 @@ def test_every_mode_gives_what_the_whole_gives(recipe):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_fused_products_name_the_rank_that_stopped():
+def test_fused_gemms_name_the_rank_that_stopped():
     def until_one_stops(rank, world):
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         fused, gemm, x = (
