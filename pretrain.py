@@ -6,7 +6,7 @@ import faulthandler
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron5d.train.signals import EndOnSignals, StopFlag
 
@@ -92,7 +92,7 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 
 
 def _late_faults(config: Config, world: int) -> list[Fault]:
-    """What is checked with torch, of a configuration whose model and layout are legal."""
+    """Returns what is checked with torch, of a configuration whose model and layout are legal."""
     from megatron5d.planning.auto_schedule import pipeline_faults
     from megatron5d.planning.fit import memory_faults
     from megatron5d.train.hf_export import export_faults
@@ -158,7 +158,7 @@ class _Undecided(Exception):
 
 
 def before_fork(argv: Sequence[str], world: int) -> None:
-    """Called by launch/fork.py: refuses once for all ranks what needs no torch, then imports what all ranks need.
+    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need.
 
     Args:
         argv: Hydra overrides.
@@ -188,9 +188,14 @@ def import_training() -> None:
         importlib.import_module(f"megatron5d.{name}")
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Runs one rank with this process's arguments and ends the process."""
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before the training loop, or a second Ctrl-C within it
         print("ended by SIGINT; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
         sys.exit(130)  # 128 + SIGINT, as in a shell
+
+
+if __name__ == "__main__":
+    run()

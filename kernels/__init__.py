@@ -3,18 +3,15 @@
 Every public function takes the plain path on the CPU (differentiable, float64 to bfloat16), the Triton path on a GPU.
 The package depends on torch alone; Triton is used where it is installed.
 
-Hugging Face publishes a different package under the same import name. Whoever imports this one can tell them apart:
-
-    import kernels
-    if getattr(kernels, "OWNER", None) != "megatron5d":
-        raise ImportError(f"kernels is {kernels.__file__}, not ours: uninstall it, or put ours first")
+In a checkout this is the folder `kernels/`, which a link in the package makes `megatron5d.kernels`; so it stands beside
+the different package called `kernels` that Hugging Face publishes.
 """
 
-from kernels.activation import activate, activation_backward, gelu, gelu_reference, swiglu, swiglu_reference
-from kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
-from kernels.flash_attention.plain import attention_reference
-from kernels.gemm import accumulate_weight_grad
-from kernels.norm import (
+from megatron5d.kernels.activation import activate, activation_backward, gelu, gelu_reference, swiglu, swiglu_reference
+from megatron5d.kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
+from megatron5d.kernels.flash_attention.plain import attention_reference
+from megatron5d.kernels.gemm import accumulate_weight_grad
+from megatron5d.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
@@ -23,8 +20,8 @@ from kernels.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
-from kernels.vocab_cross_entropy import (
+from megatron5d.kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
+from megatron5d.kernels.vocab_cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
     vocab_cross_entropy_backward,

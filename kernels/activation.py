@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
 
 KINDS = ("swiglu", "gelu", "gelu_tanh")
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.all_gather_gemm import fast, weight_matrix, weight_tile, weight_tiles
-from kernels.dispatch import TRITON_DTYPES, cdiv, jit, statistics_dtype, tl
-from kernels.symm_mem_flags import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
-from kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.all_gather_gemm import fast, weight_matrix, weight_tile, weight_tiles
+from megatron5d.kernels.dispatch import TRITON_DTYPES, cdiv, jit, statistics_dtype, tl
+from megatron5d.kernels.symm_mem_flags import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
+from megatron5d.kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,8 +9,8 @@ The gradient is the rotation by the negative angle.
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import first_order, jit, next_power_of_2, statistics_dtype, tl
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import first_order, jit, next_power_of_2, statistics_dtype, tl
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.dispatch import jit, tl
+from megatron5d.kernels import dispatch
+from megatron5d.kernels.dispatch import jit, tl
 
 _LOCK = threading.Lock()
 _SPINS = 50

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.dispatch import PLANNED, KernelInterface, TensorDescriptor, jit, tl
+from megatron5d.kernels.dispatch import PLANNED, KernelInterface, TensorDescriptor, jit, tl
 
 DIRECTORY = Path(__file__).parent / "configs"
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
 
 IGNORE_INDEX = -100
 

@@ -198,7 +198,7 @@ class Supervisor:
         return error.stat().st_mtime if error.exists() else time.time()
 
     def verdict(self) -> int:
-        """Names the first failure and returns its code."""
+        """Reports the first failure and returns its code."""
         if not self.failures:
             return 0
         _, rank, code = min(self.failures)

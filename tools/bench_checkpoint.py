@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 
@@ -172,7 +173,7 @@ def _slice(tensor: ShardedTensor, start: int, rows: int) -> ShardedTensor:
 
 
 def _bytes_read() -> int:
-    """What this process has read from files so far, in the page cache or not."""
+    """Returns what this process has read from files so far, in the page cache or not."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 
@@ -43,8 +44,8 @@ if __name__ == "__main__":
 import torch
 import torch._functorch.config
 
-from tools.bench import BENCHMARKS
-from tools.bench.harness import (
+from megatron5d.tools.bench import BENCHMARKS
+from megatron5d.tools.bench.harness import (
     Benchmark,
     copy_gb_s,
     device_is_lost,

@@ -29,11 +29,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.planning.fit import device_bytes, target_here
-from megatron5d.train.pipeline_layout import pipeline_layout
 
 CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
@@ -75,12 +74,14 @@ from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.planning.fit import device_bytes, target_here
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import peak_tflops
+from megatron5d.tools.bench.harness import device_is_lost, in_turn, write_whole
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.monitoring.writers import memory_gb
-from tools.bench.harness import device_is_lost, in_turn, write_whole
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 LEARNING_RATE = 1e-4
 ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights

@@ -19,7 +19,8 @@ init.from_checkpoint=MORE_CHECKPOINTS and the architecture that it prints.
 to-hf writes weights, config.json, generation_config.json and a tokenizer with which AutoTokenizer of transformers gives
 the ids of training; texts are compared before anything is written. End tokens and chat templates are those of the
 folder that the tokenizer comes from.
-Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
+Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, OLMo 2, GPT-2, GPT-NeoX, Mixtral, Qwen2-MoE, Qwen3-MoE,
+GLM 4.5, DeepSeek-V2 and V3.
 from-megatron reads a GPT model of Megatron-Core, torch_dist or mp_rank files, and Adam's moments where they lie by
 parameter; to-megatron writes its weights for --load and --use-checkpoint-args of Megatron-LM (docs/checkpoints.md).
 Exit code 2 for bad input.
@@ -34,11 +35,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import names_file
-from tools.conversion import arguments
+from megatron5d.tools.conversion import arguments
 
 
 class Command(NamedTuple):
@@ -76,7 +78,7 @@ COMMANDS = {
 }
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
@@ -84,11 +86,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     command = COMMANDS[args.command]
     try:
-        return getattr(import_module(f"tools.conversion.{command.module}"), command.function)(args)
+        return getattr(import_module(f"megatron5d.tools.conversion.{command.module}"), command.function)(args)
     except (ValueError, OSError) as error:
         print(f"convert: {names_file(error, getattr(args, 'out', None))}", file=sys.stderr)
         return 2
@@ -96,4 +98,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     print_anywhere()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 from megatron5d.config.errors import names_file
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors")
@@ -51,7 +52,7 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Token ids `[b, s]` of a .npy file.
+    """Returns token ids `[b, s]` of a .npy file.
 
     Raises:
         ValueError: no file of integers of one or two dims, or an id outside the vocabulary.
@@ -78,7 +79,7 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def rounds(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[int, Tensor]]:
-    """(first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every rank.
+    """Yields (first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every rank.
 
     Comm: all_gather dp of each round's logits.
     """
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         stop_process()
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         run(args)
@@ -133,4 +134,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

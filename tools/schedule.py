@@ -1,6 +1,6 @@
 """Show, simulate, compare, search and verify pipeline schedules, on one CPU and without a model.
 
-    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg
+    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg --trace zb_v.json
     python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64 --costs F=1,I=1.2,W=0.8,comm=0.1
     python tools/schedule.py compare --pp 8 --microbatches 32 --costs a2aF=0.5,a2aB=0.5
     python tools/schedule.py search --pp 16 --microbatches 64 --costs a2aF=0.5,a2aB=0.5 --memory 1.25 --seconds 10
@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
-from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
+from megatron5d.pipeline_parallel.draw import chrome_trace, draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
@@ -70,6 +71,7 @@ def _add_show(commands: Any) -> None:
     parser.add_argument("--width", type=int, help="columns of the drawing (default: fits the actions)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a PNG picture (needs matplotlib)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format")
     parser.set_defaults(run=_show)
 
@@ -224,9 +226,11 @@ def _show(options: argparse.Namespace) -> int:
         options.svg.write_text(draw_svg(program, result))
     if options.png:
         draw_png(program, result, options.png)
+    if options.trace:
+        options.trace.write_text(json.dumps(chrome_trace(program, result)))
     if options.csv:
         options.csv.write_text(write_program(program))
-    written = [str(path) for path in (options.svg, options.png, options.csv) if path]
+    written = [str(path) for path in (options.svg, options.png, options.trace, options.csv) if path]
     if written:
         print("wrote " + ", ".join(written))
     else:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 
@@ -41,10 +42,10 @@ if __name__ == "__main__":
 
 import torch
 
-from kernels import tuning
-from kernels.fp8.quantize import Quantized
-from tools.bench import BENCHMARKS
-from tools.bench.harness import device_is_lost, median_ms
+from megatron5d.kernels import tuning
+from megatron5d.kernels.fp8.quantize import Quantized
+from megatron5d.tools.bench import BENCHMARKS
+from megatron5d.tools.bench.harness import device_is_lost, median_ms
 
 WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
 ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}
@@ -119,9 +120,9 @@ SPACE: dict[
 
 
 def candidates(operation: str, architecture: str = "") -> list[dict]:
-    """Every combination of the operation's values, without what is known to go wrong on the architecture.
+    """Returns every combination of the operation's values, without what is known to go wrong on the architecture.
 
-    On Blackwell Triton 3.6 starts a product ahead over scores that other warps still read.
+    On Blackwell Triton 3.6 starts a GEMM ahead over scores that other warps still read.
     """
     values = {name: v for name, v in SPACE[operation][2].items() if v is not None}
     if architecture.startswith("sm_10") and "AHEAD" in values:
@@ -145,7 +146,7 @@ def results(out: object) -> list[torch.Tensor]:
 
 
 def agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    """The same up to rounding."""
+    """Returns the same up to rounding."""
     return all(bool((g - w).norm() <= 1e-2 * w.norm() + 1e-6) for g, w in zip(got, want, strict=True))
 
 
@@ -167,7 +168,7 @@ class Search:
         self.present_ms = median_ms([call])
 
     def _fresh(self) -> Callable[[], object]:
-        """The benchmark's call on inputs that are the same each time, also where it changes them."""
+        """Returns the benchmark's call on inputs that are the same each time, also where it changes them."""
         benchmark, provider, _ = SPACE[self.operation]
         torch.manual_seed(0)
         return BENCHMARKS[benchmark].calls(**self.where)[provider]
@@ -213,7 +214,7 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
 
 
 def tune(operation: str, minutes: float, dry_run: bool) -> None:
-    """Times the candidates, prints the faster ones as they come, and writes the best."""
+    """Measures the candidates, prints the faster ones as they come, and writes the best."""
     architecture = tuning.architecture(torch.device("cuda"))
     search, until = Search(operation), time.monotonic() + 60 * minutes
     best, best_ms = search.present, search.present_ms

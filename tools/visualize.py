@@ -3,6 +3,8 @@
     python tools/visualize.py report --world 64 --device h100 experiment=llama3_8b -o report.html
     python tools/visualize.py report runs/first                            a finished run, with its layout
     python tools/visualize.py report --world 64 experiment=llama3_8b --against 'parallel.tp=2 parallel.cp=2'
+    python tools/visualize.py sweep --world 8,16,32,64 --device h100 experiment=llama3_8b -o sweep.png
+    python tools/visualize.py schedule --schedule dualpipe --pp 8 --microbatches 20 -o dualpipe.svg
     python tools/visualize.py loss RUN_DIR [RUN_DIR...] --out loss.png     loss over tokens, training and validation
     python tools/visualize.py loss runs --smooth 20 --panels grad_norm,lr,mfu,memory_gb,'moe/layer_*/load'
 
@@ -23,7 +25,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import names_file
@@ -49,7 +52,7 @@ class Curve:
 
 
 def find_records(run: Path) -> list[Path]:
-    """The run's .jsonl file, or those of all runs in a folder of runs.
+    """Returns the run's .jsonl file, or those of all runs in a folder of runs.
 
     Raises:
         ValueError: there is none, or one folder holds several.
@@ -99,7 +102,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[int, float]]:
-    """The mean of each value and those before it, of at most so many records together."""
+    """Returns the mean of each value and those before it, of at most so many records together."""
     means, total = [], 0.0
     for number, (tokens, value) in enumerate(points):
         total += value - (points[number - records][1] if number >= records else 0.0)
@@ -108,7 +111,7 @@ def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[in
 
 
 def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
-    """The fields that a list of names and patterns means, in its order.
+    """Returns the fields that a list of names and patterns means, in its order.
 
     Raises:
         ValueError: one of them means none.
@@ -124,7 +127,7 @@ def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
 
 
 def drawable(name: str, number: int) -> str:
-    """A run's name if some font here has its letters, which is then used; else `run <number>`."""
+    """Returns a run's name if some font here has its letters, which is then used; else `run <number>`."""
     from matplotlib import font_manager, rcParams
     from matplotlib.ft2font import FT2Font
 
@@ -194,13 +197,13 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
 
 
 def of_set(field: str) -> str:
-    """` of <name>` for the field `valid_loss/<name>`; nothing for `valid_loss`."""
+    """Returns ` of <name>` for the field `valid_loss/<name>`; nothing for `valid_loss`."""
     _, slash, name = field.partition("/")
     return f" of {name}" if slash else ""
 
 
 def summary(curve: Curve) -> dict[str, Any]:
-    """First and last losses, for people and programs."""
+    """Returns first and last losses, for people and programs."""
     figures = {"run": curve.name, "tokens": curve.train[-1][0]}
     for field, points in {"loss": curve.train, **curve.valid}.items():
         figures |= {f"first_{field}": points[0][1], f"last_{field}": points[-1][1]}
@@ -228,7 +231,7 @@ def run_loss(args: argparse.Namespace) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    from tools.report.report import Question, write_report
+    from megatron5d.tools.report.report import Question, write_report
 
     question = Question(
         overrides=[word for word in args.words if "=" in word],
@@ -240,14 +243,53 @@ def run_report(args: argparse.Namespace) -> None:
     print(f"wrote {args.out}" + (f" and {args.json}" if args.json else ""))
 
 
+def run_sweep(args: argparse.Namespace) -> None:
+    from megatron5d.planning.clusters import cluster_called
+    from megatron5d.tools.report import sweep
+
+    overrides = [word for word in args.words if "=" in word]
+    if runs := [Path(word) for word in args.words if "=" not in word]:
+        records = sweep.measured([log for run in runs for log in find_records(run)])
+        title = f"{len(records)} runs"
+    elif args.world:
+        cluster = cluster_called(args.device)
+        records = sweep.planned(overrides, args.world, cluster, args.count)
+        title = f"{' '.join(overrides)} on {cluster.name}, planned"
+    else:
+        raise ValueError("a sweep needs --world 8,16,32 and overrides, or folders of runs")
+    sweep.draw(records, title, args.out)
+    if args.json:
+        args.json.write_text(json.dumps(records, indent=1) + "\n")
+    print(f"wrote {args.out}: {len(records)} layouts")
+
+
+def worlds(text: str) -> list[int]:
+    """Returns numbers of ranks with commas between them."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a run has at least 1 rank")
+    return found
+
+
+def run_schedule(args: argparse.Namespace) -> None:
+    from megatron5d.tools import schedule
+
+    suffixes = {".svg": "--svg", ".png": "--png", ".json": "--trace"}
+    if args.out.suffix not in suffixes:
+        raise ValueError(f"--out {args.out}: .svg and .png are pictures, .json is a trace for Perfetto")
+    given = ["--schedule", args.schedule, "--pp", args.pp, "--microbatches", args.microbatches, "--costs", args.costs]
+    if code := schedule.main(["show", *given, suffixes[args.out.suffix], str(args.out)]):
+        raise SystemExit(code)
+
+
 def run_docs(args: argparse.Namespace) -> None:
-    from tools.report.dimensions import write_docs
+    from megatron5d.tools.report.dimensions import write_docs
 
     for file in write_docs(args.out):
         print(f"wrote {file}")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures = parser.add_subparsers(required=True)
     report = pictures.add_parser("report", help="one page: the layer, the ranks, memory, pipeline, step time, runs")
@@ -264,9 +306,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="overrides of pretrain.py, and folders of runs"
     )
     report.set_defaults(run=run_report)
+    sweep = pictures.add_parser("sweep", help="many layouts, planned or measured: throughput and memory over GPUs")
+    sweep.add_argument("--world", type=worlds, metavar="N,N", help="numbers of ranks to plan for")
+    sweep.add_argument("--device", default="h100", metavar="NAME", help="as plan.py takes it (default h100)")
+    sweep.add_argument(
+        "--count", type=int, default=20, metavar="N", help="layouts on each number of ranks (default 20)"
+    )
+    sweep.add_argument("-o", "--out", type=Path, default=Path("sweep.png"), metavar="FILE", help="default sweep.png")
+    sweep.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, too")
+    sweep.add_words("words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="of pretrain.py; or folders of runs")
+    sweep.set_defaults(run=run_sweep)
+    timeline = pictures.add_parser("schedule", help="a pipeline's step as a picture, or as a trace for Perfetto")
+    timeline.add_argument("--schedule", required=True, metavar="NAME", help="as pipeline.schedule, or file:PATH")
+    timeline.add_argument("--pp", required=True, metavar="N", help="pipeline ranks")
+    timeline.add_argument("--microbatches", required=True, metavar="N", help="of a step")
+    timeline.add_argument("--costs", default="", metavar="LIST", help="as tools/schedule.py takes them")
+    timeline.add_argument(
+        "-o", "--out", type=Path, default=Path("schedule.svg"), metavar="FILE", help=".svg, .png or .json"
+    )
+    timeline.set_defaults(run=run_schedule)
     docs = pictures.add_parser("docs", help="write the generated tables and pictures of the documentation")
     docs.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default docs")
     docs.set_defaults(run=run_docs)
+    _add_loss(pictures)
+    return parser.parse_args(argv)
+
+
+def _add_loss(pictures: Any) -> None:
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
     loss.add_words(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, its .jsonl file, or a folder of runs"
@@ -278,10 +344,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     loss.add_argument("--smooth", type=int, metavar="N", help="draw means of N records (default: 1/40 of the run)")
     loss.add_argument("--json", action="store_true", help="print the first and last losses as JSON")
     loss.set_defaults(run=run_loss)
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         args.run(args)
@@ -293,4 +358,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     print_anywhere()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

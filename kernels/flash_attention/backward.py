@@ -10,9 +10,9 @@ The keys' kernel works on transposed tiles, so that P and dS enter the second GE
 import torch
 from torch import Tensor
 
-from kernels import tuning
-from kernels.dispatch import cdiv, jit, next_power_of_2, tl
-from kernels.flash_attention.mask import (
+from megatron5d.kernels import tuning
+from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
+from megatron5d.kernels.flash_attention.mask import (
     among_keys,
     at_edges,
     documents,
@@ -26,8 +26,8 @@ from kernels.flash_attention.mask import (
     up_to_last_key,
     visible,
 )
-from kernels.flash_attention.plain import AttentionRule
-from kernels.flash_attention.tiles import (
+from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import (
     aligned,
     capped,
     flags,

@@ -10,9 +10,9 @@ A sink is a key of known logit and no value: it only sets the first m and l.
 import torch
 from torch import Tensor
 
-from kernels import tuning
-from kernels.dispatch import cdiv, jit, next_power_of_2, tl
-from kernels.flash_attention.mask import (
+from megatron5d.kernels import tuning
+from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
+from megatron5d.kernels.flash_attention.mask import (
     among_keys,
     at_edges,
     documents,
@@ -24,8 +24,8 @@ from kernels.flash_attention.mask import (
     up_to_last_key,
     visible,
 )
-from kernels.flash_attention.plain import AttentionRule
-from kernels.flash_attention.tiles import (
+from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import (
     aligned,
     capped,
     flags,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.dispatch import cdiv, jit, tl
-from kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.dispatch import cdiv, jit, tl
+from megatron5d.kernels.flash_attention.plain import AttentionRule
 
 _LOADED = 2048  # tokens that a program looks at together
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.dispatch import statistics_dtype
+from megatron5d.kernels.dispatch import statistics_dtype
 
 QUERY_BLOCK = 256
 

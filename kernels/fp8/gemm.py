@@ -15,11 +15,11 @@ The groups of the weight gradient begin anew with every expert (quantize.py), so
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import TensorDescriptor, cdiv, jit, next_power_of_2, tl
-from kernels.fp8.quantize import GROUP, Quantized
-from kernels.gemm import ends_of, grouped_matmul_reference, launch_rows
-from kernels.tuning import readable, settles, swizzled, taken_out
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, next_power_of_2, tl
+from megatron5d.kernels.fp8.quantize import GROUP, Quantized
+from megatron5d.kernels.gemm import ends_of, grouped_matmul_reference, launch_rows
+from megatron5d.kernels.tuning import readable, settles, swizzled, taken_out
 
 
 def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

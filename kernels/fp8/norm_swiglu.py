@@ -8,11 +8,19 @@ traffic (bfloat16 in, FP8 out, instead of in, out, in, out).
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.activation import activation_reference
-from kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, tl
-from kernels.fp8.quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
-from kernels.norm import launch_forward, norm_reference, normalised, scaled
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.activation import activation_reference
+from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, tl
+from megatron5d.kernels.fp8.quantize import (
+    E4M3,
+    GROUP,
+    Quantized,
+    largest,
+    quantize_reference,
+    quantize_rows,
+    quantized,
+)
+from megatron5d.kernels.norm import launch_forward, norm_reference, normalised, scaled
 
 MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
 

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
-from kernels.gemm import ends_of, expert_of
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels.gemm import ends_of, expert_of
 
 GROUP = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,9 +14,9 @@ host, and the same bits in any order. The arithmetic is that of quantize.py: the
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, jit, rows_of, tl
-from kernels.fp8.quantize import E4M3, Quantized, cast_scaled, largest, quantized, scales_of
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, jit, rows_of, tl
+from megatron5d.kernels.fp8.quantize import E4M3, Quantized, cast_scaled, largest, quantized, scales_of
 
 
 def amax_reference(x: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kernels.dispatch import first_order
 from megatron5d.autograd.offload import HostCopy
+from megatron5d.kernels.dispatch import first_order
 
 
 class RecomputedParts:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import accumulate_weight_grad
+from megatron5d.kernels import accumulate_weight_grad
 
 Closure = Callable[[], None]
 Defer = Callable[[Closure], None]

@@ -25,7 +25,7 @@ LISTED = 12  # how many tensors that do not fit are named; the configuration key
 
 
 def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """The folder a run starts from; None = new weights.
+    """Returns the folder a run starts from; None = new weights.
 
     Args:
         directory: checkpoint.dir.
@@ -49,7 +49,7 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
 
 
 def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """`find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
+    """Returns `find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
 
     Args:
         directory: as in `find_checkpoint`, as is `resume`.
@@ -105,7 +105,7 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
 
 
 def _seal(folder: Path | None) -> int | None:
-    """The CRC-32 of a checkpoint's list of files, by which two are told apart; None where there is none."""
+    """Returns the CRC-32 of a checkpoint's list of files, by which two are told apart; None where there is none."""
     try:
         return None if folder is None else zlib.crc32((folder / MANIFEST).read_bytes())
     except OSError:
@@ -113,7 +113,7 @@ def _seal(folder: Path | None) -> int | None:
 
 
 def whole_checkpoint(folder: str | Path, knob: str) -> Path:
-    """The checkpoint that a folder is, or the newest whole one that it holds.
+    """Returns the checkpoint that a folder is, or the newest whole one that it holds.
 
     Args:
         folder: one checkpoint, or a directory of them.
@@ -135,7 +135,8 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
 
 
 def certainly_none(folder: str | Path, knob: str) -> str | None:
-    """Why `whole_checkpoint` will find nothing in an existing folder, in words; None where it may find something.
+    """Returns why `whole_checkpoint` will find nothing in an existing folder, in words; None where it may find
+    something.
 
     Every rank calls this before the ranks have met, so it opens no file and looks for few names.
     """
@@ -195,7 +196,7 @@ def load_tensors(
 
 
 def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:
-    """Of two keys with the same values, the one to read: the first that is as wide as is wanted, else the wider one.
+    """Chooses which of two keys with the same values to read: the first wide enough, else the wider one.
 
     Args:
         key: the key under which the values are wanted.

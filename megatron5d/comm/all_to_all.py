@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, differentiable
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.topology.axis import Axis
 
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.dispatch import first_order
 from megatron5d.comm.failures import finish
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.topology.axis import Axis
 
 # torch 2.13 renamed these two; earlier versions have only the old names.

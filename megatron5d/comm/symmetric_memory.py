@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.dispatch import HAS_TRITON
-from kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 from megatron5d.comm.collectives import gather_objects
+from megatron5d.kernels.dispatch import HAS_TRITON
+from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 from megatron5d.topology.axis import Axis
 
 _KNOB = "parallel.tp_overlap=fused"

@@ -27,7 +27,7 @@ from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
 from megatron5d.config.fixes import at_home, each_value, unreadable, unresolved
 from megatron5d.config.schema import Config
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[1] / "conf"
 ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> faults that only code of higher floors can find."""
@@ -92,7 +92,7 @@ def keys_given(overrides: Sequence[str]) -> set[str]:
 
 
 def answer_help(argv: Sequence[str]) -> None:
-    """If the command line has `--help`, prints its text and ends the process.
+    """Prints the help and ends the process, if the command line has `--help`.
 
     Raises:
         SystemExit: 0 after `--help`.

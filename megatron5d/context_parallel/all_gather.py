@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, reduce_scatter, start_all_gather
 from megatron5d.context_parallel.block_attention import KVFormat, Merge, attend_block, block_gradients, sink_gradient
 from megatron5d.context_parallel.block_plan import ContextPlan
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.topology.axis import Axis
 
 HEAD_GROUPS = 4  # gathers per layer, each of 1/4 of the heads; fewer where there are fewer heads

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.dispatch import first_order
 from megatron5d.comm.collectives import start_shift
 from megatron5d.context_parallel.block_attention import KVFormat, Merge, attend_block, block_gradients, sink_gradient
 from megatron5d.context_parallel.block_plan import ContextPlan
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.topology.axis import Axis
 
 _KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once

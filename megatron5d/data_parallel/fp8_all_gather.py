@@ -17,10 +17,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather
 from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.bucket import allocate_storage, free_storage
+from megatron5d.kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.fp8_weights import (
     block_maxima,

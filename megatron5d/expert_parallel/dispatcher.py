@@ -28,10 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.dispatch import first_order
-from kernels.moe import Places, permute, permute_choices, places, unpermute
 from megatron5d.comm.all_to_all import Codec, Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.collectives import start_all_gather
+from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.moe import Places, permute, permute_choices, places, unpermute
 from megatron5d.topology.axis import Axis
 
 
@@ -130,7 +130,7 @@ class DirectDispatch:
         return self._by_expert(self.dispatching.repeat(rows))
 
     def _by_expert(self, rows: Tensor) -> Tensor:
-        """`[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
+        """Returns `[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
         rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, ...]  all_gather etp
         if self.received_order is None:
             return rows

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import first_order
 from megatron5d.autograd.recompute import KEEP_ALL, recomputable
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad
 from megatron5d.config.schema import ModelConfig
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.precision.gemm import expert_gemms_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
@@ -109,7 +109,7 @@ class Experts(nn.Module):
         return y + (weights[:, None] * self.down_bias[self._expert_of(y, offsets)]).to(y.dtype)
 
     def _expert_of(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """int64 `[r]`: the local expert of each row."""
+        """Returns int64 `[r]`: the local expert of each row."""
         experts = torch.arange(self.num_local, device=offsets.device)
         return torch.repeat_interleave(experts, offsets.diff(), output_size=rows.shape[0])
 

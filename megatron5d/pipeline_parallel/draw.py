@@ -112,6 +112,25 @@ def draw_png(program: Program, result: Simulation, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def chrome_trace(program: Program, result: Simulation) -> dict[str, list[dict]]:
+    """Returns the simulated step in Chrome's trace format, one thread a rank; a unit of time is a millisecond.
+
+    The actions of an overlapped pair are two events in two lanes of their rank.
+    """
+    events: list[dict] = []
+    edges = program.table.rank_start.tolist()
+    for rank, line in enumerate(program.ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
+        for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
+            start, end = float(result.start[index]), float(result.end[index])
+            for lane, action in enumerate(slot):
+                told = {"stage": action.stage, "microbatch": action.microbatch}
+                span = {"ts": 1000 * start, "dur": 1000 * (end - start)}
+                events.append({"ph": "X", "name": str(action), "cat": NAMES[action.op], "pid": rank, "tid": lane,
+                               **span, "args": told})  # fmt: skip
+    return {"traceEvents": events}
+
+
 def _svg_box(box: tuple[float, float, float, float], colour: str, tip: str, label: str) -> str:
     """Returns a rectangle (x, y, width, height), with its label where that fits."""
     x, y, width, height = box

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from kernels.dispatch import first_order
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import Closure, hand_over_grads
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
 _ENGINE = torch.autograd.Variable._execution_engine

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.tuning import planned
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.kernels.tuning import planned
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
@@ -57,7 +57,7 @@ class Target:
         return 1 if self.architecture is None else ALLOCATOR_BLOCK
 
     def paths(self):
-        """A context in which the meta device's tensors go this target's ways."""
+        """Returns a context in which the meta device's tensors go this target's ways."""
         return nullcontext() if self.architecture is None else planned(self.architecture)
 
 
@@ -82,14 +82,14 @@ class Forecaster:
         self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
 
     def rank(self, pp_rank: int) -> RankMemory:
-        """Memory of a pipeline rank, at place 0 of every other axis.
+        """Returns memory of a pipeline rank, at place 0 of every other axis.
 
         The others need as much, padded vocabularies and some counts of four bytes aside; with Muon they may need less
         at the end of a step, because place 0 is given the largest matrices.
         """
-        line = dense_grid(self.sizes).line(0, "pp")
+        group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(
-            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
+            self.sizes, group[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
         )
         with self.target.paths():
             return self._on(mesh)
@@ -99,7 +99,8 @@ class Forecaster:
         return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
 
     def activations(self, pp_rank: int) -> Counter[str]:
-        """Bytes that one micro-batch keeps between forward and backward on a rank asked about before, by phase."""
+        """Returns bytes that one micro-batch keeps between forward and backward on a rank asked about before, by
+        phase."""
         kept: Counter[str] = Counter()
         for _, stage in self.layout.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
@@ -157,7 +158,8 @@ class Forecaster:
         return MemoryWatch(self.target.block).rounded(message.nbytes)
 
     def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int]:
-        """The worst moment of the passes, and the most that data parallelism holds while it ends its reductions."""
+        """Returns the worst moment of the passes, and the most that data parallelism holds while it ends its
+        reductions."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
         held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
         sync.drop()
@@ -201,7 +203,7 @@ def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
 
 
 def _signature(unit: list[nn.Module]) -> tuple:
-    """Equal for units whose phases do the same on tensors of the same sizes."""
+    """Returns equal for units whose phases do the same on tensors of the same sizes."""
     groups = [policy_of(phase).group for phase in unit]
     return tuple(
         (
@@ -222,7 +224,7 @@ def _keeping(phase: nn.Module) -> tuple:
 
 
 def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int) -> MicroBatch:
-    """One micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
+    """Returns one micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
 
     Args:
         config: train and data.
@@ -273,5 +275,5 @@ def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
 
 
 def _num_communicators(mesh: Mesh) -> int:
-    """Groups of ranks that talk: lines with the same ranks share one; the pipeline's channels have their own."""
+    """Returns the process groups: axes with the same ranks share one; the pipeline's channels have their own."""
     return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -112,7 +112,7 @@ class RankMemory:
         return {kind: count for kind, count in kinds.items() if count}
 
     def record(self) -> dict[str, Any]:
-        """All kinds and sums in bytes, for JSON output."""
+        """Returns all kinds and sums in bytes, for JSON output."""
         sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed", "host")}
         action = self.peak.action
         worst = {"action": None if action is None else str(action), "in_flight": self.peak.in_flight}
@@ -120,7 +120,7 @@ class RankMemory:
 
 
 def gemm_workspace(architecture: str | None) -> int:
-    """Returns bytes that torch gives the library of matrix products as its workspace, once a stream; none on a CPU.
+    """Returns the bytes of the cuBLAS or hipBLAS workspace, once a stream; 0 on a CPU.
 
     Source: ATen's cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
@@ -155,7 +155,7 @@ _ORDER = (
 
 
 def _table_order(kind: str) -> tuple[int, str]:
-    """Sort key of a kind in a table."""
+    """Returns the sort key of a kind in a table."""
     return _ORDER.index(kind.split("/")[0]), kind if "/" in kind else ""
 
 

@@ -28,8 +28,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.quantize import (
+from megatron5d.autograd.wgrad import grad_buffer
+from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
+from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
     GROUP,
@@ -39,14 +40,13 @@ from kernels.fp8.quantize import (
     quantize_rows,
     transpose_values,
 )
-from kernels.fp8.quantize_tensor import (
+from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
     quantize_by_row,
     quantize_tensor,
     quantize_tensor_both_ways,
 )
-from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert

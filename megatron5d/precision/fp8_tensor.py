@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import activation_backward, norm_backward
-from kernels.dispatch import first_order
-from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import E4M3, GROUP, Quantized, quantize_rows
+from megatron5d.kernels import activation_backward, norm_backward
+from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.quantize import E4M3, GROUP, Quantized, quantize_rows
 
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
 

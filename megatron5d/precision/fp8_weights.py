@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transpose_values
+from megatron5d.kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transpose_values
 from megatron5d.topology.shard_spec import spec_of
 
 _CHUNK = 1 << 22  # elements quantised at a time, so that float32 temporaries take some tens of MB

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import first_order
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -35,7 +35,7 @@ class VocabRange:
 
 
 def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: float, **factory) -> nn.Parameter:
-    """`[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no piece."""
+    """Returns `[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no piece."""
     vocab = VocabRange(vocab_size, tp)
     pieces = (Piece((vocab.start, 0), (vocab.valid, hidden_size)),) if vocab.valid else ()
     spec = ShardSpec(name, (vocab_size, hidden_size), pieces, init=init)

@@ -148,7 +148,8 @@ def _leave_in_order(rank: int, world: int) -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """This rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU without GPUs.
+    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU
+    without GPUs.
 
     Raises:
         ValueError: the node shows fewer GPUs than it has ranks.

@@ -42,7 +42,7 @@ _AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of i
 
 
 def default_store() -> dist.Store:
-    """torch's default store: the one through which all ranks made the world's process group."""
+    """Returns torch's default store: the one through which all ranks made the world's process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -95,7 +95,7 @@ def missing_ranks(store: dist.Store, name: str, ranks: Sequence[int]) -> list[in
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as text for a message: at most the first 16, and how many more there are."""
+    """Returns ranks as text for a message: at most the first 16, and how many more there are."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
 

@@ -119,7 +119,7 @@ class Meeting:
         return (self._trouble(f"{remark}; {message(faults)}", REFUSED) if faults else ""), remark
 
     def _end(self, troubles: Sequence[str]) -> None:
-        """Rank 0 prints what others have said, each thing once; every rank ends with the worst code."""
+        """Prints on rank 0 each fault once; ends every rank with the worst code."""
         told = sorted(map(json.loads, troubles))
         if self.environment.rank == 0:
             mine = {said for rank, _, said, _ in told if rank == 0}

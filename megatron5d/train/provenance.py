@@ -15,15 +15,16 @@ import megatron5d
 from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("kernels", "megatron5d")
+PACKAGE = Path(__file__).resolve().parents[1]
 _NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")  # that git does not know yet and that a patch takes in
 
 
 def source_hash() -> str:
     """Returns a hash of every Python file that a run executes, of its path and its text."""
     total = hashlib.sha256()
-    for path in sorted(path for room in SOURCES for path in (ROOT / room).rglob("*.py")):
-        total.update(f"{path.relative_to(ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    rooms = (PACKAGE, PACKAGE / "kernels")  # a link, which rglob does not follow
+    for path in sorted(path for room in rooms for path in room.rglob("*.py")):
+        total.update(f"{path.relative_to(PACKAGE)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 
@@ -39,7 +40,8 @@ def _git(*arguments: str, codes: tuple[int, ...] = (0,)) -> str | None:
 
 @cache  # the code that this process runs is that of its start
 def commit() -> str | None:
-    """The commit of this checkout, with `-dirty` where tracked files have changed; None outside of a checkout."""
+    """Returns the commit of this checkout, with `-dirty` where tracked files have changed; None outside of a
+    checkout."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:  # site-packages inside of somebody else's checkout
         return None
@@ -48,7 +50,7 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what decides on numbers and speed."""
+    """Returns the versions of what decides on numbers and speed."""
     return {
         "megatron5d": megatron5d.__version__, "torch": torch.__version__, "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -56,8 +58,8 @@ def versions() -> dict[str, str | None]:
 
 
 def code_here() -> dict[str, Any]:
-    """Version, commit and hash of the code, and of what it runs on."""
-    changes = _git("status", "--porcelain", "--", *SOURCES) if commit() else None
+    """Returns version, commit and hash of the code, and of what it runs on."""
+    changes = _git("status", "--porcelain", "--", "kernels", "megatron5d") if commit() else None
     return {
         "source_hash": source_hash(),
         "commit": (commit() or "").removesuffix("-dirty") or None,

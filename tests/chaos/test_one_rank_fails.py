@@ -14,9 +14,9 @@ from ranks import run_ranks
 from runs import write_corpus
 
 from megatron5d.config.load import load_config
+from megatron5d.tools.convert import main
 from megatron5d.topology.process import Process
 from pretrain import plan_and_train
-from tools.convert import main
 
 EXPERIMENT = [
     *("model=tiny", "model.vocab_size=98", "train.gbs=4", "train.mbs=1", "train.seq_len=16", "train.steps=1"),

@@ -9,12 +9,12 @@ from browser import Browser
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, planned_config
+from megatron5d.tools.report import collect
+from megatron5d.tools.report.collect import SWITCHES, grid_record
+from megatron5d.tools.report.page import page_of
+from megatron5d.tools.report.report import Question, report_of
+from megatron5d.tools.report.runs import run_record
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
-from tools.report import collect
-from tools.report.collect import SWITCHES, grid_record
-from tools.report.page import page_of
-from tools.report.report import Question, report_of
-from tools.report.runs import run_record
 
 OVERRIDES = [
     *("model=tiny_moe", "precision.dtype=bf16", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=4"),
@@ -116,9 +116,9 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
     browser.run("layout().grid = arguments[0]", {"dense": grid_record(dense), "expert": grid_record(expert)})
     for rank in range(WORLD):
         groups = browser.run("change({rank: arguments[0]}); return groups()", rank)
-        lines = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
-        wanted = {name: list(dense.line(rank, *axes)) for name, axes in lines.items()}
-        assert groups == wanted | {"ep": list(expert.line(rank, "ep"))}
+        along = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
+        wanted = {name: list(dense.group(rank, *axes)) for name, axes in along.items()}
+        assert groups == wanted | {"ep": list(expert.group(rank, "ep"))}
 
 
 def test_a_second_schedule_and_the_second_layout(browser, report):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 CODE = ("megatron5d", "kernels", "tools", "launch", "pretrain.py")  # what users run; the tests come on top
 SKIPPED = {"__pycache__"}
+LINKED = ("kernels", "tools", "pretrain.py")  # found in the package through links: megatron5d.kernels and so on
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class File:
     @property
     def module(self) -> str:
         """Dotted name under which it is imported."""
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        within = "megatron5d/" if self.path.startswith(LINKED) else ""
+        return (within + self.path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
     def room(self) -> str:
@@ -85,7 +87,7 @@ class Source:
         return [
             File(path.relative_to(self.root).as_posix(), path.read_text())
             for path in paths
-            if path.is_file() and not SKIPPED & set(path.parts)
+            if path.is_file() and not path.is_symlink() and not SKIPPED & set(path.parts)
         ]
 
     @cached_property

@@ -15,7 +15,7 @@ GOOD = {
     "megatron5d/config/load.py": "import hydra\nfrom megatron5d.config.schema import C\n",
     "megatron5d/config/schema.py": "class C: pass\n",
     "megatron5d/topology/process.py": "import os\nos.environ['RANK']\n",
-    "megatron5d/tensor_parallel/linear.py": "import kernels\nfrom megatron5d.topology import process\n",
+    "megatron5d/tensor_parallel/linear.py": "from megatron5d import kernels\nfrom megatron5d.topology import process\n",
     "megatron5d/data_parallel/weight_gather.py": "import numpy\n",
     "megatron5d/train/loop.py": "from megatron5d.data_parallel.weight_gather import x\ndef train(): pass\n",
     "tools/plan.py": "",
@@ -47,6 +47,8 @@ PLANTED = [
     ("functions_are_short", {"tools/plan.py": "class A:\n" + textwrap.indent(function(51), "    ")}, "f has 51"),
     ("functions_are_short", {"kernels/a.py": function(121, "k", "@triton.jit")}, "k has 121 lines, at most 120"),
     ("parameters_are_few", {"tools/plan.py": "def f(a, b, c, d, e, f, g, h, i): pass"}, "f has 9 positional"),
+    ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """The sum."""'}, "f begins with 'The'"),
+    ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """Bytes sent."""'}, "f begins with 'Bytes'"),
     ("no_global_statements", {"tools/plan.py": "def f():\n    global A, B\n"}, "tools/plan.py:2: global A, B"),
     ("no_global_arguments", {"tools/plan.py": "def get_args(): pass"}, "get_args"),
     ("names_say_something", {"megatron5d/model/utils.py": ""}, "'utils' names no subject"),
@@ -70,13 +72,17 @@ PLANTED = [
         "only lower ones",
     ),
     ("floors_hold", {"megatron5d/attic/a.py": ""}, "the room megatron5d/attic has no floor"),
-    ("floors_hold", {"megatron5d/model/a.py": "from pretrain import main"}, "imports pretrain (floor 9)"),
+    (
+        "floors_hold",
+        {"megatron5d/model/a.py": "from megatron5d.pretrain import main"},
+        "imports megatron5d.pretrain (floor 9)",
+    ),
     (
         "no_circles",
         {
-            "tools/a.py": "import tools.b",
-            "tools/b.py": "def f():\n    from tools import c",
-            "tools/c.py": "from tools.a import x",
+            "tools/a.py": "import megatron5d.tools.b",
+            "tools/b.py": "def f():\n    from megatron5d.tools import c",
+            "tools/c.py": "from megatron5d.tools.a import x",
         },
         "tools/a.py -> tools/b.py -> tools/c.py -> tools/a.py",
     ),
@@ -132,7 +138,7 @@ ALLOWED = [
     ("parameters_are_few", {"tools/plan.py": "class A:\n    def f(self, a, b, c, d, e, f, g, h, *, i, j): pass"}),
     ("files_are_short", {"tools/plan.py": "x = 1\n" * 400}),
     ("top_level_is_fixed", {"runs/a": "", "train.log": ""}),
-    ("ground_floor_is_light", {"kernels/b.py": "from kernels import c, os"}),
+    ("ground_floor_is_light", {"kernels/b.py": "from megatron5d.kernels import c"}),
 ]
 
 

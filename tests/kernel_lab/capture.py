@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import dispatch, tuning
+from megatron5d.kernels import dispatch, tuning
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

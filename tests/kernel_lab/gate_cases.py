@@ -8,13 +8,13 @@ import torch
 from kernel_lab.binary import BESIDE
 from torch import Tensor
 
-import kernels
-from kernels import activation as expert_activation
-from kernels import moe
-from kernels.all_gather_gemm import all_gather_gemm
-from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import (
+from megatron5d import kernels
+from megatron5d.kernels import activation as expert_activation
+from megatron5d.kernels import moe
+from megatron5d.kernels.all_gather_gemm import all_gather_gemm
+from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
     Quantized,
@@ -23,11 +23,16 @@ from kernels.fp8.quantize import (
     quantize_rows,
     transpose_values,
 )
-from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
-from kernels.gemm import grouped_input_grad, grouped_matmul
-from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
-from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
-from kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
+from megatron5d.kernels.fp8.quantize_tensor import (
+    amax_of_rows,
+    quantize_by_row,
+    quantize_tensor,
+    quantize_tensor_both_ways,
+)
+from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul
+from megatron5d.kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
@@ -229,7 +234,7 @@ def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
 
 
 def _ahead_cases() -> dict[str, Case]:
-    """The forward alone, on Hopper: its exponentials are taken while the next product is under way."""
+    """The forward alone, on Hopper: its exponentials are taken while the next GEMM runs."""
 
     def case(d, dv, options):
         return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
@@ -245,7 +250,7 @@ CASES: dict[str, Case] = {
     **_ahead_cases(),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
-    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there
+    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its GEMMs take the plain path there
     "grouped": Case(
         _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
     ),

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-import kernels
-from kernels.flash_attention import plain as flash_attention_plain
+from megatron5d import kernels
+from megatron5d.kernels.flash_attention import plain as flash_attention_plain
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 

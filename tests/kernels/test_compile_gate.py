@@ -51,7 +51,7 @@ def report(**changes) -> dict:
         ({"registers": 101}, "101 registers, the budget is 100"),
         ({"shared": 300 * 1024}, "wants 307200 bytes"),
         ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
-        ({"serialised": 3}, "waits for each of its matrix products"),
+        ({"serialised": 3}, "waits for each of its GEMMs"),
     ],
 )
 def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_launch_that_no_launcher_takes_is_refused():
 def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
     from kernel_lab import compile_gate, gate_cases
 
-    from kernels import tuning
+    from megatron5d.kernels import tuning
 
     served = {tuning.nearest(name) for name in ("sm_80", "sm_86", "sm_89")}
     monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None))
@@ -85,7 +85,7 @@ def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
 
 
 def test_the_newest_older_table_serves_an_architecture_without_one():
-    from kernels import tuning
+    from megatron5d.kernels import tuning
 
     assert [tuning.nearest(name) for name in ("sm_89", "sm_103", "sm_121")] == ["sm_80", "sm_100", "sm_120"]
     with pytest.raises(ValueError, match="no kernel configurations for sm_75"):
@@ -113,10 +113,10 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
     """
     compiled = """
 import torch
-from kernels.fp8.quantize import E4M3, Quantized
-from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
-from kernels.fp8.quantize import fp8_transpose
-from kernels.gemm import grouped_matmul
+from megatron5d.kernels.fp8.quantize import E4M3, Quantized
+from megatron5d.kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
+from megatron5d.kernels.fp8.quantize import fp8_transpose
+from megatron5d.kernels.gemm import grouped_matmul
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import meta
 offsets, weight = meta(65, dtype=torch.int64), meta(64, 1408, 2048)
@@ -136,20 +136,20 @@ def test_attention_of_hopper_makes_no_product_twice():
     """Two groups of warps over 64 keys would both compute all scores: more than 64 rows of keys, or one group."""
     compiled = """
 import re
-from kernels import tuning
+from megatron5d.kernels import tuning
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import CASES
 with capture("sm_90") as (launches, _):
     CASES["attention-128"].run()
-# two loops, with a mask and without; the forward makes one product before them
-for operation, kernel, products in (("forward", "_forward_kernel", 5), ("backward_keys", "_key_value_kernel", 8),
+# two loops, with a mask and without; the forward makes one GEMM before them
+for operation, kernel, gemms in (("forward", "_forward_kernel", 5), ("backward_keys", "_key_value_kernel", 8),
                                     ("backward_queries", "_query_kernel", 6)):
     entries = tuning.table("sm_90")[f"attention_{operation}"]
     config = next(entry["config"] for entry in entries if entry["up_to"]["head_dim"] == 128)
     (launch,) = [each for each in launches if each.name == kernel]
     made = re.findall(r"wgmma.mma_async.sync.aligned.m64n(\\d+)k16", launch.compiled.asm["ptx"])
     work = sum(64 * int(n) * 16 for n in made) * launch.num_warps // 4
-    print(work / (products * config["BLOCK_M"] * config["BLOCK_N"] * 128))
+    print(work / (gemms * config["BLOCK_M"] * config["BLOCK_N"] * 128))
 """
     run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.stdout.split() == ["1.0", "1.0", "1.0"], run.stdout + run.stderr

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernels
-from kernels import dispatch
-from kernels.fp8.quantize_tensor import amax_of, quantize_tensor
-from kernels.moe import top_k
-from kernels.tuning import readable
+from megatron5d import kernels
+from megatron5d.kernels import dispatch
+from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor
+from megatron5d.kernels.moe import top_k
+from megatron5d.kernels.tuning import readable
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

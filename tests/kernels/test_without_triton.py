@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.without_triton import jit
+from megatron5d.kernels.without_triton import jit
 
 ROOT = Path(__file__).parents[2]
 ABSENT = "import sys; sys.modules['triton'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"

@@ -11,9 +11,9 @@ from megatron5d.data_parallel import grad_sync
 from megatron5d.model import norm
 from megatron5d.parity import certificate, run
 from megatron5d.parity import certificate as report
+from megatron5d.tools.parity import main
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train import step
-from tools.parity import main
 
 MODEL = ["model=tiny", "train.gbs=8", "optim.lr=1e-2"]
 

@@ -13,9 +13,9 @@ from megatron5d.expert_parallel import load_balancing, router
 from megatron5d.optim import sharded_state
 from megatron5d.parity import run
 from megatron5d.tensor_parallel import embedding, linear
+from megatron5d.tools.parity import main
 from megatron5d.topology import init_weights
 from megatron5d.train import step
-from tools.parity import main
 
 
 def unreduced(x, axis, *_):

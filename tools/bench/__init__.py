@@ -1,9 +1,9 @@
 """What is measured: each operation at the sizes of real training, beside every other implementation at hand."""
 
-from tools.bench.attention import ATTENTION
-from tools.bench.gemm import PRODUCTS
-from tools.bench.pointwise import POINTWISE
-from tools.bench.tokens import TOKENS
+from megatron5d.tools.bench.attention import ATTENTION
+from megatron5d.tools.bench.gemm import PRODUCTS
+from megatron5d.tools.bench.pointwise import POINTWISE
+from megatron5d.tools.bench.tokens import TOKENS
 
 _USUAL = [name for name, row in ATTENTION.items() if not {"window", "document", "dv"} & set(row.sizes)]
 _ORDER = [*_USUAL[:2], *PRODUCTS, *_USUAL[2:], *POINTWISE, *TOKENS]

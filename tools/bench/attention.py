@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-import kernels
-from tools.bench.harness import Benchmark, Calls, Forward, one_way, random
+from megatron5d import kernels
+from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, one_way, random
 
 
 def _flex(

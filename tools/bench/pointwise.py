@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
-from kernels.activation import activation_reference, weighted_activation
-from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import (
+from megatron5d import kernels
+from megatron5d.kernels.activation import activation_reference, weighted_activation
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.quantize import (
     fp8_transpose,
     fp8_transpose_reference,
     quantize_blocks,
@@ -19,7 +19,7 @@ from kernels.fp8.quantize import (
     quantize_rows,
     transpose_values,
 )
-from kernels.fp8.quantize_tensor import (
+from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
     quantize_by_row,
@@ -27,7 +27,7 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
-from tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
+from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
 
 EPS = 1e-5
 

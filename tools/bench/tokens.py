@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
-from kernels import moe
-from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
-from tools.bench.harness import Benchmark, Calls, Forward, liger, one_way, random, writing
+from megatron5d import kernels
+from megatron5d.kernels import moe
+from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, liger, one_way, random, writing
 
 
 def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:

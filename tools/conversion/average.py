@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, lazy_tensor, whole_checkpoint
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
 from megatron5d.train.state import twin
-from tools.conversion.new_checkpoint import check_empty, save_weights
 
 
 def average(args: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def average(args: argparse.Namespace) -> int:
 
 
 def _folders(paths: list[Path], last: int | None) -> list[Path]:
-    """The checkpoints to average: the newest whole one of each path, or the last ones of a directory."""
+    """Returns the checkpoints to average: the newest whole one of each path, or the last ones of a directory."""
     if last is None:
         return [whole_checkpoint(path, "PATH") for path in paths]
     if len(paths) != 1:
@@ -54,7 +54,7 @@ def _folders(paths: list[Path], last: int | None) -> list[Path]:
 
 
 def _mean(name: str, sources: list[SavedWeights], factors: list[float]) -> LazyTensor:
-    """The mean of a tensor, in the parts of the first source."""
+    """Returns the mean of a tensor, in the parts of the first source."""
     saved = sources[0].tensors[name]
     dtype = torch.promote_types(saved.dtype, torch.float32)
     parts = {offset: item.extent for offset, item in saved.items.items()}

@@ -26,8 +26,8 @@ from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unre
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import holds_tokenizer, planned_export
-from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
 
 def from_hf(args: argparse.Namespace) -> int:

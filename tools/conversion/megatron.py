@@ -19,9 +19,9 @@ from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, entries
 from megatron5d.checkpoint.megatron.writer import write_release
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import Progress, twin
-from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
 # Our kinds of the optimiser's state, and Megatron-Core's.
 _OPTIMIZER = {"master": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -70,7 +70,8 @@ def from_megatron(args: argparse.Namespace) -> int:
 def _fitting(
     stored: MegatronTensors, table: list[Entry], model: ModelConfig, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
-    """The tensors of a table, each read when it is written; raises ValueError where some are missing or misshapen."""
+    """Returns the tensors of a table, each read when it is written; raises ValueError where some are missing or
+    misshapen."""
     stored.fit(model)
     check_names(stored, table, IGNORED)
     return lazy_weights(table, stored, dtype)

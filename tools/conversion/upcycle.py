@@ -9,8 +9,8 @@ from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.upcycle import upcycled, upcycled_weights
 from megatron5d.config.schema import Config
 from megatron5d.model.block_inputs import DTYPES
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
 from megatron5d.train.state import twin
-from tools.conversion.new_checkpoint import check_empty, save_weights
 
 PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
 

@@ -22,10 +22,10 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator
 from megatron5d.planning.rank_memory import gigabytes
 from megatron5d.planning.workload import Workloads
+from megatron5d.tools.report.layer import layer_record
+from megatron5d.tools.report.timeline import pipeline_record
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
 from megatron5d.train.build import sizes_of
-from tools.report.layer import layer_record
-from tools.report.timeline import pipeline_record
 
 SWITCHES: dict[str, Change] = {
     "zero": {"parallel.zero": 0},

@@ -15,10 +15,10 @@ from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster, cluster_called
 from megatron5d.planning.predict import planned_config
-from tools.report.collect import Asked, differences, layout_record
-from tools.report.page import page_of
-from tools.report.runs import CHARTS, run_record
-from tools.report.sources import SOURCES
+from megatron5d.tools.report.collect import Asked, differences, layout_record
+from megatron5d.tools.report.page import page_of
+from megatron5d.tools.report.runs import CHARTS, run_record
+from megatron5d.tools.report.sources import SOURCES
 
 
 @dataclass(frozen=True)

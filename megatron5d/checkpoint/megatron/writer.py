@@ -81,12 +81,12 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
 
 
 def _stacked(model: ModelConfig) -> bool:
-    """Whether Megatron stacks the tensors of all layers: where all have the same."""
+    """Returns whether Megatron stacks the tensors of all layers: where all have the same."""
     return len(moe_layers(model)) in (0, model.num_layers)
 
 
 def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
-    """By Megatron's key the tensors that it stacks, by layer or expert or both.
+    """Returns, by Megatron's key, the tensors that it stacks, by layer or expert or both.
 
     The norm before a mixture has two names in Megatron-Core: one of its local modules, one of TransformerEngine's.
     """

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernel_lab.bounds import allowed
 
-from kernels import tuning
-from tools import tune_kernels
-from tools.bench import BENCHMARKS
-from tools.tune_kernels import SPACE, Search, candidates, results
+from megatron5d.kernels import tuning
+from megatron5d.tools import tune_kernels
+from megatron5d.tools.bench import BENCHMARKS
+from megatron5d.tools.tune_kernels import SPACE, Search, candidates, results
 
 LACKING = (RuntimeError, NotImplementedError, ImportError, ValueError)
 """What providers other than ours raise where their kernels, or Liger, are not."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernels
-from kernels.activation import weighted_activation
-from kernels.gemm import grouped_matmul
+from megatron5d import kernels
+from megatron5d.kernels.activation import weighted_activation
+from megatron5d.kernels.gemm import grouped_matmul
 
 LUCK = 1.05
 

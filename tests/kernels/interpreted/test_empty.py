@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-import kernels
-from kernels import moe
-from kernels.activation import weighted_activation
-from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
-from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
-from kernels.gemm import grouped_matmul, grouped_weight_grad
-from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d import kernels
+from megatron5d.kernels import moe
+from megatron5d.kernels.activation import weighted_activation
+from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
+from megatron5d.kernels.gemm import grouped_matmul, grouped_weight_grad
+from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
 
 def leaf(*shape, dtype=torch.bfloat16):
@@ -67,8 +67,8 @@ def test_differentiable(name):
         assert grad is None or (grad.shape == x.shape and not grad.any())
 
 
-@pytest.mark.eight_bits
-def test_eight_bits():
+@pytest.mark.fp8
+def test_fp8():
     x, weight, offsets = torch.zeros(0, 256), torch.randn(130, 256), torch.zeros(3, dtype=torch.int64)
     rows = quantize_rows(x)
     assert rows.values.shape == (0, 256)

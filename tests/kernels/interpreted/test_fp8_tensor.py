@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kernels import dispatch
-from kernels.fp8.quantize import E4M3, E5M2, transpose_values
-from kernels.fp8.quantize_tensor import (
+from megatron5d.kernels import dispatch
+from megatron5d.kernels.fp8.quantize import E4M3, E5M2, transpose_values
+from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
     amax_of_rows_reference,
@@ -19,7 +19,7 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_reference,
 )
 
-pytestmark = pytest.mark.eight_bits
+pytestmark = pytest.mark.fp8
 
 
 def same(got, want):
@@ -64,7 +64,7 @@ SPECIAL = {
     "all equal": (7.0, 7.0),
     "subnormal": (2.0**-133, -(2.0**-130)),
     "subnormal and not": (1.0, 2.0**-130),
-    "8-bit subnormals": (448.0, 2.5 * 2.0**-9),
+    "FP8 subnormals": (448.0, 2.5 * 2.0**-9),
     "the largest bfloat16": (3.3895313892515355e38, 1.0),
     "NaN": (1.0, math.nan),
     "infinity": (0.0, math.inf),

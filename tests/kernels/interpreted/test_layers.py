@@ -13,9 +13,9 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
-from kernels import activation
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
+from megatron5d.kernels import activation
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_tensor
 from megatron5d.precision.fp8_recipes import is_quantized
@@ -76,7 +76,7 @@ def numbers(config, in_place, monkeypatch):
         ([], "none"),
         (["qkv"], "none"),
         (["attention", "mlp"], "none"),
-        pytest.param([], "blockwise", marks=pytest.mark.eight_bits),
+        pytest.param([], "blockwise", marks=pytest.mark.fp8),
     ],
 )
 def test_the_same_bits_in_place(parts, fp8, overwritten, monkeypatch):

@@ -1,12 +1,12 @@
-"""Grouped products, permutation and top-k against loops over single tokens and experts."""
+"""Grouped GEMMs, permutation and top-k against loops over single tokens and experts."""
 
 import pytest
 import torch
 
-from kernels import gemm as grouped
-from kernels import moe
-from kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
-from kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels import gemm as grouped
+from megatron5d.kernels import moe
+from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
+from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 
@@ -66,7 +66,7 @@ def test_the_neighbours_infinite_weights_stay_theirs():
     assert grouped.grouped_input_grad(torch.randn(9, 40).bfloat16(), weight, offsets).isfinite().all()
 
 
-@pytest.mark.eight_bits
+@pytest.mark.fp8
 def test_grouped_fp8():
     counts, n, k = [70, 0, 3], 200, 272
     offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -81,7 +81,7 @@ def test_grouped_fp8():
     assert relative(got, want) < 1e-5
 
 
-@pytest.mark.eight_bits
+@pytest.mark.fp8
 @pytest.mark.parametrize("counts", [[130, 0, 5], [0, 0, 1]])
 def test_grouped_fp8_weight_grad(counts):
     n, k = 70, 130

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_lab.bounds import allow_memory
 
-from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
 SHAPES = [(1,), (7, 9), (127,), (3, 43, 2), (1025,)]
 DECAYS = [0.0, 0.1, 0.0, 0.1, 0.2]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kernel_lab.bounds import allow_memory
 
-from kernels import all_gather_gemm as gather
-from kernels import gemm_reduce_scatter as scatter
-from kernels import symm_mem_flags as signals
-from kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
+from megatron5d.kernels import all_gather_gemm as gather
+from megatron5d.kernels import gemm_reduce_scatter as scatter
+from megatron5d.kernels import symm_mem_flags as signals
+from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 
 SIZE, RANK = 2, 1
 SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, transposed
@@ -61,14 +61,14 @@ def with_fault(tmp_path, module, right, wrong):
 
 
 def until(done, patience_s):
-    """Waits for the product to end without us, as a faulty one may, or for as long as it should wait for us."""
+    """Waits for the GEMM to end without us, as a faulty one may, or for as long as it should wait for us."""
     deadline = time.monotonic() + patience_s
     while not done.any() and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
 def late(boxes, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
-    """The other rank: it comes when the product has done its own chunk and waits."""
+    """The other rank: it comes when the GEMM has done its own chunk and waits."""
     if flag_first:
         raise_flags([flags[:1]], flags, epoch)
     until(done, patience_s)

@@ -7,10 +7,14 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-import kernels
-from kernels.flash_attention.plain import AttentionRule
-from kernels.fp8.quantize import quantize_blocks, quantize_rows
-from kernels.fp8.quantize_tensor import amax_of_rows_reference, quantize_by_row_reference, quantize_tensor_reference
+from megatron5d import kernels
+from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.quantize_tensor import (
+    amax_of_rows_reference,
+    quantize_by_row_reference,
+    quantize_tensor_reference,
+)
 
 ROOT = Path(kernels.__file__).parent
 

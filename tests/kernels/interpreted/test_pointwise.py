@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import kernels
-from kernels.activation import KINDS, weighted_activation
+from megatron5d import kernels
+from megatron5d.kernels.activation import KINDS, weighted_activation
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 

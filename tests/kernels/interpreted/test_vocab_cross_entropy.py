@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernels
+from megatron5d import kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from ranks import RankFailure, run_ranks
 
-from kernels.symm_mem_flags import Patience
 from megatron5d.comm import symmetric_memory as mailbox
 from megatron5d.comm import symmetric_memory as segments
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
+from megatron5d.kernels.symm_mem_flags import Patience
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -7,7 +7,6 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from kernels import attention
 from megatron5d.comm.collectives import Shift
 from megatron5d.comm.ledger import Ledger
 from megatron5d.context_parallel import all_gather as allgather
@@ -16,6 +15,7 @@ from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.block_attention import Merge
 from megatron5d.context_parallel.block_plan import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
+from megatron5d.kernels import attention
 from megatron5d.topology.axis import Axis
 
 S, B, A, D, DV = 48, 2, 8, 6, 4

@@ -19,7 +19,7 @@ from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from tools import convert
+from megatron5d.tools import convert
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.expert_parallel.experts import Experts
+from megatron5d.tools import convert, logits
 from megatron5d.topology.axis import Axis
-from tools import convert, logits
 
 transformers = pytest.importorskip("transformers")
 

@@ -44,7 +44,7 @@ def test_a_new_schedule_is_one_file(tmp_path):
     code = f"""
 from megatron5d.pipeline_parallel import schedules
 schedules.__path__.append({str(tmp_path)!r})
-from tools.schedule import main
+from megatron5d.tools.schedule import main
 raise SystemExit(main(["simulate", "--schedule", "one_at_a_time", "--pp", "2", "--microbatches", "3"]))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -95,8 +95,8 @@ def test_reducing_each_micro_batch_sends_more_and_is_no_faster(price):
         assert each.sent[0]["dp_shard_cp"] > once.sent[0]["dp_shard_cp"]
 
 
-def test_products_in_eight_bits_make_wide_layers_faster(price):
-    """What quantising costs in memory traffic is less than what the products gain."""
+def test_fp8_gemms_make_wide_layers_faster(price):
+    """What quantising costs in memory traffic is less than what the GEMMs gain."""
     fields = {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_experts": 0}
     wide = dataclasses.replace(model(), model=dataclasses.replace(model().model, **fields))
     sixteen, *eight = (

@@ -69,7 +69,7 @@ class Counted:
 
     pp_rank: int
     elsewhere: int  # sum of its places on the other axes
-    kinds: tuple[int, int, int]  # weights and their 8-bit copies, gradients, optimiser
+    kinds: tuple[int, int, int]  # weights and their FP8 copies, gradients, optimiser
     resident: int
     boxes: int  # that other ranks write into
     inputs: int  # of a step
@@ -165,7 +165,7 @@ def _copies(model) -> int:
 
 
 def _activations(config, model, batch) -> Counter[str]:
-    """The first pass makes the weights' 8-bit copies, which are none of them: the second is counted."""
+    """The first pass makes the weights' FP8 copies, which are none of them: the second is counted."""
     for _ in range(1 if config.precision.fp8 == "none" else 2):
         kept = _pass(config, model, batch)
     return kept
@@ -264,7 +264,7 @@ LAYOUTS = {
     "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
     "blockwise-zero1": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 1, "gbs": 4}),
     "blockwise-moe": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "ep": 2}),
-    # 8-bit copies of weights that are kept for a step, that are not gathered at all, or only some, and of 16-bit ones
+    # FP8 copies of weights that are kept for a step, that are not gathered at all, or only some, and of 16-bit ones
     "zero3-fp8-step": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "gbs": 4, "zero3_gather": "per_step"}),
     "zero3-fp8-replicas": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "dp_replicate": 2}),
     "zero3-fp8-experts": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "zero": 3, "ep": 2, "zero3_gather": "per_step"}),

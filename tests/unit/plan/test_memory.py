@@ -8,12 +8,12 @@ import pytest
 import torch
 from parity_configs import config_of
 
-from kernels import dispatch, swiglu
-from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
-from kernels.tuning import planned
 from megatron5d.config.convert import changed
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
+from megatron5d.kernels import dispatch, swiglu
+from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
+from megatron5d.kernels.tuning import planned
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
@@ -233,7 +233,7 @@ def test_one_scale_for_a_tensor_writes_nothing_wide_on_a_gpu():
         return watch.peak_bytes
 
     elements = 128 * 256
-    assert peak_bytes() >= 5 * elements, "the plain path holds it in float32 and in 8 bits"
+    assert peak_bytes() >= 5 * elements, "the plain path holds it in float32 and in FP8"
     with planned("sm_90"):
         assert peak_bytes() < 2.01 * elements, "values and their transpose, and a maximum of each tile"
 

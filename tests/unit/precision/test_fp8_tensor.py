@@ -8,10 +8,10 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
-import kernels
-from kernels.activation import weighted_activation
+from megatron5d import kernels
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
+from megatron5d.kernels.activation import weighted_activation
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
@@ -68,7 +68,7 @@ def test_views_and_detached_copies_share_the_memory():
     assert kept >= 4 * 256 + 4 * 2 * 4, "the inner tensors are counted"
 
 
-def test_products_of_one_input_agree_or_take_it_wide():
+def test_gemms_of_one_input_agree_or_take_it_wide():
     gemms, weights = fp8.BlockwiseGemms(True), [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
     for weight in weights[:2]:
         weight.gemms = gemms

@@ -4,9 +4,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from kernels.fp8.quantize import quantize_rows
 from megatron5d.comm.all_to_all import Exchange
 from megatron5d.comm.ledger import Ledger
+from megatron5d.kernels.fp8.quantize import quantize_rows
 from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -2,7 +2,7 @@
 
 import json
 
-from tools.bench_checkpoint import main
+from megatron5d.tools.bench_checkpoint import main
 
 
 def test_ratios_hold(capsys):

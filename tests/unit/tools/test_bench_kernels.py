@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from tools import bench_kernels
-from tools.bench import harness as measure
-from tools.bench.harness import Benchmark, in_turn
+from megatron5d.tools import bench_kernels
+from megatron5d.tools.bench import harness as measure
+from megatron5d.tools.bench.harness import Benchmark, in_turn
 
 LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
 

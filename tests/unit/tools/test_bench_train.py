@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from tools import bench_train
-from tools.bench.harness import in_turn
+from megatron5d.tools import bench_train
+from megatron5d.tools.bench.harness import in_turn
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.schema import Config, DataConfig
 from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.tools import convert, generate, logits
 from megatron5d.train import hf_export
-from tools import convert, generate, logits
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.report.dimensions import filled, write_docs
+from megatron5d.tools.report.dimensions import filled, write_docs
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

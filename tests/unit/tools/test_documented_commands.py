@@ -14,7 +14,7 @@ from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 READERS_OWN = ("~/my-conf", "one_at_a_time")  # folders and schedules that a reader makes as the document says
 REFUSED = "train.stepz"  # docs/configuration.md shows how it is refused
 

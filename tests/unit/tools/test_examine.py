@@ -13,11 +13,11 @@ from megatron5d.checkpoint.folder import step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
+from megatron5d.tools import convert
+from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
-from tools import convert
-from tools.conversion.new_checkpoint import save_weights
 
 CONFIG = Config(
     model=ModelConfig(vocab_size=64, num_layers=2, hidden_size=16, ffn_hidden_size=24, num_heads=2, head_dim=8),

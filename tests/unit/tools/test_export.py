@@ -14,8 +14,8 @@ from megatron5d.config.load import load_config
 from megatron5d.data.bpe_files import CL100K_PATTERN
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
+from megatron5d.tools import convert, generate
 from megatron5d.train.hf_export import planned_export
-from tools import convert, generate
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")

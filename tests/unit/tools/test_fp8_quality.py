@@ -1,8 +1,8 @@
-"""8-bit training stays as near to bf16 as promised; the whole 500 steps with MEGATRON5D_FULL=1."""
+"""FP8 training stays as near to bf16 as promised; the whole 500 steps with MEGATRON5D_FULL=1."""
 
 import os
 
-from tools.fp8_quality import BOUNDS, compare
+from megatron5d.tools.fp8_quality import BOUNDS, compare
 
 STEPS = 500 if os.environ.get("MEGATRON5D_FULL") == "1" else 30
 

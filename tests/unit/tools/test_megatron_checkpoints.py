@@ -17,7 +17,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.checkpoint.storage import Reader
-from tools import convert, logits
+from megatron5d.tools import convert, logits
 
 ROOT = Path(__file__).parents[3]
 BASE = {

@@ -10,7 +10,7 @@ import pytest
 
 from megatron5d.planning import layout_search as layouts
 from megatron5d.planning.predict import planned_config
-from tools.plan import main
+from megatron5d.tools.plan import main
 
 ROOT = Path(__file__).parents[3]
 RUN = ["memory", "--world", "8", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.pp=2"]
@@ -142,7 +142,7 @@ def test_a_cluster_that_cannot_be_is_refused(capsys):
         (["--network-gbps", "-1"], "--network-gbps -1 is not above 0"),
         (["--imbalance", "0.5"], "--imbalance 0.5"),
         (["precision.dtype=fp32"], "precision.dtype = fp32"),
-        (["precision.fp8=tensorwise", "parallel.tp=1", "--device", "a100"], "needs 8-bit kernels"),
+        (["precision.fp8=tensorwise", "parallel.tp=1", "--device", "a100"], "needs FP8 kernels"),
         (["parallel.tp=3"], "the configuration is refused"),
     ):
         assert main([*STEP, *wrong]) == 2
@@ -173,7 +173,7 @@ def test_search_for_layouts(capsys, monkeypatch):
 
 
 def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(capsys, monkeypatch):
-    monkeypatch.setattr("tools.plan.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron5d.tools.plan.TOLD_EVERY_S", 0.0)
     run = ["search", "--world", "2", "--device", "h100", "--count", "1", "model=tiny", "precision.dtype=bf16"]
     fixed = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "recompute.mode=none", "data.split='99,1,0'"]
     assert main([*run, *fixed]) == 0

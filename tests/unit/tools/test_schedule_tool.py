@@ -9,7 +9,7 @@ import pytest
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import write_program
-from tools.schedule import main
+from megatron5d.tools.schedule import main
 
 REAL = "F=1,I=1.2,W=0.8,comm=0.1"
 SIZES = ("--pp", "4", "--microbatches", "8")

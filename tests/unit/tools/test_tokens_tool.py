@@ -12,7 +12,7 @@ import pytest
 from megatron5d.config.errors import names_file
 from megatron5d.data.index_format import MAGIC
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter
-from tools import tokens
+from megatron5d.tools import tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 

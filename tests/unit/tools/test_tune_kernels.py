@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.fp8.quantize import quantize_blocks
-from tools import tune_kernels
-from tools.tune_kernels import agrees, results
+from megatron5d.kernels.fp8.quantize import quantize_blocks
+from megatron5d.tools import tune_kernels
+from megatron5d.tools.tune_kernels import agrees, results
 
 
 def test_results_are_copies_of_everything_returned():

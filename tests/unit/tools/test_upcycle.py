@@ -11,11 +11,11 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
+from megatron5d.tools import convert, logits
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.state import Progress, run_record
-from tools import convert, logits
 
 DENSE = {"hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 64}
 MODELS = {

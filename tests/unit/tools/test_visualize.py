@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.visualize import chosen_fields, find_records, main, read_curve, smoothed
+from megatron5d.tools.visualize import chosen_fields, find_records, main, read_curve, smoothed
 
 ROOT = Path(__file__).resolve().parents[3]
 

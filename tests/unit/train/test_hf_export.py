@@ -11,8 +11,8 @@ from runs import write_corpus
 from safetensors.torch import load_file
 
 from megatron5d.checkpoint.folder import saved_steps
+from megatron5d.tools import convert, logits
 from pretrain import main
-from tools import convert, logits
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 

@@ -54,7 +54,7 @@ class Waits(TorchFunctionMode):
             frame = sys._getframe(1)
             while not frame.f_code.co_filename.startswith(str(ROOT)) or "/.venv/" in frame.f_code.co_filename:
                 frame = frame.f_back
-            path = Path(frame.f_code.co_filename)
+            path = Path(frame.f_code.co_filename).resolve()
             if ROOT / "kernels" not in path.parents:
                 self.found[path.name, frame.f_code.co_name] += 1
         result = func(*args, **kwargs)

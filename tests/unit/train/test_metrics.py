@@ -345,7 +345,7 @@ def test_the_peak_of_a_device_is_that_of_its_longest_name(name, peak, monkeypatc
 
 
 def test_flops_by_hand():
-    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: products counted one by one."""
+    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: GEMMs counted one by one."""
     model = ModelConfig(
         num_layers=1, hidden_size=4, ffn_hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=2, vocab_size=10
     )

@@ -1,4 +1,4 @@
-"""ZeRO-3 that gathers in 8 bits: slice by slice the numbers of the whole, at half the bytes, and the same training."""
+"""ZeRO-3 that gathers in FP8: slice by slice the numbers of the whole, at half the bytes, and the same training."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import torch
 from layouts import make_rows, micro_batch
 from ranks import run_ranks
 
-from kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import (
     Config,
@@ -18,6 +17,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.sample_order import micro_batch_samples
+from megatron5d.kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_weights
 from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_slice
@@ -114,7 +114,7 @@ def test_the_same_training_at_half_the_bytes():
             assert theirs == losses, recipe
             assert all((eight[name] == weights[name]).all() for name in weights), recipe
             assert names == matrices and not none and not held, recipe
-            assert not kept and not copies, "8-bit copies go with the weights that they were made of"
+            assert not kept and not copies, "FP8 copies go with the weights that they were made of"
             gathers = 1 if CASES[recipe] else 2 * 2  # two micro-batches, forward and backward
             assert sent - less == pytest.approx(gathers * owned, rel=0.01), recipe  # a byte of two, on two ranks
 
