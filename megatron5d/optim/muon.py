@@ -22,7 +22,6 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -63,13 +62,6 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
-
-
-def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Returns whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
-    excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
-    matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
-    return config.name == "muon" and matrix and not excluded
 
 
 def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool) -> None:

@@ -19,9 +19,8 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
-from megatron5d.optim.sharded_state import freezes
+from megatron5d.optim.sharded_state import freezes, takes_muon
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0

@@ -16,7 +16,6 @@ import megatron5d
 from megatron5d.checkpoint.folder import RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
-from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault
@@ -352,6 +351,8 @@ def _with_new_parts(
         saved["model"].get(key) == getattr(model, key) for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
     ):
         return held, masters, []
+    from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
+
     weights = SavedWeights(folder, torch.float32, twin)
     shapes = {name: tuple(entry.size) for name, entry in weights.tensors.items()}
     held, masters = (
