@@ -30,7 +30,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron5d.config.checks.values import VALUE_CHECKS
 from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.json_file import parse_json, read_json
@@ -45,7 +44,6 @@ LEFT = ".left"  # after the name of a checkpoint that the run went back behind
 _WRITING = ".tmp"
 _REMOVED = ".removed"  # after the name of one that is being removed
 _MOST_LAYERS = 100_000  # of a configuration that is believed
-_MODEL_CHECKS = [check for check in VALUE_CHECKS if check.knobs[0].startswith("model.")]
 _REPLACED = ".replaced"  # after the name of one that was there when its step was saved again
 
 
@@ -181,9 +179,9 @@ def _reach_disk(path: Path) -> None:
 class Keep(NamedTuple):
     """Which checkpoints stay; without any number all. The newest always does."""
 
-    last: int = 0  # so many of the newest
+    last: int = 0  # number of the newest
     every: int = 0  # those of steps that this divides
-    best: int = 0  # so many of those with the lowest validation loss
+    best: int = 0  # number of those with the lowest validation loss
 
     @classmethod
     def of(cls, text: str) -> Keep:
@@ -340,9 +338,12 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
         raise ValueError(f"{folder / RUN} is refused: its config is no object of groups of keys")
     if groups is not None:
         saved = _shared(saved, groups)
+    from megatron5d.config.checks.values import VALUE_CHECKS
+
+    checks = [check for check in VALUE_CHECKS if check.knobs[0].startswith("model.")]
     try:
         config = from_dict(saved)
-        faults = [fault.reason for check in _MODEL_CHECKS if (fault := check.run(config, 1))]
+        faults = [fault.reason for check in checks if (fault := check.run(config, 1))]
         if config.model.num_layers > _MOST_LAYERS:  # of which a list is made before any file is compared
             faults.append(f"model.num_layers = {config.model.num_layers} is above {_MOST_LAYERS}")
     except ConfigError as error:

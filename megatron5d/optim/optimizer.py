@@ -9,8 +9,7 @@ from torch import Tensor
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
-from megatron5d.optim.muon import Muon, takes_muon
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, takes_muon
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
@@ -78,11 +77,14 @@ def build_optimizer(
         mesh: its tp and etp axes shard the matrices.
         rounding_seed: as in SliceOptimizer.
 
-    Comm: for Muon as in `Assembly`, once.
+    Comm: for Muon as in `MatrixGather`, once.
     """
     buckets = [bucket for bucket in buckets if not bucket.frozen]
     muon = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
     adamw = [bucket for bucket in buckets if bucket not in muon]
     parts: list[SliceOptimizer] = [AdamW(adamw, config, rounding_seed)] if adamw else []
-    parts += [Muon(muon, config, mesh, rounding_seed)] if muon else []
+    if muon:
+        from megatron5d.optim.muon import Muon
+
+        parts.append(Muon(muon, config, mesh, rounding_seed))
     return Optimizer(config.name, parts)

@@ -77,6 +77,13 @@ def freezes(spec: ShardSpec, config: OptimConfig) -> bool:
     return any(fnmatch.fnmatch(spec.name, glob) for glob in config.freeze)
 
 
+def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
+    """Returns whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
+    excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
+    matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
+    return config.name == "muon" and matrix and not excluded
+
+
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns an empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
     device = "meta" if tensor.is_meta else "cpu"

@@ -28,7 +28,8 @@ from megatron5d.model.gpt import GPT
 from megatron5d.model.options import is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.matrix_gather import whole_shape
-from megatron5d.optim.muon import replace_by_update, takes_muon
+from megatron5d.optim.muon import replace_by_update
+from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
@@ -144,7 +145,7 @@ class Workloads:
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
-    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for so many
+    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for this many
     layers."""
     passes = {
         op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)

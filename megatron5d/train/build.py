@@ -19,9 +19,8 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
-from megatron5d.optim.sharded_state import freezes
+from megatron5d.optim.sharded_state import freezes, takes_muon
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
@@ -95,7 +94,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     else:
         progress, changed, config = resume(checkpoint, sync, optimizer, model.weights(), config)
         trainer.guard.in_a_row = progress.skipped_in_a_row
-        notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
+        notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]

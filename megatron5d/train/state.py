@@ -16,7 +16,6 @@ import megatron5d
 from megatron5d.checkpoint.folder import RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
-from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault
@@ -287,7 +286,7 @@ def checkpoint_faults(config: Config, world: int) -> list[Fault]:
         named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
     found = []
     for knob, folder, otherwise in named:
-        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a law reports a folder that does not exist
+        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a check reports a folder that does not exist
             fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
             found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
     return found
@@ -352,6 +351,8 @@ def _with_new_parts(
         saved["model"].get(key) == getattr(model, key) for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
     ):
         return held, masters, []
+    from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
+
     weights = SavedWeights(folder, torch.float32, twin)
     shapes = {name: tuple(entry.size) for name, entry in weights.tensors.items()}
     held, masters = (

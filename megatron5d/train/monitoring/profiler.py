@@ -112,11 +112,10 @@ class Profiler:
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         config, train = run.config.log, run.config.train
+        assert config.profile is not None
         self._run, self._say = run, say
         self._steps_here = 0
         self._folder = None
-        if config.profile is None:
-            return
         left = (train.stop_after or train.steps) - run.progress.step
         if 0 < left <= config.profile_step:
             say(f"log.profile: too few steps are left ({left}) for log.profile_step = {config.profile_step}")

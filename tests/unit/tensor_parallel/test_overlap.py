@@ -8,7 +8,8 @@ from torch import nn
 from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.fp8_recipes import BlockwiseGemms, TensorwiseGemms
 from megatron5d.precision.gemm import PLAIN
-from megatron5d.tensor_parallel.overlap import Chunked, Fused, Gemm, Overlap
+from megatron5d.tensor_parallel.fused_overlap import Fused
+from megatron5d.tensor_parallel.overlap import Chunked, Gemm, Overlap
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
