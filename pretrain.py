@@ -92,7 +92,7 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 
 
 def _late_faults(config: Config, world: int) -> list[Fault]:
-    """What is checked with torch, of a configuration whose model and layout are legal."""
+    """Returns what is checked with torch, of a configuration whose model and layout are legal."""
     from megatron5d.planning.auto_schedule import pipeline_faults
     from megatron5d.planning.fit import memory_faults
     from megatron5d.train.hf_export import export_faults
@@ -158,7 +158,7 @@ class _Undecided(Exception):
 
 
 def before_fork(argv: Sequence[str], world: int) -> None:
-    """Called by launch/fork.py: refuses once for all ranks what needs no torch, then imports what all ranks need.
+    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need.
 
     Args:
         argv: Hydra overrides.

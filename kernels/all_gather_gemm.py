@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, jit, tl
-from megatron5d.kernels.flash_attention.tiles import DTYPES
+from megatron5d.kernels.dispatch import HALF_DTYPES, cdiv, jit, tl
 from megatron5d.kernels.symm_mem_flags import Arrivals, wait_flag, wait_for
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
@@ -102,7 +101,7 @@ def _all_gather_gemm_kernel(
 
 def fast(x: Tensor, weight: Tensor) -> bool:
     """Says whether the kernels take this GEMM: 16- or 32-bit floats whose rows the copy engine can read."""
-    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in DTYPES and readable(weight)
+    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in HALF_DTYPES and readable(weight)
 
 
 def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False) -> Tensor:

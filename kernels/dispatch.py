@@ -26,6 +26,7 @@ except ImportError:
     HAS_TRITON = False
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # of tensor-core kernels
 
 __all__ = ["HAS_TRITON", "TRITON_DTYPES", "KernelInterface", "TensorDescriptor", "cdiv", "jit", "next_power_of_2", "tl"]
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2, statistics_dtype, tl
-from megatron5d.kernels.flash_attention.tiles import DTYPES
+from megatron5d.kernels.dispatch import HALF_DTYPES, cdiv, first_order, jit, next_power_of_2, statistics_dtype, tl
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
 
 
@@ -190,7 +189,7 @@ def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tu
 
 
 def _fast(x: Tensor, weight: Tensor) -> bool:
-    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in DTYPES and weight.is_contiguous()
+    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in HALF_DTYPES and weight.is_contiguous()
 
 
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -224,7 +223,8 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
         offsets: as in `grouped_matmul`.
         main_grad: `[E, n, k]` contiguous, float32 (or float64).
     """
-    fast = dispatch.runs_triton(dy) and dy.dtype == x.dtype and dy.dtype in DTYPES and main_grad.dtype == torch.float32
+    fast = dispatch.runs_triton(dy) and dy.dtype == x.dtype and dy.dtype in HALF_DTYPES
+    fast = fast and main_grad.dtype == torch.float32
     if not (fast and readable(dy) and readable(x) and main_grad.is_contiguous()):
         grouped_weight_grad_reference(dy, x, offsets, main_grad)
         return

@@ -76,7 +76,7 @@ class TensorTable:
 
 @jit
 def _block(chunks_ptr, sizes_ptr, BLOCK: tl.constexpr):
-    """This program's tensor, the elements of its block, which of them exist, and whether all do."""
+    """Returns this program's tensor, the elements of its block, which of them exist, and whether all do."""
     chunk = tl.program_id(0).to(tl.int64)
     which = tl.load(chunks_ptr + chunk * 2)
     first = tl.load(chunks_ptr + chunk * 2 + 1).to(tl.int64) * BLOCK

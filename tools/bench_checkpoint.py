@@ -174,7 +174,7 @@ def _slice(tensor: ShardedTensor, start: int, rows: int) -> ShardedTensor:
 
 
 def _bytes_read() -> int:
-    """What this process has read from files so far, in the page cache or not."""
+    """Returns what this process has read from files so far, in the page cache or not."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 

@@ -1,11 +1,11 @@
-"""Train one tiny mixture of experts in every 8-bit recipe and without, and compare the losses.
+"""Train one tiny mixture of experts in every FP8 recipe and without, and compare the losses.
 
     python tools/fp8_quality.py                      500 steps of each on the CPU; a table
     python tools/fp8_quality.py --steps 60 --json    quicker; for programs
 
 Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its mean loss over the
 last tenth of the steps. The data is made here: a chain of tokens in which each has a few successors of uneven chance,
-so that there is much to learn and the loss goes on falling.
+so that there is much to learn and the loss keeps falling.
 """
 
 import argparse
@@ -17,7 +17,6 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 def _arguments() -> argparse.Namespace:
@@ -49,6 +48,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 RECIPES = ("none", "blockwise", "tensorwise")
 BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative
@@ -56,7 +56,8 @@ VOCABULARY, SUCCESSORS = 256, 6
 
 
 def config_of(recipe: str, steps: int) -> Config:
-    """Two layers, four experts of which a token meets two; rows, weights and tokens of more than one group of 128."""
+    """Returns two layers, four experts of which a token meets two; rows, weights and tokens of more than one group
+    of 128."""
     return Config(
         model=ModelConfig(
             name="fp8_quality", num_layers=2, hidden_size=160, ffn_hidden_size=160, num_heads=4, num_kv_heads=2,
@@ -70,7 +71,7 @@ def config_of(recipe: str, steps: int) -> Config:
 
 
 def rows_of(config: Config) -> torch.Tensor:
-    """int64 `[steps·gbs, s+1]`: chains in which a token's successors have chances 1/2, 1/4, ..."""
+    """Returns int64 `[steps·gbs, s+1]`: chains in which a token's successors have chances 1/2, 1/4, ..."""
     generator = torch.Generator().manual_seed(5)
     count, length = config.train.steps * config.train.gbs, config.train.seq_len + 1
     successors = torch.randint(0, VOCABULARY, (VOCABULARY, SUCCESSORS), generator=generator)
@@ -83,7 +84,7 @@ def rows_of(config: Config) -> torch.Tensor:
 
 
 def losses(config: Config) -> list[float]:
-    """The loss of every step of one run in this process."""
+    """Returns the loss of every step of one run in this process."""
     plan = pipeline_layout(config, 1)
     mesh = build_mesh(sizes_of(config, 1), 0, num_kv_heads=config.model.num_kv_heads)
     model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
@@ -100,7 +101,7 @@ def losses(config: Config) -> list[float]:
 
 
 def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[str, float]]:
-    """Each recipe's first loss, mean loss over the last tenth, and how far that is from bf16's, relative."""
+    """Returns each recipe's first loss, mean loss over the last tenth, and how far that is from bf16's, relative."""
     table: dict[str, dict[str, float]] = {}
     for recipe in dict.fromkeys(("none", *recipes)):
         curve, last = losses(config_of(recipe, steps)), max(1, steps // 10)

@@ -52,7 +52,7 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Token ids `[b, s]` of a .npy file.
+    """Returns token ids `[b, s]` of a .npy file.
 
     Raises:
         ValueError: no file of integers of one or two dims, or an id outside the vocabulary.
@@ -79,7 +79,7 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def rounds(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[int, Tensor]]:
-    """(first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every rank.
+    """Yields (first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every rank.
 
     Comm: all_gather dp of each round's logits.
     """

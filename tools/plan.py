@@ -30,8 +30,6 @@ if not __package__:  # a script of a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
-from megatron5d.planning.fit import shortage
-from megatron5d.train.pipeline_layout import micro_batch_counts
 
 
 def _parser() -> OptionParser:
@@ -76,7 +74,7 @@ def _parser() -> OptionParser:
 
 
 def _add_cluster(command: OptionParser) -> None:
-    """What says on which machines."""
+    """Adds the options that choose the machines."""
     command.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     command.add_argument("--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}")
     command.add_argument("--node", type=int, metavar="N", help="ranks that share fast links")
@@ -104,14 +102,15 @@ from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import CONF, keys_given
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
-from megatron5d.planning.fit import fit_text, nearest_fit
+from megatron5d.planning.fit import fit_text, nearest_fit, shortage
 from megatron5d.planning.layout_search import Candidate, LayoutSearch, layouts_table
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
-from megatron5d.train.preflight import eight_bit_faults
+from megatron5d.train.pipeline_layout import micro_batch_counts
+from megatron5d.train.preflight import fp8_faults
 
 TOLD_EVERY_S = 10.0
 LARGE = 500_000_000  # parameters that nobody trains in fp32
@@ -154,12 +153,12 @@ def _check_imbalance(imbalance: float) -> None:
         raise ValueError(f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1")
 
 
-def _check_eight_bits(config: Config, architecture: str) -> None:
+def _check_fp8(config: Config, architecture: str) -> None:
     """
     Raises:
-        ConfigError: the architecture has no 8-bit kernels, and the configuration wants them.
+        ConfigError: the architecture has no FP8 kernels, and the configuration wants them.
     """
-    if faults := eight_bit_faults(config, architecture):
+    if faults := fp8_faults(config, architecture):
         raise ConfigError(faults)
 
 
@@ -167,7 +166,7 @@ def _step(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
     config = planned_config(options.overrides, options.world)
     _note_defaults(config)
-    _check_eight_bits(config, cluster.architecture)
+    _check_fp8(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
     if options.json:
         print(json.dumps({"world": options.world, "device": asdict(cluster), **cost.record()}, indent=2))
@@ -183,7 +182,7 @@ def _search(options: argparse.Namespace) -> int:
     have = _bytes_given(options, cluster.memory_bytes)
     config = unplanned_config(options.overrides, options.world)
     _note_defaults(config)
-    _check_eight_bits(config, cluster.architecture)
+    _check_fp8(config, cluster.architecture)
     search = LayoutSearch(config, options.world, cluster, options.imbalance, keys_given(options.overrides))
     with _counting("shapes of a layout") as count:
         candidates = search.candidates(have, count)
@@ -218,7 +217,7 @@ def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:
 
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[], None]]:
-    """How many things have been looked at: a bar on a terminal, and a line every 10 s elsewhere."""
+    """Shows how many candidates were tried: a bar on a terminal, and a line every 10 s elsewhere."""
     with tqdm(desc=what, unit="", leave=False, disable=None) as bar:
         number, told = 0, time.perf_counter()
 
@@ -234,14 +233,14 @@ def _counting(what: str) -> Iterator[Callable[[], None]]:
 
 
 def _what(config: Config) -> str:
-    """Returns what is counted, for whoever did not give it."""
+    """Returns what is counted, for a user who did not give it."""
     train, precision = config.train, config.precision
     fp8 = "" if precision.fp8 == "none" else f" with fp8 {precision.fp8}"
     return f"{config.model.name} in {precision.dtype}{fp8}, train.gbs {train.gbs}, train.seq_len {train.seq_len:,}"
 
 
 def _note_defaults(config: Config) -> None:
-    """A model alone leaves precision, batch and sequence as they are for a toy."""
+    """Warns that a model alone leaves precision, batch and sequence at their defaults for a toy."""
     name = config.model.name
     if config.precision.dtype == "fp32" and parameter_count(config.model) > LARGE:
         experiment = f"; experiment={name} brings what it is trained with" if name in EXPERIMENTS else ""
@@ -267,7 +266,7 @@ def _memory(options: argparse.Namespace) -> int:
     _check_imbalance(imbalance)
     target, have = _machine(options, imbalance)
     if target.architecture is not None:
-        _check_eight_bits(config, target.architecture)
+        _check_fp8(config, target.architecture)
     since = time.perf_counter()
     ranks = _ranks(config, options.world, target, options.convention)
     lack = None if have is None else shortage(ranks, have)
@@ -346,7 +345,7 @@ def _context(options: argparse.Namespace) -> int:
 
 
 def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[int, RankMemory]:
-    """Memory of every pipeline rank, as one code base or another keeps it."""
+    """Returns memory of every pipeline rank, as one code base or another keeps it."""
     name, *said = convention.split(",")
     if name not in ("megatron5d", *CONVENTIONS) or (said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))):
         raise ValueError(

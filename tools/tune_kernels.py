@@ -7,7 +7,7 @@
 A candidate counts only if it compiles and gives the same result as the present entry up to rounding.
 Run the compile gate afterwards: it refuses spills.
 Only the entry that the operation's benchmark selects is tuned; the others keep what they have. Candidates are tried in
-a random order, the same each time, for so many minutes an operation; the table is written after each operation.
+a random order, the same each time, for a number of minutes an operation; the table is written after each operation.
 """
 
 import argparse
@@ -120,9 +120,9 @@ SPACE: dict[
 
 
 def candidates(operation: str, architecture: str = "") -> list[dict]:
-    """Every combination of the operation's values, without what is known to go wrong on the architecture.
+    """Returns every combination of the operation's values, without what is known to go wrong on the architecture.
 
-    On Blackwell Triton 3.6 starts a product ahead over scores that other warps still read.
+    On Blackwell Triton 3.6 starts a GEMM ahead over scores that other warps still read.
     """
     values = {name: v for name, v in SPACE[operation][2].items() if v is not None}
     if architecture.startswith("sm_10") and "AHEAD" in values:
@@ -146,7 +146,7 @@ def results(out: object) -> list[torch.Tensor]:
 
 
 def agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    """The same up to rounding."""
+    """Returns the same up to rounding."""
     return all(bool((g - w).norm() <= 1e-2 * w.norm() + 1e-6) for g, w in zip(got, want, strict=True))
 
 
@@ -168,7 +168,7 @@ class Search:
         self.present_ms = median_ms([call])
 
     def _fresh(self) -> Callable[[], object]:
-        """The benchmark's call on inputs that are the same each time, also where it changes them."""
+        """Returns the benchmark's call on inputs that are the same each time, also where it changes them."""
         benchmark, provider, _ = SPACE[self.operation]
         torch.manual_seed(0)
         return BENCHMARKS[benchmark].calls(**self.where)[provider]
@@ -214,7 +214,7 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
 
 
 def tune(operation: str, minutes: float, dry_run: bool) -> None:
-    """Times the candidates, prints the faster ones as they come, and writes the best."""
+    """Measures the candidates, prints the faster ones as they come, and writes the best."""
     architecture = tuning.architecture(torch.device("cuda"))
     search, until = Search(operation), time.monotonic() + 60 * minutes
     best, best_ms = search.present, search.present_ms

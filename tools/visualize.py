@@ -52,7 +52,7 @@ class Curve:
 
 
 def find_records(run: Path) -> list[Path]:
-    """The run's .jsonl file, or those of all runs in a folder of runs.
+    """Returns the run's .jsonl file, or those of all runs in a folder of runs.
 
     Raises:
         ValueError: there is none, or one folder holds several.
@@ -102,7 +102,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[int, float]]:
-    """The mean of each value and those before it, of at most so many records together."""
+    """Returns the mean of each value and those before it, of at most `records` records together."""
     means, total = [], 0.0
     for number, (tokens, value) in enumerate(points):
         total += value - (points[number - records][1] if number >= records else 0.0)
@@ -111,7 +111,7 @@ def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[in
 
 
 def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
-    """The fields that a list of names and patterns means, in its order.
+    """Returns the fields that a list of names and patterns means, in its order.
 
     Raises:
         ValueError: one of them means none.
@@ -127,7 +127,7 @@ def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
 
 
 def drawable(name: str, number: int) -> str:
-    """A run's name if some font here has its letters, which is then used; else `run <number>`."""
+    """Returns a run's name if some font here has its letters, which is then used; else `run <number>`."""
     from matplotlib import font_manager, rcParams
     from matplotlib.ft2font import FT2Font
 
@@ -197,13 +197,13 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
 
 
 def of_set(field: str) -> str:
-    """` of <name>` for the field `valid_loss/<name>`; nothing for `valid_loss`."""
+    """Returns ` of <name>` for the field `valid_loss/<name>`; nothing for `valid_loss`."""
     _, slash, name = field.partition("/")
     return f" of {name}" if slash else ""
 
 
 def summary(curve: Curve) -> dict[str, Any]:
-    """First and last losses, for people and programs."""
+    """Returns first and last losses, for people and programs."""
     figures = {"run": curve.name, "tokens": curve.train[-1][0]}
     for field, points in {"loss": curve.train, **curve.valid}.items():
         figures |= {f"first_{field}": points[0][1], f"last_{field}": points[-1][1]}
@@ -264,7 +264,7 @@ def run_sweep(args: argparse.Namespace) -> None:
 
 
 def worlds(text: str) -> list[int]:
-    """Numbers of ranks with commas between them."""
+    """Returns numbers of ranks with commas between them."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"{text}: a run has at least 1 rank")

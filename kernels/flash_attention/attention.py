@@ -12,11 +12,8 @@ from torch import Tensor
 
 from megatron5d.kernels import dispatch
 from megatron5d.kernels.dispatch import first_order
-from megatron5d.kernels.flash_attention import backward as triton_backward
-from megatron5d.kernels.flash_attention import forward as triton_forward
 from megatron5d.kernels.flash_attention import plain
 from megatron5d.kernels.flash_attention.plain import AttentionRule
-from megatron5d.kernels.flash_attention.tiles import takes
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
@@ -64,8 +61,18 @@ def _runs_cpu_flash(q: Tensor) -> bool:
     return q.device.type == "cpu" or (q.is_meta and dispatch.PLANNED.get() is None)
 
 
+def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
+    if not (dispatch.runs_triton(q) and k.numel()):
+        return False
+    from megatron5d.kernels.flash_attention.tiles import takes
+
+    return takes(q, v, rule)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    if dispatch.runs_triton(q) and k.numel() and takes(q, v, rule):
+    if _runs_triton(q, k, v, rule):
+        from megatron5d.kernels.flash_attention import forward as triton_forward
+
         return triton_forward.forward(q, k, v, rule, sinks)
     if q.numel() and k.numel() and _runs_cpu_flash(q):
         rule = _aligned(rule, q.shape[0], k.shape[0])
@@ -75,7 +82,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor
 
 
 def _backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
-    if dispatch.runs_triton(q) and k.numel() and takes(q, v, rule):
+    if _runs_triton(q, k, v, rule):
+        from megatron5d.kernels.flash_attention import backward as triton_backward
+
         return triton_backward.backward(dout, q, k, v, out, lse, rule)
     if q.numel() and k.numel() and _runs_cpu_flash(q):
         rule = _aligned(rule, q.shape[0], k.shape[0])

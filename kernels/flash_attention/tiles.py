@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from megatron5d.kernels.dispatch import TensorDescriptor, jit, next_power_of_2, tl
+from megatron5d.kernels.dispatch import HALF_DTYPES, TensorDescriptor, jit, next_power_of_2, tl
 from megatron5d.kernels.flash_attention.mask import needs_spans
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 
 LOG2_E = 1.4426950408889634
-DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 POINTERS, ROWS, HEADS = 0, 1, 2
 
@@ -16,7 +15,7 @@ POINTERS, ROWS, HEADS = 0, 1, 2
 def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     """Says whether the kernels know this dtype, these head dims and this scale."""
     dims = (q.shape[-1], v.shape[-1])
-    return q.dtype in DTYPES and all(16 <= d <= MAX_HEAD_DIM and d % 8 == 0 for d in dims) and rule.scale > 0
+    return q.dtype in HALF_DTYPES and all(16 <= d <= MAX_HEAD_DIM and d % 8 == 0 for d in dims) and rule.scale > 0
 
 
 def aligned(x: Tensor) -> Tensor:

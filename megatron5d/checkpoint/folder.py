@@ -30,7 +30,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron5d.config.checks.values import VALUE_CHECKS
 from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.json_file import parse_json, read_json
@@ -45,12 +44,11 @@ LEFT = ".left"  # after the name of a checkpoint that the run went back behind
 _WRITING = ".tmp"
 _REMOVED = ".removed"  # after the name of one that is being removed
 _MOST_LAYERS = 100_000  # of a configuration that is believed
-_MODEL_CHECKS = [check for check in VALUE_CHECKS if check.knobs[0].startswith("model.")]
 _REPLACED = ".replaced"  # after the name of one that was there when its step was saved again
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
+    """Returns the folder of the checkpoint of a step."""
     return directory / f"step-{step:08d}"
 
 
@@ -66,13 +64,15 @@ def write_manifest(folder: Path) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file in a folder, with one request to the file system for each; there may be one per rank."""
+    """Returns bytes of every file in a folder, with one request to the file system for each; there may be one per
+    rank."""
     with os.scandir(folder) as found:
         return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
-    """The content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old checkpoints).
+    """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old
+    checkpoints).
 
     Raises:
         ValueError: files.json is damaged.
@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def changed(folder: Path, name: str) -> str | None:
-    """A message if a file without tensors differs from its checksum; None if not, or if it has none."""
+    """Returns a message if a file without tensors differs from its checksum; None if not, or if it has none."""
     saved = read_manifest(folder).get(name, {}).get("crc32")
     if saved is None or saved == zlib.crc32((folder / name).read_bytes()):
         return None
@@ -92,7 +92,7 @@ def changed(folder: Path, name: str) -> str | None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """A message that says why a folder is not a whole checkpoint; None if it is one."""
+    """Returns a message that says why a folder is not a whole checkpoint; None if it is one."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     manifest = folder / MANIFEST
@@ -123,7 +123,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def _is_whole(directory: Path, step: int) -> bool:
-    """Whether a step's checkpoint is whole; looks at every file, of which there may be one per rank."""
+    """Returns whether a step's checkpoint is whole; looks at every file, of which there may be one per rank."""
     return fault_of(step_folder(directory, step)) is None
 
 
@@ -133,7 +133,7 @@ def saved_after(directory: Path, step: int) -> list[int]:
 
 
 def faults_of_newer(directory: Path) -> list[str]:
-    """For each folder newer than the newest whole checkpoint, why it is not whole; the newest first."""
+    """Says why each folder newer than the newest whole checkpoint is not whole; the newest first."""
     found = []
     for step in reversed(named_steps(directory)):
         fault = fault_of(step_folder(directory, step))
@@ -144,20 +144,21 @@ def faults_of_newer(directory: Path) -> list[str]:
 
 
 def faults_of_older(directory: Path) -> list[str]:
-    """For each folder older than the newest whole checkpoint that is not whole, why; the oldest first."""
+    """Says why each older folder that is not a whole checkpoint is none; the oldest first."""
     steps = named_steps(directory)
     last = next((step for step in reversed(steps) if _is_whole(directory, step)), 0)
     return [fault for step in steps if step < last and (fault := fault_of(step_folder(directory, step)))]
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest whole checkpoint, regardless of `latest`; None where there is none."""
+    """Returns the newest whole checkpoint, regardless of `latest`; None where there is none."""
     found = next((step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None)
     return None if found is None else step_folder(directory, found)
 
 
 def newest_before(folder: Path) -> Path | None:
-    """The newest whole checkpoint in the same directory that is older than this one; None where there is none."""
+    """Returns the newest whole checkpoint in the same directory that is older than this one; None where there is
+    none."""
     match = _NAME.fullmatch(folder.name)
     steps = [step for step in saved_steps(folder.parent) if match and step < int(match.group(1))]
     return step_folder(folder.parent, steps[-1]) if steps else None
@@ -178,9 +179,9 @@ def _reach_disk(path: Path) -> None:
 class Keep(NamedTuple):
     """Which checkpoints stay; without any number all. The newest always does."""
 
-    last: int = 0  # so many of the newest
+    last: int = 0  # number of the newest
     every: int = 0  # those of steps that this divides
-    best: int = 0  # so many of those with the lowest validation loss
+    best: int = 0  # number of those with the lowest validation loss
 
     @classmethod
     def of(cls, text: str) -> Keep:
@@ -277,12 +278,12 @@ def recover(directory: Path) -> list[str]:
 
 
 def _exists(path: Path) -> bool:
-    """Whether a path exists, also as a broken link."""
+    """Returns whether a path exists, also as a broken link."""
     return path.exists() or path.is_symlink()
 
 
 def _unused(folder: Path, suffix: str) -> Path:
-    """The folder's name with the first of `suffix`, `suffix`2, ... that does not exist yet."""
+    """Returns the folder's name with the first of `suffix`, `suffix`2, ... that does not exist yet."""
     names = (folder.with_name(f"{folder.name}{suffix}{count if count > 1 else ''}") for count in itertools.count(1))
     return next(name for name in names if not _exists(name))
 
@@ -304,7 +305,8 @@ def _remove(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> dict:
-    """The content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config` (train/state.py).
+    """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config`
+    (train/state.py).
 
     Raises:
         ValueError: the file is damaged.
@@ -316,7 +318,7 @@ def read_run(folder: Path) -> dict:
 
 
 def saved_config(folder: Path) -> Config:
-    """The configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
+    """Returns the configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
 
     Raises:
         ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys.
@@ -325,7 +327,7 @@ def saved_config(folder: Path) -> Config:
 
 
 def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None) -> Config:
-    """A configuration as run.json holds it; raises as `saved_config`.
+    """Returns a configuration as run.json holds it; raises as `saved_config`.
 
     Args:
         folder: of the checkpoint, for the message.
@@ -336,9 +338,12 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
         raise ValueError(f"{folder / RUN} is refused: its config is no object of groups of keys")
     if groups is not None:
         saved = _shared(saved, groups)
+    from megatron5d.config.checks.values import VALUE_CHECKS
+
+    checks = [check for check in VALUE_CHECKS if check.knobs[0].startswith("model.")]
     try:
         config = from_dict(saved)
-        faults = [fault.reason for check in _MODEL_CHECKS if (fault := check.run(config, 1))]
+        faults = [fault.reason for check in checks if (fault := check.run(config, 1))]
         if config.model.num_layers > _MOST_LAYERS:  # of which a list is made before any file is compared
             faults.append(f"model.num_layers = {config.model.num_layers} is above {_MOST_LAYERS}")
     except ConfigError as error:
@@ -349,7 +354,7 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
 
 
 def _shared(values: Any, known: Any) -> Any:
-    """Of nested mappings, what both have; where one is no mapping, the values."""
+    """Returns what two nested mappings share; where one is no mapping, the values."""
     if not (isinstance(values, dict) and isinstance(known, Mapping)):
         return values
     return {key: _shared(value, known[key]) for key, value in values.items() if key in known}

@@ -139,7 +139,7 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name of a module; called for every one before it is used.
+        """Returns what stands for a name of a module; called for every one before it is used.
 
         Raises:
             ValueError: it is not admitted.
@@ -157,8 +157,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _new_record_class(name: str) -> type:
-    """A class whose objects keep the state that a pickle gives them. A class of its own for each file: a pickle can set
-    attributes of classes, too."""
+    """Returns a class whose objects keep the state that a pickle gives them; another class for each file, since a
+    pickle can set attributes of classes, too."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)

@@ -45,7 +45,7 @@ class SavedTensors:
         return values
 
     def files(self) -> dict[str, list[tuple[str, SavedItem]]]:
-        """The items of each file of tensors in the order of its bytes, each with the key of its tensor."""
+        """Returns the items of each file of tensors in the order of its bytes, each with the key of its tensor."""
         found: defaultdict[str, list[tuple[str, SavedItem]]] = defaultdict(list)
         for key, saved in self.tensors.items():
             for item in saved.items.values():
@@ -53,7 +53,8 @@ class SavedTensors:
         return {name: sorted(found[name], key=lambda each: each[1].start) for name in sorted(found)}
 
     def faults_outside(self) -> list[str]:
-        """What is wrong besides the files of tensors: other files that changed or do not belong here, missing parts."""
+        """Returns what is wrong besides the files of tensors: other files that changed or do not belong here,
+        missing parts."""
         manifest, held = read_manifest(self.folder), self.files()
         there = {path.name for path in self.folder.iterdir()}
         faults = [f"{self.folder / name} is not a file of this checkpoint" for name in there - {*manifest, MANIFEST}]
@@ -73,7 +74,7 @@ def fault_of_file(
     dtypes: Mapping[str, torch.dtype],
     finite: bool = False,
 ) -> str | None:
-    """A message if a file of tensors is not what was saved; None if it is sound.
+    """Returns a message if a file of tensors is not what was saved; None if it is sound.
 
     Args:
         path: of the file.

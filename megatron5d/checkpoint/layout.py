@@ -78,7 +78,7 @@ class HeldSlice(Protocol):
 def sharded_slice(
     segment: HeldSlice, flat: Tensor, *, writing: bool, share: tuple[int, int] | None = None
 ) -> ShardedTensor:
-    """The part of a parameter that a flat slice holds, in global coordinates.
+    """Returns the part of a parameter that a flat slice holds, in global coordinates.
 
     Args:
         segment: the part of the parameter in the slice.
@@ -103,7 +103,7 @@ def sharded_slice(
 
 
 def sharded_parameter(parameter: Tensor) -> ShardedTensor:
-    """A whole local parameter in global coordinates; rows that no piece covers are set to zero.
+    """Returns a whole local parameter in global coordinates; rows that no piece covers are set to zero.
 
     Args:
         parameter: with a ShardSpec, also the bias of a router.
@@ -116,7 +116,7 @@ def sharded_parameter(parameter: Tensor) -> ShardedTensor:
 
 
 def named(kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]) -> dict[str, ShardedTensor]:
-    """`{kind}.{global name}` -> tensor; parts of one parameter in several slices become one tensor.
+    """Returns `{kind}.{global name}` -> tensor; parts of one parameter in several slices become one tensor.
 
     Args:
         kind: `model`, or `optim.` and a kind of the optimiser's tensors.

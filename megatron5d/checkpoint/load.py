@@ -25,12 +25,12 @@ LISTED = 12  # how many tensors that do not fit are named; the configuration key
 
 
 def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """The folder a run starts from; None = new weights.
+    """Returns the folder a run starts from; None = new weights.
 
     Args:
         directory: checkpoint.dir.
         resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in `whole_checkpoint`.
-        job: as in `restarted_job`. The job goes on from what it has saved in `directory`, whatever `resume` says: with
+        job: as in `restarted_job`. The job continues from its own saves in `directory`, whatever `resume` says: with
             the same command it would otherwise begin at the same step again after every time limit.
 
     Raises:
@@ -49,7 +49,7 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
 
 
 def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """`find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
+    """Returns `find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
 
     Args:
         directory: as in `find_checkpoint`, as is `resume`.
@@ -98,14 +98,14 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
         other = f"cannot look there: {error}"
     if failed := first_failure(other and f"on {socket.gethostname()} rank {rank} {other}"):
         raise ValueError(
-            f"rank 0 goes on from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
+            f"rank 0 continues from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
             "checkpoints must be where all nodes see the same files"
         )
     return chosen
 
 
 def _seal(folder: Path | None) -> int | None:
-    """The CRC-32 of a checkpoint's list of files, by which two are told apart; None where there is none."""
+    """Returns the CRC-32 of a checkpoint's list of files, by which two are told apart; None where there is none."""
     try:
         return None if folder is None else zlib.crc32((folder / MANIFEST).read_bytes())
     except OSError:
@@ -113,7 +113,7 @@ def _seal(folder: Path | None) -> int | None:
 
 
 def whole_checkpoint(folder: str | Path, knob: str) -> Path:
-    """The checkpoint that a folder is, or the newest whole one that it holds.
+    """Returns the checkpoint that a folder is, or the newest whole one that it holds.
 
     Args:
         folder: one checkpoint, or a directory of them.
@@ -135,7 +135,8 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
 
 
 def certainly_none(folder: str | Path, knob: str) -> str | None:
-    """Why `whole_checkpoint` will find nothing in an existing folder, in words; None where it may find something.
+    """Returns why `whole_checkpoint` will find nothing in an existing folder, in words; None where it may find
+    something.
 
     Every rank calls this before the ranks have met, so it opens no file and looks for few names.
     """
@@ -195,7 +196,7 @@ def load_tensors(
 
 
 def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:
-    """Of two keys with the same values, the one to read: the first that is as wide as is wanted, else the wider one.
+    """Chooses which of two keys with the same values to read: the first wide enough, else the wider one.
 
     Args:
         key: the key under which the values are wanted.

@@ -66,7 +66,7 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """This process as an owner."""
+    """Returns this process as an owner."""
     system, pid = _system(), os.getpid()
     started = (_state_and_start(pid) or ("", ""))[1]
     since = datetime.now().astimezone().isoformat(" ", "seconds")
@@ -74,7 +74,7 @@ def this_process() -> Owner:
 
 
 def is_alive(owner: Owner, here: Owner) -> bool | None:
-    """Whether an owner's process still runs; None where this process cannot know.
+    """Returns whether an owner's process still runs; None where this process cannot know.
 
     Args:
         owner: of a lock.
@@ -95,7 +95,7 @@ def is_alive(owner: Owner, here: Owner) -> bool | None:
 
 
 def _system() -> str:
-    """This machine's boot and this process's pid namespace: where a pid means the same process."""
+    """Returns this machine's boot and this process's pid namespace: where a pid means the same process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -104,7 +104,7 @@ def _system() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """State letter and start time of a process, from /proc; None where it is gone or there is no /proc."""
+    """Returns state letter and start time of a process, from /proc; None where it is gone or there is no /proc."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -226,7 +226,7 @@ class LockFile:
         return False
 
     def _now(self) -> float:
-        """The time in seconds by the clock of the file system, which may differ from this machine's."""
+        """Returns the time in seconds by the clock of the file system, which may differ from this machine's."""
         probe = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         probe.touch()
         try:
@@ -248,7 +248,8 @@ class LockFile:
 
 
 def _read(file: Path) -> Owner | None:
-    """The owner that a lock file names: None where there is no file, an unknown one where it is empty or damaged."""
+    """Returns the owner that a lock file names: None where there is no file, an unknown one where it is empty or
+    damaged."""
     try:
         found = read_json(file)
         return Owner(**{each.name: found[each.name] for each in fields(Owner)})
@@ -259,7 +260,7 @@ def _read(file: Path) -> Owner | None:
 
 
 def _last_touched(file: Path) -> float | None:
-    """When a file was modified last, in seconds; None where it is gone.
+    """Returns when a file was last modified, in seconds; None where it is gone.
 
     The file is opened because network file systems then ask the server instead of their cache.
     """

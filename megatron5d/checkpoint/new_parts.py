@@ -28,7 +28,7 @@ _CHUNK = 1 << 24  # elements that are read at a time
 
 
 def new_parts(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
-    """A line for each kind of part that a model has and its source does not.
+    """Returns a line for each kind of part that a model has and its source does not.
 
     Args:
         model: the architecture.
@@ -88,14 +88,15 @@ def _of_block(i: int, names: Iterable[str]) -> bool:
 
 
 def _starts_from(spec: ShardSpec, source: str, saved: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a table has other rows than its source, all of which it keeps."""
+    """Returns whether a table has other rows than its source, all of which it keeps."""
     if source not in saved or tuple(saved[source][1:]) != spec.shape[1:] or saved[source][0] > spec.shape[0]:
         return False
     return source != spec.name or saved[source][0] < spec.shape[0]
 
 
 def _mean(source: str, shape: Sequence[int], read: Read) -> Tensor:
-    """Mean of the rows, `[h]` in fp64; the same on every rank, since each reads all of them in the same order."""
+    """Returns mean of the rows, `[h]` in fp64; the same on every rank, since each reads all of them in the same
+    order."""
     rows, width = shape
     total, step = torch.zeros(width, dtype=torch.float64), max(1, _CHUNK // width)
     for row in range(0, rows, step):

@@ -26,8 +26,8 @@ from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_
 if TYPE_CHECKING:
     from megatron5d.checkpoint.index_writer import IndexWriter
 
-# How long a network file system may take to show a new file on other nodes. The laws have looked for the folder before
-# it was made, and NFS may answer from its cache for a minute.
+# How long a network file system may take to show a new file on other nodes. The checks have looked for the folder
+# before it was made, and NFS may answer from its cache for a minute.
 VISIBLE_S = 90.0
 _DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
 
@@ -51,12 +51,12 @@ class Saver:
 
     Args:
         directory: of all checkpoints.
-        keep: which ones stay; a number is so many of the newest, 0 = all.
+        keep: which ones stay; a number keeps that many of the newest, 0 = all.
         background: `save` returns as soon as the tensors are copied, and a thread writes the files.
         timeout_s: seconds after which a save fails because a rank has not written its file.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
-        began: the step from which the run goes on. Checkpoints of later steps are another run's, or of this one before
+        began: the step at which the run starts. Checkpoints of later steps are another run's, or of this one before
             it went back: the first save renames them, so that it neither replaces nor counts them.
         exporter: writes a checkpoint in another form too, where `save` is told so.
 
@@ -120,7 +120,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save in the background is going on."""
+        """Whether a background save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -179,7 +179,7 @@ class Saver:
     def _together(
         self, begin: Callable[[], None], write_own: Callable[[], bytes], finish: Callable[[list[bytes]], None]
     ) -> None:
-        """Rank 0 begins, all ranks write, and rank 0 finishes with what each of them returned.
+        """Begins on rank 0, writes on all ranks, and finishes on rank 0 with what each rank returned.
 
         Raises:
             OSError: on every rank, if one of them fails.
@@ -203,7 +203,7 @@ class Saver:
         self._group.on_rank_0(finish_all)
 
     def _begin(self, temporary: Path, run: dict[str, Any]) -> None:
-        """On rank 0: makes the folder that all ranks write to."""
+        """Makes the folder that all ranks write to, on rank 0."""
         if self._began is not None:
             leave_later(self.directory, self._began)
             self._began = None
@@ -217,17 +217,17 @@ class Saver:
             self._lock.check()
 
     def _finish(self, temporary: Path, messages: list[bytes], save: Save) -> None:
-        """On rank 0: writes the index, and makes the folder a checkpoint."""
+        """Writes the index and makes the folder a checkpoint, on rank 0."""
         assert self._index is not None
         self._index.write(temporary, messages, save)
         commit(temporary, self.keep, self._pinned)
 
     def _room(self) -> str:
-        """For a message: the free space of the disk, and that older checkpoints are not affected."""
+        """Says in an error how much space is free, and that older checkpoints are not affected."""
         there = next((folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()), Path())
         return (
             f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, "
-            "and the same command goes on from them"
+            "and the same command continues from them"
         )
 
 
@@ -270,7 +270,7 @@ def _make_probe(directory: Path) -> Path:
 
 
 def _unseen(probe: Path) -> str | None:
-    """Why this rank does not see a file of rank 0, in words; None where it does, after `VISIBLE_S` at most."""
+    """Returns why this rank does not see a file of rank 0, in words; None where it does, after `VISIBLE_S` at most."""
     deadline = time.monotonic() + VISIBLE_S
     try:
         while not probe.exists():
@@ -283,7 +283,7 @@ def _unseen(probe: Path) -> str | None:
 
 
 def _described(error: BaseException) -> str:
-    """An error in words: the file system's own where torch has raised another one because of it."""
+    """Returns an error in words: the file system's own where torch has raised another one because of it."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -131,7 +131,7 @@ class Reader:
         return self._tensors
 
     def _content(self) -> tuple[str, bytes]:
-        """Name and content of the index: ours, or DCP's where there is none; raises as `tensors`."""
+        """Returns name and content of the index: ours, or DCP's where there is none; raises as `tensors`."""
         name = INDEX if (self._folder / INDEX).exists() else METADATA
         try:
             fault = changed(self._folder, name)
@@ -142,7 +142,7 @@ class Reader:
         raise ValueError(f"{fault}. {self.advice()}")
 
     def advice(self) -> str:
-        """For the message about a damaged checkpoint: which older one is whole."""
+        """Finds, for the error of a damaged checkpoint, an older one that is whole."""
         try:
             earlier = newest_before(self._folder)
         except OSError as error:
@@ -182,7 +182,8 @@ class Reader:
                 raise ValueError(f"{path} cannot be read: {where}: {error}") from error
 
     def _requests(self, key: str, tensor: ShardedTensor) -> Iterator[_Request]:
-        """What to read for the parts of a tensor; raises ValueError where the checkpoint does not hold all of it."""
+        """Yields what to read for the parts of a tensor; raises ValueError where the checkpoint does not hold all
+        of it."""
         saved = self.tensors()[key]
         for offset, view in tensor.parts.items():
             same = saved.items.get(offset)

@@ -28,7 +28,7 @@ class StoreGroup:
     Every rank makes the same calls in the same order.
 
     Args:
-        timeout_s: rank 0 waits so many seconds for messages, and the others twice as long for its answer.
+        timeout_s: rank 0 waits this many seconds for messages, and the others twice as long for its answer.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -54,7 +54,7 @@ class StoreGroup:
             self._store.add(f"{self._name}/count", 1)
 
     def receive_all(self) -> list[bytes]:
-        """The messages that all ranks have sent since the last call, by rank. Called inside `on_rank_0`.
+        """Returns the messages that all ranks have sent since the last call, by rank. Called inside `on_rank_0`.
 
         Comm: the store; one request for every 1,024 ranks, and one for each further part of a long message.
 
@@ -93,7 +93,7 @@ class StoreGroup:
         return f"{self._name}/answer/{number}"
 
     def on_rank_0(self, act: Callable[[], object]) -> None:
-        """Rank 0 calls `act`, and the others wait until it has returned.
+        """Calls `act` on rank 0, for which the others wait.
 
         If it raises, rank 0 raises only after the others have read why: its process may be the one that serves the
         store, and it is about to end.
@@ -130,7 +130,7 @@ class StoreGroup:
 
 @contextmanager
 def _store_errors_named() -> Iterator[None]:
-    """Within, torch's errors of a store that is gone become an OSError that says so."""
+    """Turns torch's errors of a store that is gone into an OSError that says so."""
     try:
         yield
     except RuntimeError as error:

@@ -82,7 +82,8 @@ class Part(NamedTuple):
 
 
 def _header(save: Save, *table: int) -> bytes:
-    """The first bytes of a file; `table` is the first byte of the table of checksums, its length and its CRC-32."""
+    """Returns the first bytes of a file; `table` is the first byte of the table of checksums, its length and its
+    CRC-32."""
     text = json.dumps({"megatron5d": _FORMAT, "save": save.id, "step": save.step, "table": table})
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
@@ -123,7 +124,7 @@ def write_file(path: Path, parts: Iterable[Part], save: Save) -> list[tuple[int,
 
 
 def as_bytes(values: Tensor) -> memoryview:
-    """The memory of a tensor, of which a copy is made only where it is not contiguous on the CPU."""
+    """Returns the memory of a tensor, of which a copy is made only where it is not contiguous on the CPU."""
     return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -168,20 +169,20 @@ class _Pickler(pickle.Pickler):
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
+    """Returns the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @lru_cache(1024)
 def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """What torch.save writes about a tensor, without its values."""
+    """Returns what torch.save writes about a tensor, without its values."""
     file = io.BytesIO()
     _Pickler(file, protocol=2).dump(_Rebuilt(dtype, shape))
     return file.getvalue()
 
 
 def _archive(pickled: bytes, num_bytes: int, checksum: int) -> tuple[bytes, bytes]:
-    """What is before and after the values in an archive of torch.save (a zip without compression, in zip64)."""
+    """Returns what is before and after the values in an archive of torch.save (a zip without compression, in zip64)."""
     small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
     records = [(f"archive/{name}".encode(), len(content), zlib.crc32(content), content) for name, content in small]
     records.append((b"archive/data/0", num_bytes, checksum, b""))
@@ -274,7 +275,8 @@ class TensorFile:
             raise Damaged(f"is damaged: its header, or the archive of {key} from byte {item.start} on")
 
     def _row(self, key: str, item: SavedItem) -> list[Any]:
-        """The entry of an archive in the table of checksums: key, offset, first byte, the values' place, checksums."""
+        """Returns the entry of an archive in the table of checksums: key, offset, first byte, the values' place,
+        checksums."""
         if self._table is None:
             at, length, checksum = self._where or (0, 0, 0)
             content = self._read(at, length)
@@ -289,7 +291,7 @@ class TensorFile:
     def _fill(
         self, row: list[Any], dtype: torch.dtype, extent: Sequence[int], offset: Sequence[int], target: Tensor
     ) -> bool:
-        """`fill` for a file with a table; False where the file is damaged."""
+        """Returns `fill` for a file with a table; False where the file is damaged."""
         *_, data, num_bytes, checksums = row
         strides, itemsize = _strides(extent), dtype.itemsize
         if num_bytes != prod(extent) * itemsize:
@@ -321,7 +323,7 @@ class TensorFile:
         return True
 
     def _fill_from_old(self, item: SavedItem, offset: Sequence[int], target: Tensor) -> None:
-        """`fill` for a file whose archives torch.save has written: their own checksums are checked."""
+        """Does `fill` for a file whose archives torch.save has written: checks their own checksums."""
         if self._old is None or self._old[0] != item.start:
             content = self._read(item.start, item.length)
             try:

@@ -25,7 +25,7 @@ Shapes = dict[tuple[int, ...], tuple[int, ...]]  # offset -> shape
 def upcycled(
     dense: ModelConfig, num_experts: int, top_k: int, granularity: int = 1, first_k_dense: int = 0
 ) -> ModelConfig:
-    """The architecture of the mixture.
+    """Returns the architecture of the mixture.
 
     Args:
         dense: without experts.
@@ -69,7 +69,7 @@ def upcycled(
 def upcycled_weights(
     saved: SavedWeights, dense: ModelConfig, sparse: ModelConfig, noise: float = 0.0, seed: int = 1234
 ) -> dict[str, LazyTensor]:
-    """The mixture's weights as a checkpoint takes them, each part made when it is written.
+    """Returns the mixture's weights as a checkpoint takes them, each part made when it is written.
 
     Args:
         saved: a whole checkpoint of the dense model.
@@ -109,12 +109,12 @@ def upcycled_weights(
 
 
 def _slice(up: Tensor, s: int, slices: int, parts: int) -> Tensor:
-    """Slice s of the gate rows, then of the up rows."""
+    """Returns slice s of the gate rows, then of the up rows."""
     return torch.cat([rows.chunk(slices)[s] for rows in up.chunk(parts)])
 
 
 def _router(sparse: ModelConfig, name: str, slices: int, seed: int, dtype: torch.dtype) -> LazyTensor:
-    """`[E, h]`: a random row for each copy, the same for all slices of it."""
+    """Returns `[E, h]`: a random row for each copy, the same for all slices of it."""
     shape = (sparse.num_experts, sparse.hidden_size)
 
     def rows(_: tuple[int, ...]) -> Tensor:

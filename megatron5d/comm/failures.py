@@ -101,7 +101,7 @@ def silent_ranks(ranks: tuple[int, ...]) -> list[int] | None:
         store, rank = default_store(), dist.get_rank()
         store.set_timeout(timedelta(seconds=PATIENCE_S))
         store.set(f"{_ANSWERS}/{rank}", "")
-        found = f"{_KEY}/line/{zlib.crc32(repr(ranks).encode())}"
+        found = f"{_KEY}/group/{zlib.crc32(repr(ranks).encode())}"
         seeker = int(store.compare_set(f"{found}/seeker", "", str(rank)))
         if seeker == rank:
             wait_until(lambda: not missing_ranks(store, _ANSWERS, ranks), PATIENCE_S)

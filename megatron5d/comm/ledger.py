@@ -29,7 +29,7 @@ class Exposure:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Times the work inside the context."""
+        """Measures the work inside the context."""
         if not self._cuda:
             since = time.perf_counter()
             yield
@@ -42,7 +42,7 @@ class Exposure:
         self._events.append((begin, end))
 
     def during(self, act: Callable[[], T]) -> T:
-        """Times `act()` and returns its result."""
+        """Returns times `act()` and returns its result."""
         with self.timed():
             return act()
 

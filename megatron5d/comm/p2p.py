@@ -136,7 +136,8 @@ class ReceiveChannel(_End):
 
 
 def colours(links: Sequence[Link]) -> list[int]:
-    """Numbers a group for every link, as few as possible, such that links between the same two ranks share none."""
+    """Returns numbers a group for every link, as few as possible, such that links between the same two ranks share
+    none."""
     used: dict[frozenset[int], int] = {}
     found = []
     for link in links:

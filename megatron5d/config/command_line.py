@@ -163,7 +163,7 @@ class OptionParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # whose overloads tell what a given namespace becomes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Also takes words after later options, which argparse does not."""
+        """Parses words after later options too, which argparse does not."""
         found, left = super().parse_known_args(args, namespace)
         if self._words is None:
             return found, left

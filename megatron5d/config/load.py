@@ -92,7 +92,7 @@ def keys_given(overrides: Sequence[str]) -> set[str]:
 
 
 def answer_help(argv: Sequence[str]) -> None:
-    """If the command line has `--help`, prints its text and ends the process.
+    """Prints the help and ends the process, if the command line has `--help`.
 
     Raises:
         SystemExit: 0 after `--help`.

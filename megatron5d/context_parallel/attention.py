@@ -65,7 +65,7 @@ class ContextAttention:
         self, q: Tensor, latents: Tensor, kv_format: KVFormat, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The same where latents travel, from which every rank computes the keys and values of its heads.
+        """Returns the same where latents travel, from which every rank computes the keys and values of its heads.
 
         Args:
             q, plan, scale, softcap, sinks: as above.

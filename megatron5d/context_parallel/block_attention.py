@@ -92,7 +92,7 @@ def block_gradients(
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink has probability exp(sink - lse) and value 0: d sink = -Σ probability·(dout·out)."""
+    """Returns a sink has probability exp(sink - lse) and value 0: d sink = -Σ probability·(dout·out)."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)  # [b, a, s]
     probability = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
@@ -104,13 +104,13 @@ class KVFormat(Protocol):
     value_dim: int  # dv
 
     def unpack(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """`[t, b, ...]` -> k `[t, b, g, d]`, v `[t, b, g, dv]`."""
+        """Maps `[t, b, ...]` -> k `[t, b, g, d]`, v `[t, b, g, dv]`."""
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """dk, dv in fp32 (fp64) -> the gradient of the block, in their dtype and the block's shape."""
+        """Maps dk, dv in fp32 (fp64) -> the gradient of the block, in their dtype and the block's shape."""
 
     def for_heads(self, rank: int, size: int) -> KVFormat:
-        """The format for the heads of one rank, where `size` ranks hold equal shares of them."""
+        """Returns the format for the heads of one rank, where `size` ranks hold equal shares of them."""
 
 
 class ConcatenatedKV:

@@ -54,7 +54,7 @@ class ContextPlan:
         return self.whole if self.whole is not None and window is None else self
 
     def options(self, call: Call, source: int) -> dict[str, Any]:
-        """The mask arguments of one call of the attention kernel, to keys of outer rank `source`."""
+        """Returns the mask arguments of one call of the attention kernel, to keys of outer rank `source`."""
         if not call.masked:
             return {"causal": call.causal}
         q_rows = self.outer_rows[self.outer_rank][slice(*call.queries)]
@@ -93,7 +93,8 @@ class Planner:
         self._undivided = self._plan(None)
 
     def __call__(self, documents: Tensor | None) -> ContextPlan:
-        """`documents` int64 `[b, s]` must still be on the CPU: which blocks are empty depends on their values."""
+        """Returns `documents` int64 `[b, s]` must still be on the CPU: which blocks are empty depends on their
+        values."""
         return self._undivided if documents is None else self._plan(documents)
 
     def _plan(self, documents: Tensor | None) -> ContextPlan:
@@ -123,7 +124,7 @@ class Planner:
 
 
 def imbalance(plans: Iterable[ContextPlan]) -> float:
-    """How much longer attention takes than if all cp ranks had equally much to do; 1 = even.
+    """Returns how much longer attention takes than if all cp ranks had equally much to do; 1 = even.
 
     The ranks wait for each other in every layer, so the busiest one decides: the sum over micro-batches of the busiest
     rank's query-key pairs, divided by the sum of the mean.

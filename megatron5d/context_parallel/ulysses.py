@@ -13,7 +13,7 @@ from megatron5d.topology.axis import Axis
 
 
 def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """`[s/n, b, a, d]` -> `[s, b, a/n, d]`: all rows, in rank order, of this rank's share of the heads.
+    """Maps `[s/n, b, a, d]` -> `[s, b, a/n, d]`: all rows, in rank order, of this rank's share of the heads.
 
     Comm: all_to_all / all_to_all.
     """
@@ -27,7 +27,7 @@ def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
-    """`[s, b, a/n, d]` -> `[s/n, b, a, d]`: this rank's rows of all heads. Comm: all_to_all / all_to_all."""
+    """Maps `[s, b, a/n, d]` -> `[s/n, b, a, d]`: this rank's rows of all heads. Comm: all_to_all / all_to_all."""
     n = axis.size
     if n == 1:
         return x

@@ -39,7 +39,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a lawful sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks.
+    """How a valid sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks.
 
     Args:
         seq_len: rows of the whole sequence.
@@ -70,7 +70,7 @@ class SequenceLayout:
         return 2 * self.outer if self.outer > 1 else 1
 
     def held(self, outer_rank: int) -> tuple[int, ...]:
-        """Numbers of the chunks of an outer rank."""
+        """Returns numbers of the chunks of an outer rank."""
         return self.order[2 * outer_rank : 2 * outer_rank + 2] if self.outer > 1 else (0,)
 
     def chunks(self, outer_rank: int) -> list[tuple[int, int]]:
@@ -79,11 +79,11 @@ class SequenceLayout:
         return [(c * n, (c + 1) * n) for c in self.held(outer_rank)]
 
     def outer_rows(self, outer_rank: int) -> np.ndarray:
-        """Rows of an outer rank, those of all its inner ranks, in the order in which it holds them."""
+        """Returns rows of an outer rank, those of all its inner ranks, in the order in which it holds them."""
         return np.concatenate([np.arange(start, stop) for start, stop in self.chunks(outer_rank)])
 
     def rows(self, rank: int) -> np.ndarray:
-        """Rows of one rank of the whole cp axis, in the order in which it holds them."""
+        """Returns rows of one rank of the whole cp axis, in the order in which it holds them."""
         outer_rank, inner_rank = divmod(rank, self.inner)
         held = self.outer_rows(outer_rank)
         n = len(held) // self.inner
@@ -96,7 +96,8 @@ def zigzag(outer: int) -> tuple[int, ...]:
 
 
 def even_layout(layout: SequenceLayout, mask: Mask) -> SequenceLayout:
-    """The same cut, dealt out so that the busiest outer rank has as few visible pairs as two chunks a rank allow.
+    """Returns the same cut, dealt out so that the busiest outer rank has as few visible pairs as two chunks a rank
+    allow.
 
     The heaviest chunk goes with the lightest, the next with the next: no other pairs are better. Of deals that are as
     good, neighbours come first, whose keys have the shortest way, and then zigzag.
@@ -132,7 +133,7 @@ class Call:
 
 
 def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]]:
-    """What an outer rank computes with each outer rank's keys; pairs of chunks that see nothing are left out.
+    """Returns what an outer rank computes with each outer rank's keys; pairs of chunks that see nothing are left out.
 
     Args:
         layout: of the sequence.
@@ -156,7 +157,8 @@ def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]
 
 
 def num_hops(layout: SequenceLayout, mask: Mask) -> int:
-    """How far around the outer ranks keys must travel until all who see them have met them; at most outer - 1."""
+    """Returns how far around the outer ranks keys must travel until all who see them have met them; at most outer -
+    1."""
     if layout.outer == 1:
         return 0
     owner = np.argsort(layout.order) // 2  # outer rank that holds each chunk
@@ -165,7 +167,7 @@ def num_hops(layout: SequenceLayout, mask: Mask) -> int:
 
 
 def _meets(layout: SequenceLayout, mask: Mask) -> np.ndarray:
-    """bool `[chunks, chunks]`: some query of the one sees some key of the other."""
+    """Returns bool `[chunks, chunks]`: some query of the one sees some key of the other."""
     n, c = layout.seq_len // layout.num_chunks, np.arange(layout.num_chunks)
     distance = c[:, None] - c[None]  # in chunks; positive where the keys come before the queries
     seen = distance >= 0 if mask.causal else np.ones_like(distance, bool)
@@ -179,7 +181,7 @@ def _meets(layout: SequenceLayout, mask: Mask) -> np.ndarray:
 
 
 def _whole(layout: SequenceLayout, mask: Mask) -> np.ndarray:
-    """bool `[chunks, chunks]`: nothing but causality hides any pair of the two."""
+    """Returns bool `[chunks, chunks]`: nothing but causality hides any pair of the two."""
     n, c = layout.seq_len // layout.num_chunks, np.arange(layout.num_chunks)
     whole = np.ones((len(c), len(c)), bool)
     if mask.window is not None:
@@ -192,7 +194,7 @@ def _whole(layout: SequenceLayout, mask: Mask) -> np.ndarray:
 
 
 def _joined(calls: list[Call]) -> list[Call]:
-    """Fewer, larger calls: neighbouring spans without a mask become one."""
+    """Returns fewer, larger calls: neighbouring spans without a mask become one."""
     joined: list[Call] = []
     for call in calls:
         if joined and not (call.causal or call.masked or joined[-1].causal or joined[-1].masked):
@@ -208,7 +210,8 @@ def _joined(calls: list[Call]) -> list[Call]:
 
 
 def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
-    """Query-key pairs that no mask hides, of each chunk's queries, int64 `[chunks]`: milliseconds for 128k rows."""
+    """Returns query-key pairs that no mask hides, of each chunk's queries, int64 `[chunks]`: milliseconds for 128k
+    rows."""
     rows = np.arange(layout.seq_len)
     first, end = np.zeros((1, rows.size), rows.dtype), np.full((1, rows.size), rows.size)  # of each row's document
     if mask.documents is not None:
@@ -225,6 +228,6 @@ def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
 
 
 def visible_pairs(layout: SequenceLayout, mask: Mask) -> list[int]:
-    """`chunk_pairs` of each outer rank's queries."""
+    """Returns `chunk_pairs` of each outer rank's queries."""
     pairs = chunk_pairs(layout, mask)
     return [int(pairs[list(layout.held(rank))].sum()) for rank in range(layout.outer)]

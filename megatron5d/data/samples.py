@@ -12,18 +12,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
 from megatron5d.config.derived import Source, source_of, split_shares
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
 from megatron5d.data.sample_order import PackedStream, hash_key
+
+if TYPE_CHECKING:
+    from megatron5d.data.megatron_order import MegatronStream
 
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 
 
-Stream = PackedStream | MegatronStream
+Stream = Union[PackedStream, "MegatronStream"]
 
 
 class Samples:
@@ -175,6 +178,7 @@ def _blend(
     sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
 ) -> Samples:
     """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
+    from megatron5d.data.megatron_order import cached_arrays
 
     def build() -> dict[str, np.ndarray]:
         ids, numbers = megatron_blend(weights, size)
@@ -201,6 +205,8 @@ def _megatron_stream(
     seed: int,
     folder: Path,
 ) -> MegatronStream:
+    from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
+
     sequences = split_range(*split_part, dataset.num_sequences)
 
     def build() -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ class Experts(nn.Module):
         return y + (weights[:, None] * self.down_bias[self._expert_of(y, offsets)]).to(y.dtype)
 
     def _expert_of(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """int64 `[r]`: the local expert of each row."""
+        """Returns int64 `[r]`: the local expert of each row."""
         experts = torch.arange(self.num_local, device=offsets.device)
         return torch.repeat_interleave(experts, offsets.diff(), output_size=rows.shape[0])
 

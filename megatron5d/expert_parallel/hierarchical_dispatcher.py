@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron5d.comm.all_to_all import Codec, Exchange, start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
-from megatron5d.kernels.moe import Places, permute, places, unpermute
+from megatron5d.kernels.moe import Permutation, permutation, permute, unpermute
 from megatron5d.topology.axis import Axis
 
 
@@ -40,7 +40,7 @@ class NodeDispatch:
         node_dispatch: the state inside the node, once rows have arrived.
     """
 
-    sent_order: Places
+    sent_order: Permutation
     dispatching: Exchange
     combining: Exchange
     weights: Exchange
@@ -63,26 +63,26 @@ class NodeDispatch:
         return handle, weights, replace(self, node_dispatch=node_dispatch)
 
     def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
-        """As in DirectDispatch, after `enter_node`. Comm: that of the inner receive."""
+        """Receives as DirectDispatch does, after `enter_node`. Comm: that of the inner receive."""
         assert self.node_dispatch is not None
         rows, row_weights, node_dispatch = self.node_dispatch.receive(handle, weights)  # [r, h], [r]
         return rows, row_weights, replace(self, node_dispatch=node_dispatch)
 
     def redispatch(self, x: Tensor) -> Tensor:
-        """As in DirectDispatch, over nodes, then inside them. Comm: all_to_all ep_outer, and the inner `redispatch`."""
+        """Dispatches again, over nodes, then inside them. Comm: all_to_all ep_outer, and the inner `redispatch`."""
         assert self.node_dispatch is not None
         rows = permute(x, self.sent_order)[: sum(self.dispatching.send)]  # [n, h] -> [rows, h] sorted by node
         return self.node_dispatch.redispatch(self.dispatching.repeat(rows))
 
     def start_combine(self, y: Tensor) -> Tensor:
-        """As in DirectDispatch: added up inside the node, then one row for each that came."""
+        """Adds up outputs inside the node, then sends one row for each that came."""
         assert self.node_dispatch is not None
         handle = self.node_dispatch.start_combine(y)  # [r, h] under way  all_to_all ep_inner
         rows = self.node_dispatch.combine(handle)  # [m, h]: one for each row that came to this node
         return self.combining.start(rows)  # under way  all_to_all ep_outer
 
     def combine(self, handle: Tensor) -> Tensor:
-        """As in DirectDispatch; choices without a row of their own count as zeros."""
+        """Combines as DirectDispatch does; choices without a row of their own count as zeros."""
         return unpermute(self.combining.finish(handle), self.sent_order)
 
 
@@ -108,7 +108,7 @@ class HierarchicalDispatcher:
     def dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
     ) -> tuple[Tensor, Tensor, NodeDispatch]:
-        """As in Dispatcher.
+        """Dispatches as Dispatcher does.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
         """
@@ -117,7 +117,7 @@ class HierarchicalDispatcher:
         earlier = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
         repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)  # an earlier choice is on the same node
         once = node.masked_fill(repeated, nodes)  # [n, k]; each node of a token once, `nodes` for the rest
-        sent_order = places(once, nodes)
+        sent_order = permutation(once, nodes)
         lengths = sent_order.offsets.diff()
         counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
         rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by node, while the counts travel
@@ -141,7 +141,7 @@ class HierarchicalDispatcher:
         return state.dispatching.start(rows[:count]), state.weights.start(row_weights), state
 
     def _planned_counts(self, num_tokens: int, k: int) -> Tensor:
-        """int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can.
+        """Returns int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can.
 
         A row then has k choices of which those of other nodes are not sent on.
         """

@@ -62,7 +62,7 @@ class Tokens:
         return self.order // self.num_sequences + samples
 
     def masked(self, x: Tensor) -> Tensor:
-        """`x` `[n, ...]` with zeros for padding."""
+        """Returns `x` `[n, ...]` with zeros for padding."""
         return x if self.real is None else x * self.real.view(-1, *(1,) * (x.ndim - 1)).to(x.dtype)
 
     def per_sequence(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Tokens:
 
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:
-    """int64 `[E]`: how often each expert is chosen in `[n, k]`; entries of `num_experts` do not count."""
+    """Returns int64 `[E]`: how often each expert is chosen in `[n, k]`; entries of `num_experts` do not count."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))[:num_experts]
 
@@ -133,11 +133,11 @@ class Balancer:
         self._num_tokens = start_all_reduce(num_tokens, dp_cp)
 
     def start_counting(self) -> None:
-        """From now on forwards without gradients count choices for global_aux."""
+        """Makes forwards without gradients count choices for global_aux."""
         self._counting = True
 
     def finish_counting(self) -> None:
-        """Comm: all_reduce over the stage's ranks of E counts a layer."""
+        """Sums the counts over ranks. Comm: all_reduce over the stage's ranks of E counts a layer."""
         self._counting = False
         all_reduce(self.plain, self.stage)
 
@@ -173,7 +173,8 @@ class Balancer:
         self.figures[row, _WATCHED] += real
 
     def plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
-        """The experts that would be chosen by the scores alone, without bias and groups; `num_experts` for padding."""
+        """Returns the experts that would be chosen by the scores alone, without bias and groups; `num_experts` for
+        padding."""
         model = self.model
         if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
             return experts
@@ -203,7 +204,7 @@ class Balancer:
         return _Attach.apply(weights, logits, self, self._row[layer], tokens, pending)
 
     def logit_gradient(self, row: int, logits: Tensor, tokens: Tokens, counting: Pending | None) -> Tensor:
-        """Gradient of all auxiliary terms of these tokens; their values are added to this rank's share.
+        """Returns gradient of all auxiliary terms of these tokens; their values are added to this rank's share.
 
         Args:
             row: of the layer among those held here.
@@ -232,7 +233,7 @@ class Balancer:
         return tokens.masked(gradient)
 
     def _prob_gradient(self, kind: str, row: int, counts: Tensor | None, num_tokens: Tensor, tokens: Tokens) -> Tensor:
-        """d(loss of one kind)/d(p_te) of a sequence's tokens, before the coefficient."""
+        """Returns d(loss of one kind)/d(p_te) of a sequence's tokens, before the coefficient."""
         model, b, share = self.model, tokens.num_sequences, 1.0
         if kind == "global_aux":
             n = self.plain[row][None].to(num_tokens.dtype)
@@ -295,7 +296,7 @@ def normalised(logits: Tensor, score: str) -> Tensor:
 
 
 def normalised_backward(probs: Tensor, logits: Tensor, grad: Tensor, score: str) -> Tensor:
-    """Gradient of the logits from that of `probs = normalised(logits, score)`."""
+    """Returns gradient of the logits from that of `probs = normalised(logits, score)`."""
     centred = grad - (grad * probs).sum(-1, keepdim=True)
     if score == "softmax":
         return probs * centred

@@ -121,7 +121,7 @@ class Router(nn.Module):
         self.register_buffer("bias", bias)
 
     def logits(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """`[n, h]` -> `[n, E]` in fp32 or fp64."""
+        """Maps `[n, h]` -> `[n, E]` in fp32 or fp64."""
         logits = _RouterLinear.apply(x, self.weight, defer)
         return logits if self.linear_bias is None else logits + self.linear_bias.to(logits.dtype)
 
@@ -144,12 +144,12 @@ class Router(nn.Module):
 
 
 def scores_of(logits: Tensor, kind: str) -> Tensor:
-    """`[n, E]` scores: softmax, or sigmoid of each."""
+    """Returns `[n, E]` scores: softmax, or sigmoid of each."""
     return torch.softmax(logits, dim=-1) if kind == "softmax" else torch.sigmoid(logits)
 
 
 def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> Tensor:
-    """The k experts of each token, the best first; among equals the one with the lower index comes first.
+    """Returns the k experts of each token, the best first; among equals the one with the lower index comes first.
 
     Args:
         scores: `[n, E]`.
@@ -168,7 +168,7 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
 
 
 def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
-    """The experts of tokens under moe.force_balanced: token i takes the k after those of token i - 1.
+    """Returns the experts of tokens under moe.force_balanced: token i takes the k after those of token i - 1.
 
     Args:
         tokens: int64 `[n]`, their numbers.
@@ -181,7 +181,7 @@ def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
 
 
 def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
-    """bool `[n, E]`: whether an expert is in one of the groups that the token may choose from."""
+    """Returns bool `[n, E]`: whether an expert is in one of the groups that the token may choose from."""
     groups = ranked.unflatten(-1, (config.num_groups, -1))  # [n, G, E/G]
     if config.group_score == "max":
         worth = groups.amax(-1)
@@ -193,7 +193,7 @@ def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
 
 
 def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
-    """`[n, k]`: the weight of each chosen expert."""
+    """Returns `[n, k]`: the weight of each chosen expert."""
     weights = scores.gather(1, experts)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -203,7 +203,7 @@ def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
 def within_capacity(
     experts: Tensor, weights: Tensor, order: Tensor, num_experts: int, factor: float, by: str, axis: Axis
 ) -> Tensor:
-    """Which choices are within the experts' capacity.
+    """Returns which choices are within the experts' capacity.
 
     Args:
         experts: int64 `[n, k]`; `num_experts` where there is no choice (padding).
@@ -231,7 +231,7 @@ def within_capacity(
 
 
 def _taken(experts: Tensor, weights: Tensor, num_experts: int, factor: float, by: str) -> Tensor:
-    """bool per choice, choices in the order of their tokens."""
+    """Returns bool per choice, choices in the order of their tokens."""
     if by == "probability":
         line = weights.argsort(descending=True, stable=True)
     else:

@@ -47,7 +47,7 @@ class AttentionCore(nn.Module):
             self.sinks = new_parameter(piece.shape, spec, **shared.factory)  # [a/tp]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
-        """q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
+        """Maps q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
         if self.context is not None:  # ring, all-gather or Ulysses over cp
             plan = batch.context.of_window(self.window)
             return self.context(q, k, v, plan, sinks=self.sinks, **self.score).flatten(2)
@@ -57,7 +57,8 @@ class AttentionCore(nn.Module):
         return core.flatten(2)
 
     def compressed(self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch) -> Tensor:
-        """The same over cp where latents travel, from which `kv_format` computes keys and values as they arrive."""
+        """Returns the same over cp where latents travel, from which `kv_format` computes keys and values as they
+        arrive."""
         assert self.context is not None
         plan = batch.context.of_window(self.window)
         return self.context.compressed(q, latents, kv_format, plan, sinks=self.sinks, **self.score).flatten(2)
@@ -80,11 +81,11 @@ class AttentionBranch(nn.Module):
         self.norm, self.post_norm = shared.pre_norm(name), shared.post_norm(name)
 
     def enter(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
-        """What the projections read, and the residual; `gemms` of the projections if nothing else reads it."""
+        """Returns what the projections read, and the residual; `gemms` of the projections if nothing else reads it."""
         return enter_branch(self.norm, x, PLAIN if self.parallel_block == "one_norm" else gemms)
 
     def leave(self, x: Tensor, y: Tensor, normed: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The residual plus the output `y`; in a parallel block also what the MLP reads."""
+        """Returns the residual plus the output `y`; in a parallel block also what the MLP reads."""
         y = leave_branch(x, y, self.post_norm)
         return y if self.parallel_block == "none" else (y, x if self.parallel_block == "two_norms" else normed)
 
@@ -128,7 +129,7 @@ class SelfAttention(AttentionBranch):
         )
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
         normed, x = self.enter(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
         # a part that recompute.parts names is recomputed in the backward
         q, k, v, *gate = self.parts.run("qkv", partial(self._heads, batch=batch, defer=defer), normed)
@@ -137,7 +138,7 @@ class SelfAttention(AttentionBranch):
         return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
-        """Rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and the gate's `[s/cp, b, a·d/tp]`, if any."""
+        """Returns rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and any gate's `[s/cp, b, a·d/tp]`."""
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
         qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
         qkv = qkv.unflatten(-1, (-1, d))  # [s/cp, b, (a+2g)/tp, d]; with a gate 2a+2g heads

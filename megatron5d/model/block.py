@@ -11,9 +11,7 @@ from torch import nn
 from megatron5d.config.derived import is_moe
 from megatron5d.model.attention import SelfAttention
 from megatron5d.model.block_inputs import BlockInputs
-from megatron5d.model.mla import MultiLatentAttention
 from megatron5d.model.mlp import MLP
-from megatron5d.model.moe import MoECombine, MoEDispatch, MoEExperts
 
 
 class TransformerBlock(nn.Module):
@@ -26,9 +24,15 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
-        latent = shared.model.attention == "mla"
-        self.attention = (MultiLatentAttention if latent else SelfAttention)(shared, layer)
+        if shared.model.attention == "mla":
+            from megatron5d.model.mla import MultiLatentAttention
+
+            self.attention: nn.Module = MultiLatentAttention(shared, layer)
+        else:
+            self.attention = SelfAttention(shared, layer)
         if is_moe(shared.model, layer):
+            from megatron5d.model.moe import MoECombine, MoEDispatch, MoEExperts
+
             self.dispatch = MoEDispatch(shared, layer)  # norm, router, permute; tokens leave       all_to_all ep
             self.experts = MoEExperts(shared, layer)  # shared expert, grouped GEMMs; outputs leave all_to_all ep
             self.combine = MoECombine(shared, layer)  # unpermute, sum of each token's outputs, residual

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.expert_parallel.load_balancing import Balancer
-from megatron5d.expert_parallel.router import Jitter
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
-from megatron5d.model.token_share import TokenShare
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from megatron5d.context_parallel.attention import ContextAttention
+    from megatron5d.expert_parallel.load_balancing import Balancer
+    from megatron5d.expert_parallel.router import Jitter
+    from megatron5d.model.token_share import TokenShare
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,18 +72,26 @@ class BlockInputs:
         """The attention over cp; None where sequences are whole."""
         if self.mesh["cp"].size == 1:
             return None
+        from megatron5d.context_parallel.attention import ContextAttention
+
         return ContextAttention(self.config.parallel.cp_method, self.mesh["cp_outer"], self.mesh["cp_inner"])
 
     @cached_property
     def token_share(self) -> TokenShare:
         """The tokens that this rank routes."""
+        from megatron5d.model.token_share import TokenShare
+
         return TokenShare(self.tp, self.sp)
 
     @cached_property
     def jitter(self) -> Jitter | None:
         """The jitter of what routers read in training."""
         amount, train = self.config.moe.jitter, self.config.train
-        return Jitter(amount, train.seed, train.seq_len) if amount else None
+        if not amount:
+            return None
+        from megatron5d.expert_parallel.router import Jitter
+
+        return Jitter(amount, train.seed, train.seq_len)
 
     def pre_norm(self, name: str) -> Norm | None:
         """Builds the norm before a residual branch; None where it has none (model.block_norm)."""

@@ -38,7 +38,7 @@ class Embedding(nn.Module):
             )  # fmt: skip
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
-        """`batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
+        """Returns `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
 
         Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp, else none.
         """
@@ -70,7 +70,7 @@ class OutputMatrix(nn.Module):
         self.weight = tied
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
-        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns included.
+        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns included.
 
         Comm: with sp all_gather tp of s/cp·b·h elements / all_gather and reduce_scatter tp of as many, without sp
         all_reduce tp.
@@ -122,7 +122,7 @@ class Head(nn.Module):
         self.output = OutputMatrix(shared, tied)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.
+        """Computes the whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.
 
         Comm: all_gather tp of s/cp·b·h elements with sp, and of s/cp·b·v/tp elements.
         """
@@ -130,7 +130,8 @@ class Head(nn.Module):
         return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x too.
+        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x
+        too.
 
         Comm: that of OutputMatrix.losses.
         """
@@ -155,6 +156,6 @@ class Term:
 
 
 def loss_terms(config: Config) -> list[Term]:
-    """The entries of the last stage's output, in order; `loss` contains the first alone."""
+    """Returns the entries of the last stage's output, in order; `loss` contains the first alone."""
     ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss) for k in range(config.model.num_mtp_layers)]
     return [Term("loss", coefficient=1.0), Term("z_loss"), *ahead]

@@ -1,6 +1,6 @@
 """Floating-point operations of the model, for MFU, with the convention stated.
 
-Counted: the multiply-adds of every matrix product that the mathematics needs, 2 FLOPs each; the backward is twice the
+Counted: the multiply-adds of every GEMM that the mathematics needs, 2 FLOPs each; the backward is twice the
 forward; recomputation is not counted; a causal query attends to half of the sequence on average (a window to at most
 that many); the embedding look-up is free; of the routed experts only those that a token is sent to. Source: Narayanan
 et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao 2023 (arXiv:2307.08691).
@@ -37,7 +37,7 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one training step (forward and backward) per token.
+    """Returns FLOPs of one training step (forward and backward) per token.
 
     Args:
         model: the architecture.
@@ -47,19 +47,20 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def end_flops(model: ModelConfig, seq_len: int) -> float:
-    """The share of what follows the last layer: the head, and blocks that predict further."""
+    """Returns the share of what follows the last layer: the head, and blocks that predict further."""
     ahead = blocks(model)[model.num_layers :]
     return head_flops(model) + sum(layer_flops(model, i, seq_len) for i in ahead)
 
 
 def head_flops(model: ModelConfig) -> float:
-    """The share of the output matrix, met once more and behind a join of 2h features by each depth of prediction."""
+    """Returns the share of the output matrix, met once more and behind a join of 2h features by each depth of
+    prediction."""
     h, depths = model.hidden_size, model.num_mtp_layers
     return 6.0 * (model.vocab_size * h * (1 + depths) + 2 * h * h * depths)
 
 
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """The share of one layer in `flops_per_token`."""
+    """Returns the share of one layer in `flops_per_token`."""
     matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True)
     return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 

@@ -9,22 +9,24 @@ per depth of multi-token prediction   its input, the phases of a block, its head
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import Config
-from megatron5d.expert_parallel.load_balancing import Balancer
 from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
-from megatron5d.model.mtp import mtp_block
 from megatron5d.model.options import choose_gemms, choose_overlap, mark_replicas, set_recompute
 from megatron5d.model.partition import StageSpec
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from megatron5d.expert_parallel.load_balancing import Balancer
 
 
 class GPT(nn.Module):
@@ -71,6 +73,8 @@ class GPT(nn.Module):
         self.head = Head(shared, own if model.tie_embeddings else None)
         if model.num_mtp_layers == 0:
             return
+        from megatron5d.model.mtp import mtp_block
+
         table = self.head.output.weight if own is None and model.tie_embeddings else own
         if table is None:
             table = vocab_weight(model.vocab_size, model.hidden_size, TIED, shared.tp, model.init_std, **shared.factory)
@@ -83,6 +87,8 @@ class GPT(nn.Module):
         """Builds the balancer of this rank's MoE layers; a rank without any takes part in its collectives."""
         if not config.model.num_experts:
             return None
+        from megatron5d.expert_parallel.load_balancing import Balancer
+
         mine = [i for spec in self.stages.values() for i in spec.layers]
         if any(spec.head for spec in self.stages.values()):
             mine += blocks(config.model)[config.model.num_layers :]
@@ -91,7 +97,7 @@ class GPT(nn.Module):
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
-        """The phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
+        """Returns the phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
         spec = self.stages[stage]
         units: list[list[nn.Module]] = [list(self.layers[str(i)].children()) for i in spec.layers]
         if spec.embedding and self.embedding is not None:
@@ -101,7 +107,7 @@ class GPT(nn.Module):
         return units
 
     def phases_of(self, stage: int) -> list[nn.Module]:
-        """The phases of a local stage in order."""
+        """Returns the phases of a local stage in order."""
         return [phase for unit in self.units_of(stage) for phase in unit]
 
     @property
@@ -120,5 +126,6 @@ class GPT(nn.Module):
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """What a checkpoint keeps of the local model: parameters, and the routers' biases, which are buffers."""
+        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases, which are
+        buffers."""
         return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]

@@ -39,7 +39,7 @@ class Source:
     checkpoint: Path | None = None
 
     def config(self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None) -> Config:
-        """The configuration to run the model with.
+        """Returns the configuration to run the model with.
 
         Args:
             world: number of ranks.
@@ -97,7 +97,7 @@ def open_predictor(source: Source, config: Config, process: Process) -> Predicto
 
 
 class Predictor:
-    """Forward passes without training; the ranks of one tp line work on the same tokens.
+    """Forward passes without training; the ranks of one tp group work on the same tokens.
 
     Args:
         model: with loaded weights.
@@ -112,13 +112,13 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """The logits at every position.
+        """Returns the logits at every position.
 
         Args:
-            tokens: int64 `[b, s]`, the same on all ranks of a tp line.
+            tokens: int64 `[b, s]`, the same on all ranks of a tp group.
 
         Returns:
-            `[b, s, vocab_size]` in the model's dtype, the same on all ranks of a tp line.
+            `[b, s, vocab_size]` in the model's dtype, the same on all ranks of a tp group.
 
         Comm: the layers' own on tp; all_gather tp of the logits.
 
@@ -149,12 +149,12 @@ class Predictor:
             prompt: at least one token.
             num_tokens: how many to add.
             temperature: the logits are divided by it; 0 takes the likeliest token.
-            top_k: only so many likeliest tokens can be drawn; 0 = all.
+            top_k: only this many likeliest tokens can be drawn; 0 = all.
             seed: of the draws; the same on every rank.
             vocab_size: only ids below are drawn, where the model's vocabulary is larger than its tokenizer's.
 
         Yields:
-            The new tokens, the same on every rank of a tp line.
+            The new tokens, the same on every rank of a tp group.
         """
         if not prompt:
             raise ValueError("the prompt has no token: a text model needs something to continue")
@@ -170,7 +170,7 @@ class Predictor:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
+    """Returns one token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
 
     Raises:
         ValueError: a logit is not a number, or infinite.

@@ -78,7 +78,7 @@ class MultiLatentAttention(AttentionBranch):
         )  # fmt: skip
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
         normed, x = self.enter(x, self._first_gemms())  # [s/cp/tp, b, h]
         latents = self._down(normed, defer)  # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp
         # a part that recompute.parts names is recomputed in the backward
@@ -87,7 +87,8 @@ class MultiLatentAttention(AttentionBranch):
         return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """The latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
+        """Returns the latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp,
+        b, dr]`."""
         if not self.enters_late:
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
@@ -102,7 +103,7 @@ class MultiLatentAttention(AttentionBranch):
         return q, c_kv, k_pe
 
     def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
-        """q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
+        """Returns q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
         dn, dr, dv = self.dims
         q = local_linear(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
         tables = self.rope(batch.positions)
@@ -121,13 +122,13 @@ class MultiLatentAttention(AttentionBranch):
         return self.core(q, *keys, batch=batch)
 
     def _first_gemms(self) -> Gemms:
-        """How the products that read the norm are made; as they are, where `_enter` reads it too."""
+        """Returns the GEMMs that read the norm; plain ones where `_enter` reads it too."""
         if not self.enters_late or self.q_down is None:
             return PLAIN
         return gemms_of(self.kv_down, self.q_down)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Into the region where each tp rank works for its own heads, whose gradients are summed on the way back.
+        """Enters the region where each tp rank computes its own heads; sums their gradients in the backward.
 
         Comm: all_gather tp with sp, else none / reduce_scatter tp with sp, else all_reduce.
         """
@@ -135,7 +136,7 @@ class MultiLatentAttention(AttentionBranch):
 
 
 def _keys_values(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
-    """kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a, dv]`."""
+    """Maps kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a, dv]`."""
     k_nope, v = kv.split([dn, kv.shape[-1] - dn], -1)
     return torch.cat((k_nope, k_pe.expand(-1, -1, kv.shape[2], -1)), -1), v
 
@@ -159,7 +160,7 @@ class LatentKV:
         self.value_dim = dims[2]
 
     def for_heads(self, rank: int, size: int) -> LatentKV:
-        """The same for the heads of one of `size` ranks that exchange heads."""
+        """Returns the same for the heads of one of `size` ranks that exchange heads."""
         dn, _, dv = self.dims
         n = self.num_heads // size
         rows = n * (dn + dv)
@@ -173,7 +174,8 @@ class LatentKV:
         return _keys_values(kv, k_pe.unsqueeze(2), dn)
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """The gradient of `unpack` -> `[t, b, r+dr]`; adds the up-projection's weight gradient to its buffer."""
+        """Returns the gradient of `unpack` -> `[t, b, r+dr]`; adds the up-projection's weight gradient to its
+        buffer."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]

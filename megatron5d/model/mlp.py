@@ -37,11 +37,11 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(f, h, f"{name}.down", tp, init=model.output_init_std, **linear)
 
     def project_up(self, x: Tensor, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b, f/tp]`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b, f/tp]`."""
         return self.parts.run("mlp", partial(self._up_and_activation, defer=defer), x)
 
     def project_down(self, inner: Tensor, defer: Defer) -> Tensor:
-        """-> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`)."""
+        """Maps `[s/cp, b, f/tp]` -> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`)."""
         return self.down(inner, defer)  # [s/cp, b, f/tp] -> [s/cp/tp, b, h]  reduce_scatter tp
 
     def _up_and_activation(self, x: Tensor, defer: Defer) -> Tensor:
@@ -70,7 +70,7 @@ class MLP(nn.Module):
         self.feed_forward = FeedForward(shared, model.ffn_hidden_size, name, bias=model.mlp_bias)
 
     def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the same, one."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the same, one."""
         gemms = gemms_of(self.feed_forward.up.weight)
         normed, x = enter_branch(self.norm, state, gemms)  # [s/cp/tp, b, h]
         inner = self.feed_forward.project_up(normed, defer)  # [s/cp, b, f/tp]  all_gather tp

@@ -11,7 +11,7 @@ of them, and the outputs are gathered.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,17 @@ from megatron5d.autograd.wgrad import Defer
 from megatron5d.comm.all_to_all import Codec
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher, NodeDispatch
 from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import Router, round_robin, within_capacity
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import enter_branch, leave_branch
 from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher, NodeDispatch
 
 
 class MoEState(NamedTuple):
@@ -47,9 +48,20 @@ class MoEState(NamedTuple):
 def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Dispatcher | HierarchicalDispatcher:
     """Builds the dispatcher that sends tokens straight to experts, or first to nodes (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
+        from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
+
         outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
         return HierarchicalDispatcher(num_experts, outer, inner, etp, inner_etp, codec)
     return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec)
+
+
+def _codec(fp8: bool) -> Codec | None:
+    """Returns how rows travel to the experts: moe.fp8_dispatch, or None for their dtype."""
+    if not fp8:
+        return None
+    from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
+
+    return Fp8DispatchCodec()
 
 
 class MoEDispatch(nn.Module):
@@ -75,11 +87,10 @@ class MoEDispatch(nn.Module):
         self.router = Router(self.config, f"{name}.router", shared.tp, biased=biased, owner=owner, **shared.factory)
         if self.router.bias is not None:
             self.balancer.biases[layer] = self.router.bias
-        codec = Fp8DispatchCodec() if self.moe.fp8_dispatch else None
-        self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, codec)
+        self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, _codec(self.moe.fp8_dispatch))
 
     def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> MoEState:
-        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
+        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
 
         n = s/cp/tp·b tokens are routed here, with sp or without.
 
@@ -176,7 +187,7 @@ class MoECombine(nn.Module):
         self.share, self.post_norm = shared.token_share, shared.post_norm(f"layers.{layer}.mlp")
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> Tensor:
-        """MoEState -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
+        """Maps MoEState -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
 
         Comm: without sp all_gather tp of n·h elements / none; the dispatch state's `combine`.
         """

@@ -46,11 +46,11 @@ class Norm(nn.Module):
             self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial_grad=partial_grad, **factory)
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
-        """`[..., n]` -> the same.
+        """Maps `[..., n]` -> the same.
 
         Args:
             x: `[..., n]`.
-            gemms: how the products are made that read the result (8-bit ones quantise it at once); the default if
+            gemms: the GEMMs that read the result (FP8 ones quantise it at once); the default if
                 anything else reads it too.
         """
         return self.parts.run("norm", lambda x: self._norm_and_input(x, gemms)[0], x)
@@ -102,7 +102,7 @@ class AllHeadsNorm(nn.Module):
         self.weight = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the same."""
+        """Maps `[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the same."""
         wide = x.flatten(2).to(statistics_dtype(x.dtype))
         squares = wide.square().sum(-1, keepdim=True)
         # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its size

@@ -14,7 +14,7 @@ from megatron5d.config.derived import quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.model.embedding_head import TIED
 from megatron5d.precision.gemm import ExpertGemms, Gemms
-from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Fused, Overlap
+from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
@@ -77,7 +77,7 @@ def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
 
 
 def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
-    """Sets `.gemms` of the weights that are multiplied in 8 bits; all others are multiplied as they are."""
+    """Sets `.gemms` of the weights that FP8 GEMMs read; all others are multiplied as they are."""
     chosen = {f"{name}.weight" for name in quantised_matrices(config)}
     if not chosen:
         return
@@ -99,6 +99,8 @@ def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mes
     parameters = list(parameters)
     overlap: Overlap = Chunked()
     if mode == "fused":
+        from megatron5d.tensor_parallel.fused_overlap import Fused
+
         overlap = Fused(tp, parameters[0].device, config.parallel.timeout_s)
     for parameter in parameters:
         parameter.overlap = overlap  # type: ignore[attr-defined]

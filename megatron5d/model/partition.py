@@ -86,7 +86,8 @@ def _cheapest_split(
     load: Callable[[int], np.ndarray],
     add: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[float, list[int]]:
-    """The cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the larger ones.
+    """Returns the cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the
+    larger ones.
 
     Args:
         num_layers, num_stages: sizes.
@@ -176,12 +177,13 @@ def fewer_in_the_middle(layout: Sequence[int], more: int) -> list[int]:
 
 
 def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How even splits are, given every rank's work `[options, ranks]`: the sum of squares, and the maximum."""
+    """Returns how even splits are, given every rank's work `[options, ranks]`: the sum of squares, and the maximum."""
     return np.square(ranks).sum(axis=1), ranks.max(axis=1)
 
 
 def _first_of(*keys: np.ndarray) -> int:
-    """Which option is least by the last key, and of equal ones by the key before; the first where all are equal."""
+    """Returns which option is least by the last key, and of equal ones by the key before; the first where all are
+    equal."""
     return int(np.lexsort([key.round(9) for key in keys])[0])  # rounded, for equal ones differ in the last digits
 
 
@@ -210,7 +212,7 @@ class StageSpec:
 
 
 def stage_specs(layout: Sequence[int]) -> list[StageSpec]:
-    """What every stage holds, given its number of layers."""
+    """Returns what every stage holds, given its number of layers."""
     ends = list(accumulate(layout))
     last = len(layout) - 1
     return [StageSpec(range(end - count, end), s == 0, s == last) for s, (count, end) in enumerate(zip(layout, ends))]
@@ -246,12 +248,13 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
 def _cached_split(
     balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float
 ) -> Sequence[int]:
-    """The same split is asked for by every schedule that is compared, and takes tenths of a second for many stages."""
+    """Returns the same split is asked for by every schedule that is compared, and takes tenths of a second for many
+    stages."""
     return split_layers(balance, costs, placement, first, last)
 
 
 def _explicit_layout(config: Config, placement: Placement) -> list[int]:
-    """`pipeline.layout`, which may leave a stage without a layer but no rank without anything."""
+    """Returns `pipeline.layout`, which may leave a stage without a layer but no rank without anything."""
     pipeline, num_layers, num_stages = config.pipeline, config.model.num_layers, placement.num_stages
     layout, even = list(pipeline.layout or ()), "null (as even as possible)"
     if len(layout) != num_stages:
@@ -277,14 +280,14 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
 
 
 def two_embeddings_knob(model: ModelConfig) -> str | None:
-    """The knob, if any, that puts the embedding on the last stage too."""
+    """Returns the knob, if any, that puts the embedding on the last stage too."""
     if model.num_mtp_layers:
         return "model.num_mtp_layers"
     return "model.tie_embeddings" if model.tie_embeddings else None
 
 
 def shared_by_mirror(placement: Placement, tied: str | None) -> str:
-    """Which parameters a rank and its mirror image (rank num_ranks - 1 - r) hold together: all, tied, or none.
+    """Returns which parameters a rank and its mirror image (rank num_ranks - 1 - r) hold together: all, tied, or none.
 
     Args:
         placement: of the stages.

@@ -22,7 +22,7 @@ from megatron5d.kernels.dispatch import statistics_dtype
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Angle per position of each rotary pair.
+    """Returns angle per position of each rotary pair.
 
     Args:
         dim: rotary dims dr of a head.
@@ -55,7 +55,7 @@ def _llama3(inv: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     def dim_of(turns: float) -> float:
-        """The (fractional) pair index that makes so many turns over the original context."""
+        """Returns the (fractional) pair index that makes this many rotations over the original context."""
         return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
@@ -67,7 +67,7 @@ def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What cos and sin are multiplied with (yarn's temperature; 1 otherwise)."""
+    """Returns what cos and sin are multiplied with (yarn's temperature; 1 otherwise)."""
     if scaling.type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -78,7 +78,8 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def softmax_temperature(scaling: RopeScaling) -> float:
-    """What latent attention multiplies its scores with, positions or not (DeepSeek's mscale_all_dim; 1 otherwise)."""
+    """Returns what latent attention multiplies its scores with, positions or not (DeepSeek's mscale_all_dim; 1
+    otherwise)."""
     return _temperature(scaling, scaling.mscale_all_dim) ** 2 if scaling.type == "yarn" else 1.0
 
 

@@ -28,7 +28,7 @@ class TokenShare:
         self._tokens_of_whole = cache(self._tokens_at)
 
     def take(self, x: Tensor) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp rounded up.
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp rounded up.
 
         Comm: none / without sp all_gather tp.
         """
@@ -38,13 +38,13 @@ class TokenShare:
         return split_to(F.pad(flat, (0, 0, 0, -flat.shape[0] % self.tp.size)), self.tp)
 
     def restore(self, y: Tensor, like: Tensor) -> Tensor:
-        """`[n, h]` -> what `take` was given, `like`. Comm: without sp all_gather tp / none."""
+        """Maps `[n, h]` -> what `take` was given, `like`. Comm: without sp all_gather tp / none."""
         if not self.sp and self.tp.size > 1:
             y = join_from(y, self.tp)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)
 
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
-        """Which tokens those are that `take` takes from hidden states of a shape."""
+        """Returns which tokens those are that `take` takes from hidden states of a shape."""
         if batch.context is None:
             tokens = self._tokens_of_whole(shape[0], shape[1], batch.tokens.device)
         else:
@@ -59,7 +59,7 @@ class TokenShare:
         return replace(tokens, real=local_slice(real, self.tp))
 
     def _tokens_at(self, s: int, b: int, device, rows: Tensor | None = None) -> Tokens:
-        """The tokens at sequence positions `rows`, those of this cp rank; None = all positions."""
+        """Returns the tokens at sequence positions `rows`, those of this cp rank; None = all positions."""
         count = s * self.tp.size if self.sp else s
         rows = torch.arange(count, device=device) if rows is None else rows
         assert rows.numel() == count, f"{count} positions of a sequence, {rows.numel()} expected"

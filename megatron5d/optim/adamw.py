@@ -24,7 +24,7 @@ from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of,
 
 
 def apex_adam() -> type | None:
-    """NVIDIA apex's FusedAdam; None without a GPU or where apex or its compiled kernels are missing."""
+    """Returns NVIDIA apex's FusedAdam; None without a GPU or where apex or its compiled kernels are missing."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -68,7 +68,7 @@ class AdamW(SliceOptimizer):
             self._kernel = {scale: self._kernel_arguments(scale) for scale in sorted(scales)}
 
     def _kernel_arguments(self, scale: float) -> tuple[TensorTable, Tensor]:
-        """For optim.implementation=kernel: the segments whose rate has this factor, as tensors, and their decay."""
+        """Returns the kernel's arguments: the segments whose rate has this factor, as tensors, and their decay."""
         spans = [(state, segment, slice(*segment.owned)) for state, segment in self._of_scale(scale, self.slices)]
         order = {
             "master": [state.master[span] for state, _, span in spans],
@@ -82,12 +82,12 @@ class AdamW(SliceOptimizer):
         return TensorTable(**order), torch.tensor(decay, dtype=first.master.dtype, device=first.reduced.device)
 
     def _of_scale(self, scale: float, slices: Sequence[SliceState]) -> list[tuple[SliceState, Segment]]:
-        """The segments whose learning rate has this factor."""
+        """Returns the segments whose learning rate has this factor."""
         pairs = [(state, segment) for state in slices for segment in state.segments]
         return [pair for pair in pairs if scale_of(pair[1].spec, self.config.lr_scale) == scale]
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
-        """The optimiser of torch or apex, with our tensors as its parameters and state.
+        """Returns the optimiser of torch or apex, with our tensors as its parameters and state.
 
         Args:
             groups: (factor of the rate, decay) -> views of the masters.
@@ -119,7 +119,7 @@ class AdamW(SliceOptimizer):
         return optimizer
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """As in SliceOptimizer; optim.implementation=kernel scales gradients while it reads them, not in place."""
+        """Updates as SliceOptimizer does; optim.implementation=kernel scales gradients while it reads them."""
         if self._kernel is not None:
             self.step_count += 1
             for lr_scale, (table, decay) in self._kernel.items():

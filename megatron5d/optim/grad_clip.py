@@ -11,7 +11,7 @@ from megatron5d.data_parallel.bucket import Bucket
 
 
 def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
-    """This rank's share of the squared L2 norm of all gradients; the sum over the world is the whole.
+    """Returns this rank's share of the squared L2 norm of all gradients; the sum over the world is the whole.
 
     To count each element once, a rank adds up only the pieces of which it holds the first copy, and only if it is the
     first of the ranks that own the same slice.
@@ -35,7 +35,7 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float | None:
-    """The factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
+    """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
 
     Args:
         norm: of all gradients.

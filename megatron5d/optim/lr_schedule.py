@@ -15,7 +15,7 @@ from megatron5d.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, batches: BatchSchedule = ((0, 1),)) -> float:
-    """The rate of one step.
+    """Returns the rate of one step.
 
     Args:
         config: lr, min_lr, schedule, warmup_steps, decay_steps, schedule_by.

@@ -1,7 +1,7 @@
-"""Assembles matrices that are sharded over ranks, each whole on one rank, and sends the results back.
+"""Gathers matrices that are sharded over ranks, each whole on one rank, and sends the results back.
 
 A matrix is sharded twice: by tp (experts: etp) into the parameters of several ranks, and each parameter by ZeRO into
-flat slices over the shard axis of its bucket. So two all-to-alls assemble it, and two send the result back:
+flat slices over the shard axis of its bucket. So two all-to-alls gather it, and two send the result back:
 
     slices  --shard-->  parameter of one tp rank  --tp-->  whole matrix  --tp-->  --shard-->  slices
 
@@ -46,7 +46,7 @@ class CutMatrix:
     write: Callable[[Tensor], None]
 
     def share(self, rank: int) -> int:
-        """Number of elements that a rank of the shard axis owns."""
+        """Returns number of elements that a rank of the shard axis owns."""
         start, stop = self.shares[rank]
         return stop - start
 
@@ -56,26 +56,27 @@ class CutMatrix:
         return prod(self.shape)
 
     def place(self, piece: Piece) -> tuple[slice, ...]:
-        """The index of a piece, of any rank, in the assembled parameter (`whole_shape`)."""
+        """Returns the index of a piece, of any rank, in the gathered parameter (`whole_shape`)."""
         first = _rows_of(self.spec)[0] if len(self.spec.shape) > 2 else 0
         offset = (piece.offset[0] - first, *piece.offset[1:])
         return tuple(slice(o, o + n) for o, n in zip(offset, piece.shape))
 
 
 def _rows_of(spec: ShardSpec) -> tuple[int, int]:
-    """(start, stop) of the indices of dim 0 that this rank has a part of."""
+    """Returns (start, stop) of the indices of dim 0 that this rank has a part of."""
     spans = [(piece.offset[0], piece.offset[0] + piece.shape[0]) for piece in spec.pieces]
     return min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
 
 
 def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """The shape of an assembled parameter: the global one, for experts with only those that this rank has a part of."""
+    """Returns the shape of a gathered parameter: the global one, for experts with only those that this rank has a
+    part of."""
     *lead, rows, cols = spec.shape
     first, last = _rows_of(spec)
     return (last - first, rows, cols) if lead else (rows, cols)
 
 
-class Assembly:
+class MatrixGather:
     """Matrices that are sharded over the same two axes.
 
     Args:
@@ -104,7 +105,7 @@ class Assembly:
             self._round(self.matrices[start : start + together], work)
 
     def _round(self, batch: Sequence[CutMatrix], work: Work) -> None:
-        """One round: up to shard·tp matrices, of which each rank assembles at most one."""
+        """Runs one round: up to shard·tp matrices, of which each rank gathers at most one."""
         size = self.shard.size
         owned = [batch[rank::size] for rank in range(size)]  # those of a rank of `shard`, one per rank of `cut`
         mine = owned[self.shard.rank]
@@ -121,7 +122,7 @@ class Assembly:
             matrix.write(part)
 
     def _over_cut(self, mine: Sequence[CutMatrix], flat: Tensor, work: Work) -> Tensor:
-        """Assembles parameters from their slices and applies `work`.
+        """Gathers parameters from their slices and applies `work`.
 
         Args:
             mine: up to one matrix for each rank of `cut`.
@@ -146,7 +147,7 @@ class Assembly:
         return torch.cat([shares[rank] for rank in range(self.shard.size) for shares in by_matrix])
 
     def _whole(self, matrix: CutMatrix, parts: Tensor, work: Work) -> None:
-        """Assembles one matrix from the local parameters of all ranks of `cut`, and writes the result over them."""
+        """Gathers one matrix from the local parameters of all ranks of `cut`, and writes the result over them."""
         local = parts.view(self.cut.size, *matrix.shape)
         whole = parts.new_empty(whole_shape(matrix.spec))
         places = [

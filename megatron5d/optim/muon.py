@@ -13,7 +13,7 @@ The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. 
 one rank, in the dtype of the weights (matrix_gather.py), so the numbers are the same on any layout.
 Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3; Kimi K2.
 
-Newton-Schulz iteration: approximates the nearest orthogonal matrix, with matrix products only.
+Newton-Schulz iteration: approximates the nearest orthogonal matrix, with GEMMs only.
 
 X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X maps every singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors.
 The coefficients enlarge small values quickly (by a⁵ ≈ 485 in five steps) and keep large ones within [0.68, 1.14].
@@ -22,7 +22,6 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
-from megatron5d.optim.matrix_gather import Assembly, CutMatrix
+from megatron5d.optim.matrix_gather import CutMatrix, MatrixGather
 from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -43,7 +42,7 @@ _EPS = 1e-7  # added to the norm, so that a matrix of zeros stays zero
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """For each matrix U·S·Vᵀ an approximation of U·Vᵀ, with singular values near 1.
+    """Approximates U·Vᵀ of each matrix U·S·Vᵀ, with singular values near 1.
 
     Args:
         matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
@@ -63,13 +62,6 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
-
-
-def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
-    excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
-    matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
-    return config.name == "muon" and matrix and not excluded
 
 
 def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool) -> None:
@@ -100,7 +92,7 @@ class Muon(SliceOptimizer):
         mesh: its tp and etp axes shard the matrices.
         rounding_seed: as in SliceOptimizer.
 
-    Comm: as in `Assembly`, once.
+    Comm: as in `MatrixGather`, once.
     """
 
     kinds = ("momentum",)
@@ -123,26 +115,26 @@ class Muon(SliceOptimizer):
                 matrices, _, _ = groups.setdefault((shard.name, cut.name), ([], shard, cut))
                 matrices.append(CutMatrix(spec, tuple(parameter.shape), shares, read, write))
         # in the same order on every rank, so that no two wait for each other
-        self._assemblies = [Assembly(*groups[key]) for key in sorted(groups)]
+        self._gathers = [MatrixGather(*groups[key]) for key in sorted(groups)]
         self._rate = 0.0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """As in SliceOptimizer. Comm: as in `Assembly.transform`, for each pair of axes that shard matrices."""
+        """Updates as SliceOptimizer does. Comm: `MatrixGather.transform`'s, for each pair of axes that cut matrices."""
         self._take_grads(scale)
         self.step_count += 1
         self._rate = lr
         for state in self.slices:
             state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
-        for assembly in self._assemblies:
+        for gather in self._gathers:
             work = partial(replace_by_update, steps=self.config.ns_steps, per_head=self.config.muon_per_head)
-            assembly.transform(work)
+            gather.transform(work)
         self.masters_to_weights()
 
     def allocate_temporaries(self) -> None:
         self.step(0.0)
 
     def _nesterov_momentum(self, state: SliceState, segment: Segment | None) -> Tensor:
-        """g + μ·m of a segment, flat, in the dtype and on the device of the weights; empty without a segment."""
+        """Returns g + μ·m of a segment, flat, in the weights' dtype and on their device; empty without a segment."""
         weights = state.bucket.weight_slice
         if segment is None:
             return weights.new_empty(0)

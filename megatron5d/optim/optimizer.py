@@ -9,8 +9,7 @@ from torch import Tensor
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
-from megatron5d.optim.muon import Muon, takes_muon
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, takes_muon
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
@@ -37,12 +36,12 @@ class Optimizer:
         return self.parts[0].step_count if self.parts else 0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """One update, as in SliceOptimizer. Comm: that of the parts."""
+        """Makes one update, as SliceOptimizer does. Comm: that of the parts."""
         for part in self.parts:
             part.step(lr, scale)
 
     def allocate_temporaries(self) -> None:
-        """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
+        """Allocates on the meta device what a step needs temporarily, for the memory forecast."""
         for part in self.parts:
             part.allocate_temporaries()
 
@@ -52,7 +51,7 @@ class Optimizer:
             part.weights_to_masters()
 
     def take_unsaved_masters(self) -> None:
-        """After a resume: copies the weights into masters of the same dtype, which are not saved."""
+        """Copies, after a resume, the weights into masters of the same dtype, which are not saved."""
         for part in self.parts:
             part.take_unsaved_masters()
 
@@ -62,7 +61,7 @@ class Optimizer:
             part.set_step_count(count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """(kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
+        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
         for part in self.parts:
             yield from part.tensors()
 
@@ -70,7 +69,7 @@ class Optimizer:
 def build_optimizer(
     buckets: Sequence[Bucket], config: OptimConfig, mesh: Mesh, rounding_seed: int | None = None
 ) -> Optimizer:
-    """The optimiser of a run.
+    """Returns the optimiser of a run.
 
     Args:
         buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a bucket.
@@ -78,11 +77,14 @@ def build_optimizer(
         mesh: its tp and etp axes shard the matrices.
         rounding_seed: as in SliceOptimizer.
 
-    Comm: for Muon as in `Assembly`, once.
+    Comm: for Muon as in `MatrixGather`, once.
     """
     buckets = [bucket for bucket in buckets if not bucket.frozen]
     muon = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
     adamw = [bucket for bucket in buckets if bucket not in muon]
     parts: list[SliceOptimizer] = [AdamW(adamw, config, rounding_seed)] if adamw else []
-    parts += [Muon(muon, config, mesh, rounding_seed)] if muon else []
+    if muon:
+        from megatron5d.optim.muon import Muon
+
+        parts.append(Muon(muon, config, mesh, rounding_seed))
     return Optimizer(config.name, parts)

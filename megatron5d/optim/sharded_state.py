@@ -56,28 +56,36 @@ class SliceState:
 
 
 def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
-    """Whether weight decay applies to a parameter: to those of two and more dims that no glob of `exclude` matches."""
+    """Says if weight decay applies to a parameter: to those of two and more dims that no glob of `exclude` matches."""
     return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
 
 
 def scale_of(spec: ShardSpec, scales: Sequence[str]) -> float:
-    """The factor of a parameter in a list such as ["0.1 *.router.*"]: that of the first glob that matches, else 1."""
+    """Returns the factor of a parameter in a list such as ["0.1 *.router.*"]: that of the first glob that matches,
+    else 1."""
     pairs = (entry.split(maxsplit=1) for entry in scales)
     return next((float(factor) for factor, glob in pairs if fnmatch.fnmatch(spec.name, glob)), 1.0)
 
 
 def decay_of(spec: ShardSpec, config: OptimConfig) -> float:
-    """The weight decay of a parameter, before it is multiplied by the rate."""
+    """Returns the weight decay of a parameter, before it is multiplied by the rate."""
     return config.weight_decay * decays(spec, config.decay_exclude) * scale_of(spec, config.decay_scale)
 
 
 def freezes(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Whether a parameter is never updated: some glob of optim.freeze matches its name."""
+    """Returns whether a parameter is never updated: some glob of optim.freeze matches its name."""
     return any(fnmatch.fnmatch(spec.name, glob) for glob in config.freeze)
 
 
+def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
+    """Returns whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
+    excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
+    matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
+    return config.name == "muon" and matrix and not excluded
+
+
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
+    """Returns an empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
     device = "meta" if tensor.is_meta else "cpu"
     return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
 
@@ -100,7 +108,7 @@ class SliceOptimizer(ABC):
         self.step_count = 0
 
     def _slice(self, bucket: Bucket) -> SliceState:
-        """The state of a bucket before the first update: moments are zero."""
+        """Returns the state of a bucket before the first update: moments are zero."""
         owned, reduced = bucket.weight_slice, bucket.grad_slice
         wide = statistics_dtype(owned.dtype)
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
@@ -115,7 +123,7 @@ class SliceOptimizer(ABC):
 
     @abstractmethod
     def step(self, lr: float, scale: float | None = None) -> None:
-        """One update of the owned slices; the weights of other slices are stale until they are gathered.
+        """Updates the owned slices; the weights of other slices are stale until they are gathered.
 
         Args:
             lr: learning rate of this step.
@@ -124,7 +132,7 @@ class SliceOptimizer(ABC):
 
     @abstractmethod
     def allocate_temporaries(self) -> None:
-        """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
+        """Allocates on the meta device what a step needs temporarily, for the memory forecast."""
 
     def _take_grads(self, scale: float | None) -> None:
         """Clips the gradients in place, and copies them to the host if the update runs there."""
@@ -147,7 +155,7 @@ class SliceOptimizer(ABC):
                 state.master.copy_(state.bucket.weight_slice)
 
     def take_unsaved_masters(self) -> None:
-        """After a resume: copies the weights into masters of the same dtype (offload), which are not saved."""
+        """Copies, after a resume, the weights into masters of the same dtype (offload), which are not saved."""
         for state in self.slices:
             if state.on_host and not state.has_wider_master:
                 state.master.copy_(state.bucket.weight_slice)
@@ -157,7 +165,7 @@ class SliceOptimizer(ABC):
         self.step_count = count
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """(kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
+        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
         for state in self.slices:
             if state.has_wider_master:
                 yield "master", state.master, state
@@ -170,7 +178,7 @@ _LOST = 0xFFFF  # the low bits of float32, which bfloat16 does not have
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 -> bfloat16: rounds away from zero where the sum of the lost bits and the random bits carries.
+    """Rounds float32 to bfloat16, away from zero where the dropped bits and the random bits carry.
 
     Args:
         x: float32; values that are not finite are kept.
@@ -181,7 +189,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def global_index(piece: Piece, shape: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
-    """The flat indices in the global tensor of a flat range of a piece.
+    """Returns the flat indices in the global tensor of a flat range of a piece.
 
     Args:
         piece: a rectangle of the tensor.

@@ -23,14 +23,16 @@ _MASKS = ("document_mask", "eod_mask_loss")  # of data: what decides about numbe
 
 
 def configuration_hash(config: Config) -> str:
-    """A hash of everything that decides about a run's numbers except its files: the same for a run on other data."""
+    """Returns a hash of everything that decides about a run's numbers except its files: the same for a run on other
+    data."""
     found = {group: keys for group, keys in to_dict(config).items() if group not in _PASSIVE}
     found["data"] = {key: found["data"][key] for key in _MASKS}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
-    """Why a certificate says nothing about this configuration on so many ranks, run by this code; [] where it does.
+    """Returns why a certificate says nothing about this configuration on this many ranks, run by this code; [] where
+    it does.
 
     Raises:
         ValueError: it is no certificate, or a newer version wrote it.
@@ -131,7 +133,7 @@ _UNSENT = (
 
 
 def stage_of(each: Difference) -> tuple[int, int]:
-    """When in a run a quantity comes to be: the step, and the place in it."""
+    """Returns when in a run a quantity is computed: the step, and the place in it."""
     kind = each.quantity
     if kind == "routers" and "bias_range" in each.name or kind == "weight" and each.name.endswith("router.bias"):
         kind = "bias"

@@ -32,7 +32,7 @@ _ROOTED = {"gather": 1, "scatter": 0}  # index of the argument that every rank g
 
 
 def note_collectives(path: Path) -> None:
-    """From now on, appends a line to a file before each collective that this process calls."""
+    """Appends a line to a file before each later collective of this process."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for name in _COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
@@ -50,7 +50,8 @@ def _noted(name: str, method: Callable[..., Any], file: int) -> Callable[..., An
 
 
 def _described(name: str, size: int, args: tuple, kwargs: dict) -> tuple[str, list[list[int]]]:
-    """A call as text that must be the same on all ranks; for uneven ones also the rows to and from each rank."""
+    """Returns a call as text that must be the same on all ranks; for uneven ones also the rows to and from each
+    rank."""
     rows: list[list[int]] = []
     if name in _UNEVEN:
         out, x, from_each, to_each = args[:4]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron5d.config.schema import Config
 from megatron5d.parity.run import RankRecord, Rectangles
-from megatron5d.topology.grid import DENSE_LINES, Sizes, dense_grid
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.grid import DENSE_GROUPS, Sizes, dense_grid
+from megatron5d.topology.mesh import groups_of
 
 SAMPLES, HIDDEN = "samples", "hidden state"
 ROUNDING = 1e-13  # of the largest gradient: what sums of this length leave of zero
@@ -82,7 +82,7 @@ def without_target(got: list[float]) -> tuple[float, list[float]]:
 
 
 def one_figure(quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int) -> Difference:
-    """Of one figure, from what each rank has."""
+    """Compares one figure, from what each rank has."""
     off = [abs(each - value) / (abs(value) or 1.0) for each in got]
     off = [inf if isnan(each) else each for each in off]
     rank = off.index(max(off))
@@ -93,7 +93,7 @@ def one_figure(quantity: str, name: str, got: list[float], value: float, toleran
 def hidden_sums(
     records: Sequence[RankRecord], truth: RankRecord
 ) -> Iterator[tuple[int, str, float, float, tuple[int, ...]]]:
-    """Of the outputs of all phases: step, phase, sum over ranks, that of one process, and the ranks that hold it."""
+    """Compares the outputs of phases: step, phase, sum over ranks, that of one process, ranks that hold it."""
     for step, expected in enumerate(truth.hidden, 1):
         for name, value in expected.items():
             held = {r: each.hidden[step - 1][name] for r, each in enumerate(records) if name in each.hidden[step - 1]}
@@ -101,11 +101,12 @@ def hidden_sums(
 
 
 def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: Sizes) -> Iterator[Difference]:
-    """How many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of all."""
+    """Yields how many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of
+    all."""
     for step, batches in enumerate(truth.samples, 1):
         off = []
         for rank, record in enumerate(records):
-            mine = batches[dense_grid(sizes).line(rank, *DENSE_LINES["dp"]).index(rank) :: sizes.dp]
+            mine = batches[dense_grid(sizes).group(rank, *DENSE_GROUPS["dp"]).index(rank) :: sizes.dp]
             got = record.samples[step - 1]
             off.append(float(sum(a != b for a, b in zip(sum(got, []), sum(mine, [])))) + abs(len(got) - len(mine)))
         yield one_figure(SAMPLES, f"step {step}", off, 0.0, 0.0, step)
@@ -154,7 +155,7 @@ Tensors = tuple[int, str, list[Rectangles], Rectangles]
 
 
 def all_tensors(records: Sequence[RankRecord], truth: RankRecord) -> Iterator[Tensors]:
-    """In the order of training."""
+    """Lists all tensors in the order of training."""
     yield 0, "weight", [record.weights[0] for record in records], truth.weights[0]
     for step in range(len(truth.gradients)):
         yield step + 1, "gradient", [record.gradients[step] for record in records], truth.gradients[step]
@@ -253,10 +254,10 @@ def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[lis
         if any(
             {piece.offset for piece in places[rank]} != {piece.offset for piece in places[other]}
             for rank in range(len(records))
-            for other in lines_of(sizes, rank)[axis]
+            for other in groups_of(sizes, rank)[axis]
         )
     ]
     partial = {axis for pieces in places for piece in pieces for axis in piece.summed}
     summed = ["edp" if specs[0].expert else "dp_cp", *sorted(partial)]
-    summed += ["the mirrored rank"] if specs[0].shared else []
+    summed += ["the replica's rank"] if specs[0].shared else []
     return cut, summed

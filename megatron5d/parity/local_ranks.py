@@ -123,7 +123,7 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
 
 
 def _outcome(call: partial, init_gloo: partial) -> tuple[bool, Any]:
-    """(True, the value of `call`), or (False, the traceback)."""
+    """Returns (True, the value of `call`), or (False, the traceback)."""
     try:
         torch.set_num_threads(
             1

@@ -28,12 +28,13 @@ CHANCE = 4.0  # standard deviations by which the logarithm of a ratio of two dis
 
 
 def smooth(config: Config) -> Config:
-    """With an update that is nearly linear in the gradient: AdamW's first is its sign, which rounding turns over."""
+    """Makes the update nearly linear in the gradient: AdamW's first is its sign, which rounding flips."""
     return replace(config, optim=replace(config.optim, eps=max(config.optim.eps, SMOOTH_EPS)))
 
 
 def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:
-    """An exact configuration with the arithmetic of the run in bf16: its masters and gradients, no 8-bit products."""
+    """Returns an exact configuration with the arithmetic of the run in bf16: its masters and gradients, no FP8
+    GEMMs."""
     masters, grad_dtype = precision.master_weights, precision.grad_dtype
     return replace(config, precision=PrecisionConfig(dtype="bf16", master_weights=masters, grad_dtype=grad_dtype))
 
@@ -98,7 +99,8 @@ def _tensors(
     quantity: str, held: Sequence[Rectangles], alone: Rectangles, exact: Rectangles, truth: RankRecord, factor: float,
     step: int,
 ) -> Iterator[Difference]:  # fmt: skip
-    """The differences in every tensor; of several copies, the one that is furthest off counts, element by element."""
+    """Yields the differences in every tensor; of several copies, the one that is furthest off counts, element by
+    element."""
     whole = joined(exact)
     names = [name for name in truth.specs if name in whole and whole[name].any()]
     here = {name: _distance(error, whole[name]) for name, (error, _) in _errors([alone], whole).items()}
@@ -152,7 +154,7 @@ def _distance(error: Tensor, whole: Tensor) -> float:
 
 
 def _errors(held: Sequence[Rectangles], whole: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """name -> (largest |difference| of any copy, its rank); infinite and -1 where nobody holds an element."""
+    """Returns name -> (largest |difference| of any copy, its rank); infinite and -1 where nobody holds an element."""
     found = {
         name: (torch.full(each.shape, -1.0, dtype=torch.float64), torch.full(each.shape, -1))
         for name, each in whole.items()

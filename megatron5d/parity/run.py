@@ -61,7 +61,7 @@ def alone(config: Config) -> Config:
 
 
 def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
-    """Random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its end.
+    """Returns random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its end.
 
     In the first step every token is both read and predicted, where the batch has room for that.
     """
@@ -88,7 +88,7 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
 
 
 def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> MicroBatch:
-    """All rows, or as in training those of these numbers."""
+    """Returns all rows, or as in training those of these numbers."""
     data, rows = config.data, rows if numbers is None else rows[numbers]
     batch = make_micro_batch(
         rows, document_mask=data.document_mask, eod=data.eod, eod_mask_loss=data.eod_mask_loss,

@@ -37,9 +37,10 @@ MIN_CLIP = 1e-3  # to a smaller norm gradients vanish beside optim.eps
 
 
 def exact(config: Config, steps: int) -> Config:
-    """The run with every rounding of its arithmetic taken out, as a short one of some steps that keeps no files.
+    """Returns the run with every rounding of its arithmetic taken out, as a short one of some steps that keeps no
+    files.
 
-    Precision is fp64 without 8-bit products; the schedule of the rate, the weights' random beginning and the masks of
+    Precision is fp64 without FP8 GEMMs; the schedule of the rate, the weights' random beginning and the masks of
     the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, and no
     rate and no clipped gradient from being seen.
     """
@@ -94,7 +95,7 @@ def features(c: Config, world: int) -> tuple:
 
 
 def _reach(c: Config) -> tuple[int, ...]:
-    """How many chunks before its own the rows of a chunk see under a window, and of the last one how few or many."""
+    """Counts chunks before its own the rows of a chunk see under a window, and of the last one how few or many."""
     t, window, (outer, _) = c.train, c.model.attention_window, split_of(c)
     if window is None or window >= t.seq_len:
         return ()
@@ -136,7 +137,7 @@ def differing(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _to(value: int, low: int, step: int = 1) -> list[int]:
-    """Values from `low` up in steps, and finally the value itself."""
+    """Lists values from `low` up in steps, and finally the value itself."""
     return [*range(low, value, step), value]
 
 
@@ -155,7 +156,7 @@ def _heads(c: Config, world: int) -> Iterator[Change]:
 
 
 def _hidden(c: Config, world: int) -> Iterator[Change]:
-    """With the latents, whose sizes beside it decide which of them travel."""
+    """Yields smaller hidden sizes with latents to match, whose sizes decide which of them travel."""
     q, kv = c.model.q_lora_rank, c.model.kv_lora_rank
     for hidden in _to(c.model.hidden_size, 32, 16):
         for factor in (1, 3) if _mla(c) else ():
@@ -284,7 +285,7 @@ class Ablation:
 
 
 def ablations(config: Config, world: int) -> Iterator[Ablation]:
-    """Everything that this configuration uses and could run without, one thing at a time; the mathematics stays."""
+    """Lists what this configuration uses and could run without, one at a time; the mathematics stays."""
     if data_parallel(config, world) > 1:
         fewer = world // data_parallel(config, world)
         yield from _valid("dp=1", _folded(changed(config, {"parallel.dp_replicate": 1}), fewer), fewer)
@@ -304,7 +305,7 @@ def _valid(change: str, config: Config, world: int) -> Iterator[Ablation]:
 
 
 def _folded(config: Config, world: int) -> Config:
-    """With as many of the expert axes as fold into the ranks that are left."""
+    """Keeps as many of the expert axes as fold into the ranks that are left."""
     p = config.parallel
     fold = world // p.pp
     etp = None if p.etp is None else gcd(p.etp, fold)

@@ -333,7 +333,7 @@ class Pipeline:
 
 
 def passes_of(program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Module]]) -> dict[nn.Module, int]:
-    """As `Pipeline.passes`, of the phases of every (direction, stage)."""
+    """Returns, as `Pipeline.passes`, those of the phases of every (direction, stage)."""
     counts: dict[nn.Module, int] = {}
     for stage in sorted({stage for _, stage in phases}, key=lambda stage: _finish(program, stage)):
         for direction, held in phases:

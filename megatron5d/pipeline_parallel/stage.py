@@ -108,7 +108,7 @@ class Stage:
         return x
 
     def host_bytes(self, microbatch: int) -> int:
-        """Bytes that a micro-batch, whose forward has begun, keeps in the host's memory."""
+        """Returns bytes that a micro-batch, whose forward has begun, keeps in the host's memory."""
         return self._in_flight[microbatch].host_bytes if microbatch in self._in_flight else 0
 
     @property

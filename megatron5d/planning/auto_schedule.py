@@ -63,7 +63,7 @@ class Found:
 def searched(config: Config, counts: Sequence[int]) -> Found:
     """Returns the fastest Program for each number of micro-batches, all with one placement and one split of the layers.
 
-    It is kept beside the run's checkpoints (or its log), so that a run that goes on, goes on with the same one. The
+    It is kept beside the run's checkpoints (or its log), so that a run that continues does so with the same one. The
     search ends after `pipeline.evaluations` schedules; only where `pipeline.search_s` ends it earlier does the result
     depend on the machine.
 
@@ -216,7 +216,8 @@ def prediction(config: Config, program: Program, result: SearchResult | None) ->
 
 
 def _splits(config: Config) -> list[Config]:
-    """The configuration with every way to deal the layers to stages that the search may choose, as it says first.
+    """Returns the configuration with every way to deal the layers to stages that the search may choose, as it says
+    first.
 
     Who says how, or what the ends count for, leaves to choose only what is evened. Times that `pipeline.costs` gives
     are those of any split.
@@ -325,7 +326,8 @@ def _nearest_batch(config: Config, world: int) -> str | None:
 
 
 def _pairs_of_ranks(config: Config, world: int) -> str:
-    """The override of the nearest even pp with which all else can stay, or of a schedule that takes an odd one."""
+    """Returns the override of the nearest even pp with which all else can stay, or of a schedule that takes an odd
+    one."""
     p, now = config.parallel, config.parallel.pp
     sizes = [pp for pp in divisors(world // (p.tp * p.cp)) if pp % 2 == 0]
     for pp in sorted(sizes, key=lambda pp: (abs(pp - now), pp)):

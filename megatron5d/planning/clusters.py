@@ -1,7 +1,7 @@
 """Devices and networks as data: peaks from vendors' data sheets, and the share of them that training reaches.
 
 Sources, all without sparsity and for one direction unless stated: NVIDIA A100 data sheet (312 TFLOP/s bf16, 1,555 and
-2,039 GB/s, NVLink 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink
+2,039 GB/s, NVLink 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in FP8, 3.35 TB/s, NVLink
 900 GB/s; NVL 835, 3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835,
 bridges of 900 GB/s between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB),
 GB200 NVL72 (2,500 and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink), GH200 (H100's peaks, 96 GB, 4 TB/s, one device
@@ -25,25 +25,25 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the peaks, fitted on recorded runs of other code bases (docs/planning.md says on which).
+    """Shares of the peaks, fitted on recorded runs of other code bases (docs/notes/planning.md says on which).
 
     Args:
-        products: of the FLOP/s, in matrix products; the time for their bytes is counted besides.
+        gemms: of the FLOP/s, in GEMMs; the time for their bytes is counted besides.
         attention: of the FLOP/s, in attention between queries, keys and values.
         memory: of the device's memory bandwidth.
         links: of a link's bandwidth; an assumption.
         kernel_s: seconds that every kernel takes, however small.
     """
 
-    products: float
+    gemms: float
     attention: float
     memory: float = 0.62
     links: float = 0.75
     kernel_s: float = 8.6e-6
 
 
-AMPERE = Efficiency(products=0.80, attention=0.29)
-HOPPER = Efficiency(products=0.56, attention=0.31)  # also used for later devices, for which no runs were fitted
+AMPERE = Efficiency(gemms=0.80, attention=0.29)
+HOPPER = Efficiency(gemms=0.56, attention=0.31)  # also used for later devices, for which no runs were fitted
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cluster:
     Args:
         name: as `--device` takes it.
         flops: FLOP/s in 16 bits.
-        flops_8bit: in 8 bits; as `flops` where the device has no such products.
+        flops_8bit: in FP8; as `flops` where the device has no FP8 GEMMs.
         memory_bytes: of one device, as CUDA tells it, rounded down to GiB.
         memory_rate: bytes/s.
         link_rate: bytes/s that a device sends to others of its node.
@@ -83,45 +83,45 @@ class Cluster:
     efficiency: Efficiency = field(default=HOPPER)
     part: str = ""
 
-    def line(self, ranks: Sequence[int]) -> Line:
-        """Returns how many ranks of a line there are, and how many of them are in the node of the first.
+    def group(self, ranks: Sequence[int]) -> RankGroup:
+        """Returns the number of ranks in a group, and the number of them in the node of the first.
 
         Args:
             ranks: global ranks, ascending.
         """
         near = sum(rank // self.node == ranks[0] // self.node for rank in ranks)
-        return Line(len(ranks), near)
+        return RankGroup(len(ranks), near)
 
-    def seconds(self, line: Line, op: str, calls: float, num_bytes: float) -> float:
+    def seconds(self, group: RankGroup, op: str, calls: float, num_bytes: float) -> float:
         """Returns seconds that collectives take when nothing overlaps with them.
 
-        The ring of a collective leaves each node once, over as many adapters as the line has ranks there. In a shift or
-        a send, one rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the line,
-        to other nodes over the rank's own adapter.
+        A ring leaves each node once, over one adapter for each of the group's ranks there. In a shift or a send, one
+        rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the group, to other
+        nodes over the rank's own adapter.
 
         Args:
-            line: the ranks that communicate.
+            group: the ranks that communicate.
             op: the name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put or send.
             calls: number of collectives.
             num_bytes: bytes that this rank sends in all of them.
         """
-        if line.size == 1 or not calls:
+        if group.size == 1 or not calls:
             return 0.0
         near, far = self.link_rate * self.efficiency.links, self.network_rate * self.efficiency.links
-        hops = 1 if op in ("shift", "send") else math.ceil(math.log2(line.size))
-        inside = min(hops, math.ceil(math.log2(line.near)) if line.near > 1 else 0)
+        hops = 1 if op in ("shift", "send") else math.ceil(math.log2(group.size))
+        inside = min(hops, math.ceil(math.log2(group.near)) if group.near > 1 else 0)
         latency = calls * (inside * self.link_s + (hops - inside) * self.network_s + self.efficiency.kernel_s)
-        if line.near == line.size:
+        if group.near == group.size:
             return latency + num_bytes / near
         if op == "all_to_all":
-            outside = (line.size - line.near) / (line.size - 1)
+            outside = (group.size - group.near) / (group.size - 1)
             return latency + max(num_bytes * outside / far, num_bytes * (1 - outside) / near)
-        adapters = 1 if op in ("shift", "send") else line.near
+        adapters = 1 if op in ("shift", "send") else group.near
         return latency + num_bytes / min(near, far * adapters)
 
 
 @dataclass(frozen=True)
-class Line:
+class RankGroup:
     """Ranks that communicate."""
 
     size: int  # number of ranks

@@ -100,7 +100,8 @@ def fit_text(found: tuple[Change, int] | None) -> str:
 
 
 def device_bytes(config: Config) -> int | None:
-    """What one device has: as configured, else as this process's GPU says; None where nothing is known (a CPU)."""
+    """Returns what one device has: as configured, else as this process's GPU says; None where nothing is known (a
+    CPU)."""
     if config.log.device_memory_gb is not None:
         return round(config.log.device_memory_gb * 1e9)
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The best layouts of a model on a cluster: the search of planning/layout_search.py, with our laws, times and memory.
+"""The best layouts of a model on a cluster: the search of planning/layout_search.py, with our checks, times and memory.
 
 Proposes layouts for a model and a world, and finds the fastest of those that fit.
 
@@ -45,7 +45,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
 class Proposals:
-    """Combinations of values to try; many of them break some law.
+    """Combinations of values to try; many of them fail some check.
 
     Args:
         config: gives the model, and the values of fixed keys.
@@ -58,7 +58,7 @@ class Proposals:
         self.config, self.world, self.node, self.fixed = config, world, node, set(fixed)
 
     def _free(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
-        """The values to try for a key: `values`, or only its own where it is fixed."""
+        """Returns the values to try for a key: `values`, or only its own where it is fixed."""
         group, name = key.split(".")
         return [getattr(getattr(self.config, group), name)] if key in self.fixed else values
 
@@ -115,7 +115,7 @@ class Candidate:
         guess_s: cheap estimate of a step's seconds.
         cost: predicted cost of a step; None = not known yet.
         needed: bytes of the rank that needs most, or of any rank that needs more than a device has; of a layout that
-            is not among the results, at least so many. 0 = not known yet.
+            is not among the results, at least this many. 0 = not known yet.
     """
 
     change: Change
@@ -156,7 +156,7 @@ def best(
     limit: int,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Candidate]:
-    """The fastest candidates that fit.
+    """Returns the fastest candidates that fit.
 
     The candidate that is fastest by what is known so far is always examined next: first what it needs at least and what
     a step costs, then, when none of the others looks faster than that, all that it needs. So these are the fastest of
@@ -213,7 +213,7 @@ class LayoutSearch:
         fixed: keys that keep their values.
 
     Attributes:
-        found_legal: `candidates` has met a shape that the laws admit, whether it fits or not.
+        found_legal: `candidates` has met a shape that the checks admit, whether it fits or not.
 
     Raises:
         ValueError: no layout's time can be predicted (`check_predictable`).
@@ -249,7 +249,7 @@ class LayoutSearch:
         return found
 
     def overrides(self, candidate: Candidate) -> Change:
-        """What a candidate says otherwise than the configuration: empty for the given one."""
+        """Returns what a candidate says otherwise than the configuration: empty for the given one."""
         return {key: value for key, value in candidate.change.items() if value != _value(self.config, key)}
 
     def best(
@@ -259,7 +259,7 @@ class LayoutSearch:
         count: int,
         progress: Callable[[], None] = lambda: None,
     ) -> list[Candidate]:
-        """The fastest that fit: each time from its Program, each memory as a run's own forecast has it.
+        """Returns the fastest that fit: each time from its Program, each memory as a run's own forecast has it.
 
         Args:
             candidates: of `candidates`.
@@ -272,13 +272,14 @@ class LayoutSearch:
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
     def _given(self) -> Change:
-        """The layout of the configuration itself, with which the others compete."""
+        """Returns the layout of the configuration itself, with which the others compete."""
         names = ("tp", "cp", "pp", "sp", "ep", "etp", "zero", "cp_method", "cp_inner", "vpp")
         keys = [*(f"parallel.{name}" for name in names), "train.mbs", "recompute.mode", "pipeline.schedule"]
         return {key: _value(self.config, key) for key in keys}
 
     def _with_lines(self, shape: Change) -> Change:
-        """How cp and ep are parted, where nobody says so: attention as sends least between nodes, experts as given."""
+        """Returns how cp and ep are parted, where nobody says so: attention as sends least between nodes, experts
+        as given."""
         parallel = self.config.parallel
         if not {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
             method, inner = parallel.cp_method, parallel.cp_inner
@@ -292,7 +293,7 @@ class LayoutSearch:
         return shape
 
     def _is_legal(self, shape: Change) -> bool:
-        """With some schedule and some recomputation of the smallest micro-batch: laws of the axes ask for neither."""
+        """Says if a shape is legal with some schedule and recompute; checks of the axes ask for neither."""
         dp = data_parallel(changed(self.config, shape), self.world)
         return any(
             not run_checks(changed(self.config, {**shape, **batch, **way}), self.world, files=False)
@@ -301,7 +302,7 @@ class LayoutSearch:
         )
 
     def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
-        """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
+        """Yields a first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
         config = changed(self.config, shape)
         prices = Prices(
             self.cluster, config, planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads)
@@ -328,7 +329,8 @@ class LayoutSearch:
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
     def _layout(self, config: Config) -> PipelineLayout | None:
-        """None where the schedule, the layers or a tied embedding do not fit together; many layouts share one."""
+        """Returns none where the schedule, the layers or a tied embedding do not fit together; many layouts share
+        one."""
         parallel, schedule = config.parallel, config.pipeline.schedule
         key: tuple = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
         if schedule == "auto":  # it weighs communication against computation
@@ -340,12 +342,12 @@ class LayoutSearch:
         return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
-        """Whether it is legal, schedule, layers and tied embedding included."""
+        """Returns whether it is legal, schedule, layers and tied embedding included."""
         config = changed(self.config, change)
         return not run_checks(config, self.world, files=False) and self._layout(config) is not None
 
     def _least(self, change: Change) -> list[float]:
-        """Bytes that each pipeline rank needs at least."""
+        """Returns bytes that each pipeline rank needs at least."""
         config = changed(self.config, change)
         return self._careful.least_bytes(config, self.world, self._layout(config))
 
@@ -354,7 +356,7 @@ class LayoutSearch:
         return self._estimator.step(config, self.world, self._layout(config))
 
     def _need(self, change: Change, have: int) -> int:
-        """Bytes of the rank that needs most; the one that looks so is asked first."""
+        """Returns bytes of the rank that needs most; the one that looks so is asked first."""
         config, least, most = changed(self.config, change), self._least(change), 0
         forecaster = Forecaster(config, self.world, self._target, self._layout(config))
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
@@ -370,12 +372,12 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _name(way: Change) -> str:
-    """The schedule, without the path of a file."""
+    """Returns the schedule, without the path of a file."""
     return way["pipeline.schedule"].partition(":")[0]
 
 
 def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
-    """One micro-batch's forward and backward of so many units, and their all-to-alls."""
+    """Returns one micro-batch's forward and backward of this many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
     return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
 

@@ -57,7 +57,7 @@ class Target:
         return 1 if self.architecture is None else ALLOCATOR_BLOCK
 
     def paths(self):
-        """A context in which the meta device's tensors go this target's ways."""
+        """Returns a context in which the meta device's tensors go this target's ways."""
         return nullcontext() if self.architecture is None else planned(self.architecture)
 
 
@@ -79,17 +79,17 @@ class Forecaster:
         self._program = self.layout.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
         self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
-        self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
+        self._symmetric: dict[int, int] = {}  # by stage: bytes of the symmetric-memory buffers of its exchanges
 
     def rank(self, pp_rank: int) -> RankMemory:
-        """Memory of a pipeline rank, at place 0 of every other axis.
+        """Returns memory of a pipeline rank, at place 0 of every other axis.
 
         The others need as much, padded vocabularies and some counts of four bytes aside; with Muon they may need less
         at the end of a step, because place 0 is given the largest matrices.
         """
-        line = dense_grid(self.sizes).line(0, "pp")
+        group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(
-            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
+            self.sizes, group[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
         )
         with self.target.paths():
             return self._on(mesh)
@@ -99,7 +99,8 @@ class Forecaster:
         return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
 
     def activations(self, pp_rank: int) -> Counter[str]:
-        """Bytes that one micro-batch keeps between forward and backward on a rank asked about before, by phase."""
+        """Returns bytes that one micro-batch keeps between forward and backward on a rank asked about before, by
+        phase."""
         kept: Counter[str] = Counter()
         for _, stage in self.layout.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
@@ -124,7 +125,7 @@ class Forecaster:
         set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
         for stage in model.stages:
-            self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
+            self._traces[stage], self._symmetric[stage] = self._trace(model, sync, stage, batch)
         peak, reduction = self._peak(model, sync, rank)
         # those of gathered weights come and go with them, and `_peak` counts them
         staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
@@ -141,7 +142,7 @@ class Forecaster:
             end_of_step=max(reduction, update),
             setup=setup,
             library=gemm_workspace(self.target.architecture),
-            boxes=max(self._boxes[stage] for stage in model.stages),
+            symmetric=max(self._symmetric[stage] for stage in model.stages),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
             host_optimizer=away,
         )
@@ -157,7 +158,8 @@ class Forecaster:
         return MemoryWatch(self.target.block).rounded(message.nbytes)
 
     def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int]:
-        """The worst moment of the passes, and the most that data parallelism holds while it ends its reductions."""
+        """Returns the worst moment of the passes, and the most that data parallelism holds while it ends its
+        reductions."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
         held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
         sync.drop()
@@ -169,7 +171,7 @@ class Forecaster:
         return peak, replay.peak_bytes
 
     def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
-        """Returns the trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
+        """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()), 0
@@ -201,7 +203,7 @@ def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
 
 
 def _signature(unit: list[nn.Module]) -> tuple:
-    """Equal for units whose phases do the same on tensors of the same sizes."""
+    """Returns equal for units whose phases do the same on tensors of the same sizes."""
     groups = [policy_of(phase).group for phase in unit]
     return tuple(
         (
@@ -209,7 +211,7 @@ def _signature(unit: list[nn.Module]) -> tuple:
             tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
             _keeping(phase),
             None if group is None else groups.index(group),
-            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it hands on
+            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it passes on
         )
         for phase, group in zip(unit, groups)
     )
@@ -222,7 +224,7 @@ def _keeping(phase: nn.Module) -> tuple:
 
 
 def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int) -> MicroBatch:
-    """One micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
+    """Returns one micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
 
     Args:
         config: train and data.
@@ -273,5 +275,5 @@ def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
 
 
 def _num_communicators(mesh: Mesh) -> int:
-    """Groups of ranks that talk: lines with the same ranks share one; the pipeline's channels have their own."""
+    """Returns the process groups: axes with the same ranks share one; the pipeline's channels have their own."""
     return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -8,7 +8,7 @@ executor, so temporary tensors of one add to the activations of the other.
 Data parallelism's part in a step, on the meta device: the Program's walk (planning/memory_peak.py) tells it what runs.
 
 The GradSync that would train gathers, allocates, reduces and frees its buffers as phases begin and end, and its bytes
-are counted. So there is no second account of when a unit is whole. The 8-bit copies of gathered weights are made here
+are counted. So there is no second account of when a unit is whole. The FP8 copies of gathered weights are made here
 too, when a phase reads them, and go with the unit; copies of other weights are made once a step, and not counted.
 """
 
@@ -43,7 +43,7 @@ class Replay(MemoryWatch):
     ) -> None:
         super().__init__(block)
         self._sync, self._passes, self._phases = sync, passes, phases
-        # weights that are not gathered, and whose 8-bit copies are still to be made
+        # weights that are not gathered, and whose FP8 copies are still to be made
         staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
         self._staying, self._unused = set(staying), set(staying)
         # a stage tells data parallelism the order of its phases when it is made
@@ -55,7 +55,7 @@ class Replay(MemoryWatch):
         return entered
 
     def expect(self, actions: Sequence[Action]) -> None:
-        """The actions after those that start now read weights, which may be gathered early."""
+        """Announces the next actions that read weights, which may be gathered early."""
         for action in actions:
             phases = self._phases[action.stage]
             self._sync.prefetch(phases[0 if action.op == "F" else -1], action.op == "F")
@@ -64,7 +64,7 @@ class Replay(MemoryWatch):
         """Returns a step of an action, counted from its first phase, is about to run.
 
         Returns:
-            Whether it makes 8-bit copies of its weights.
+            Whether it makes FP8 copies of its weights.
         """
         self.forget_peak()
         kind, phase, *_ = self._steps[action.stage][action.op][step]
@@ -72,7 +72,7 @@ class Replay(MemoryWatch):
         return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
     def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
-        """Makes the 8-bit copies that a phase reads, and returns whether some of them were not there."""
+        """Makes the FP8 copies that a phase reads, and returns whether some of them were not there."""
         makes = False
         for weight in filter(is_quantized, phase.parameters()):
             if weight in self._staying:
@@ -86,21 +86,21 @@ class Replay(MemoryWatch):
         return makes
 
     def allocate(self, action: Action, step: int, place: int) -> None:
-        """The step's phase makes its first weight gradient for a bucket, given by its place among the phase's."""
+        """Allocates the gradients of a bucket at its first weight gradient; `bucket` is its place among the phase's."""
         phase = self._steps[action.stage][action.op][step].phase
         bucket = self._sync.buckets[self._sync.buckets_of(phase)[place]]
         if bucket.shards_grads:
             bucket.allocate_grads()
 
     def after(self, action: Action, step: int) -> None:
-        """The step has run."""
+        """Ends a step."""
         kind, phase, *_ = self._steps[action.stage][action.op][step]
         self._sync.after(phase, kind)
         if action.op == "B" and kind == "backward":
             self._sync.after(phase, "wgrad")
 
 
-Passage = tuple[int, int]
+InFlight = tuple[int, int]
 """(stage, micro-batch)."""
 
 
@@ -166,7 +166,7 @@ def find_peak(
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
-    """For each slot that reads weights, the actions of the next such slot; neither W nor empty stages read weights."""
+    """Maps each slot that reads weights to the actions of the next such slot; W and empty stages read none."""
     reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_empty) for slot in slots]
     places = [place for place, actions in enumerate(reading) if actions]
     found: list[Slot] = [()] * len(slots)
@@ -192,10 +192,10 @@ class _Walk:
         self._proofs = completed_sends(program, rank)
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
-        self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank
-        self._forward: dict[Passage, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
-        self._stashed: dict[Passage, int] = {}
-        self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
+        self._local: dict[InFlight, int] = {}  # bytes of outputs for another stage of this rank
+        self._forward: dict[InFlight, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
+        self._stashed: dict[InFlight, int] = {}
+        self._shared: set[InFlight] = set()  # whose input is another stage's output, counted there
 
     def run(self, action: Action) -> Iterator[bool]:
         """Runs one action, phase by phase."""
@@ -234,7 +234,7 @@ class _Walk:
             self.stages += self.message_bytes
         self._hand_on(action, trace)
 
-    def _keep(self, here: Passage, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
+    def _keep(self, here: InFlight, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
         """Sets which steps of F are done, and of how many activations live from now on; None = the backward is done."""
         before, count = self._forward.pop(here, ((), 0))
         self.host += sum(step.host for step in (steps or ())[:alive]) - sum(step.host for step in before[:count])
@@ -243,7 +243,7 @@ class _Walk:
             self._forward[here] = steps, alive
 
     def _run_phase(self, action: Action, done: int, place: int, replay: Replay) -> None:
-        """One step of an action, with what data parallelism does before, in and after it.
+        """Runs one step of an action, with what data parallelism does before, in and after it.
 
         Args:
             action: the action.
@@ -264,7 +264,7 @@ class _Walk:
         self.see(action, replay.peak_bytes - replay.live_bytes)
 
     def _take(self, action: Action) -> None:
-        """The action takes its input, and messages that it proves to have arrived are freed (messages.py)."""
+        """Takes an action's input, and frees messages whose arrival it proves (messages.py)."""
         for flow, count in self._proofs.get(action, ()):
             while self._settled[flow] < count:
                 self._settled[flow] += 1
@@ -282,7 +282,7 @@ class _Walk:
             self.messages -= self._local.pop((action.stage + 1, action.microbatch))
 
     def _hand_on(self, action: Action, trace: StageTrace) -> None:
-        """The action passes its output to the next stage, on this rank or in a message."""
+        """Passes an action's output to the next stage, on this rank or in a message."""
         op, stage, microbatch = action
         ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
         if op == "W" or ends:

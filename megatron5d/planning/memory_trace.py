@@ -3,7 +3,7 @@
 A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase as in training,
 on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
 what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
-collectives included. Weights are whole; what data parallelism does with them and with their 8-bit copies is another
+collectives included. Weights are whole; what data parallelism does with them and with their FP8 copies is another
 matter (planning/memory_peak.py). Of many equal layers in a row only three are run; the middle one stands for all
 between the first and the last.
 """
@@ -47,7 +47,7 @@ class MemoryWatch(TorchDispatchMode):
     tensor made, without views. On the meta device, sizes are counted that have no memory.
 
     Args:
-        block: sizes are rounded up to a multiple of so many bytes (512 for torch's CUDA allocator).
+        block: sizes are rounded up to a multiple of this many bytes (512 for torch's CUDA allocator).
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -146,7 +146,7 @@ class StageTrace:
     Args:
         passes: op (F, B, I, W) -> its steps.
         output_kept: whether the stage's last phase saves its output until the backward.
-        making: as `passes`, where each phase makes the 8-bit copies of its weights. The temporary tensors of that
+        making: as `passes`, where each phase makes the FP8 copies of its weights. The temporary tensors of that
             count, the copies do not (planning/memory_peak.py).
     """
 
@@ -160,7 +160,8 @@ class StageTrace:
         return all(step.kind == BOUNDARY for step in self.passes["F"])
 
     def kept(self, op: str = "F") -> int:
-        """Bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees activations)."""
+        """Returns bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees
+        activations)."""
         return sum(step.delta for step in self.passes[op])
 
 
@@ -179,7 +180,7 @@ class Tracer:
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
         sync: data parallelism if gradients have temporary buffers, else None.
-        rehearse: the first micro-batch makes what stays (8-bit copies of weights, boxes): others are counted.
+        rehearse: the first micro-batch makes what stays (FP8 copies of weights, symmetric memory): others are counted.
         split: trace the passes I and W as well.
         block: as in MemoryWatch.
     """
@@ -295,7 +296,7 @@ class Tracer:
 
 
 class _Requantized(NoHooks):
-    """Drops the 8-bit copies of weights, so that a pass makes them anew; if gathered in 8 bits, only transposes."""
+    """Drops the FP8 copies of weights, so that a pass makes them anew; if gathered in FP8, only transposes."""
 
     def __init__(self, sync: GradSync | None) -> None:
         formatted = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.format is not None]
@@ -310,7 +311,8 @@ class _Requantized(NoHooks):
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """(indices of the units to run, how many each stands for): the first, one and the last of equal ones in a row."""
+    """Returns (indices of the units to run, how many each stands for): the first, one and the last of equal ones in
+    a row."""
     chosen: list[int] = []
     repeats: list[int] = []
     start = 0

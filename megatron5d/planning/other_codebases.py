@@ -86,7 +86,7 @@ class NanotronStage:
 
 
 def nanotron_stages(model: ModelConfig, pp: int) -> list[NanotronStage]:
-    """nanotron's division into stages: by the cost of matrix products, with the head; a rank ends with the block that
+    """Returns nanotron's division into stages: by the cost of GEMMs, with the head; a rank ends with the block that
     reaches its share.
 
     Source: src/nanotron/models/base.py, build_model; models/llama.py, get_block_compute_costs.
@@ -108,7 +108,7 @@ def nanotron_stages(model: ModelConfig, pp: int) -> list[NanotronStage]:
 def nanotron_rank(
     config: Config, sizes: Sizes, pp_rank: int, num_microbatches: int, architecture: str = "sm_90"
 ) -> RankMemory:
-    """One pipeline rank of nanotron under AFAB or 1F1B, with gradients accumulated in fp32 and flash attention.
+    """Returns one pipeline rank of nanotron under AFAB or 1F1B, with gradients accumulated in fp32 and flash attention.
 
     Args:
         config: a dense model with gated layers in bf16, ZeRO 0 or 1, no recompute.
@@ -177,7 +177,7 @@ def _check_nanotron(config: Config) -> None:
 
 
 def _nanotron_weights(model: ModelConfig, stage: NanotronStage, tp: int) -> int:
-    """Number of parameters of a rank; a tied head is a copy where the embedding is on another rank."""
+    """Returns number of parameters of a rank; a tied head is a copy where the embedding is on another rank."""
     h, width = model.hidden_size, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
     matrices = h * (2 * width + 2 * keys) + 3 * h * model.ffn_hidden_size
@@ -186,8 +186,9 @@ def _nanotron_weights(model: ModelConfig, stage: NanotronStage, tp: int) -> int:
 
 
 def _nanotron_layer(config: Config) -> int:
-    """Bytes that one layer keeps of one micro-batch: two norms with their input and output, queries, keys, values and
-    the attention's output, gate and up, the activation of the gate, and the product."""
+    """Returns bytes that one layer keeps of one micro-batch: two norms with their input and output, queries, keys,
+    values and
+    the attention's output, gate and up, the activation of the gate, and the gated output."""
     model, parallel = config.model, config.parallel
     norms = 4 * model.hidden_size // (parallel.tp if parallel.sp else 1)
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim // parallel.tp

@@ -74,7 +74,7 @@ class Estimator:
         )
 
     def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
-        """For each pipeline rank, bytes that it needs at least: its state, and what passes keep between two slots.
+        """Returns the bytes each pipeline rank needs at least: its state, and what passes keep between two slots.
 
         What the forecast counts besides, temporary tensors and messages above all, is left out.
 
@@ -96,7 +96,7 @@ class Estimator:
 
 
 def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mapping[str, int], ...]:
-    """For each pipeline rank: axis -> bytes that it sends in a step, of experts that are evenly loaded.
+    """Returns, for each pipeline rank, axis -> bytes that it sends in a step, of experts that are evenly loaded.
 
     Args:
         config: a valid configuration.
@@ -117,7 +117,7 @@ def _mesh(config: Config, world: int, shared: str = "none") -> Mesh:
 def check_predictable(config: Config) -> None:
     """
     Raises:
-        ValueError: of products wider than 16 bits nothing is known.
+        ValueError: the speed of GEMMs wider than 16 bits is not known.
     """
     if config.precision.dtype != "bf16":
         raise ValueError(
@@ -195,7 +195,7 @@ def _named(error: Exception) -> str:
 
 
 def expected_bubble(config: Config, layout: PipelineLayout, program: Program) -> list[float]:
-    """Of every pipeline rank, see `waiting_shares`.
+    """Returns the bubble of every pipeline rank, see `waiting_shares`.
 
     Args:
         config: of the run.

@@ -33,7 +33,7 @@ def run_costs(config: Config) -> Costs | ModelCosts:
 class ModelCosts:
     """Costs of the stages of any placement, in forwards through one rank's share of the layers.
 
-    A matrix product costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
+    A GEMM costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
     and nothing in W; full recompute adds the layers' F to their I, and `recompute.logit_tokens` the head's. What a
     device sends takes as long as `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several
     ranks, a token's copies on their way to the experts and back, in F and again in I; between stages, hidden states.
@@ -75,7 +75,8 @@ class ModelCosts:
         )
 
     def _hidden_state(self) -> float:
-        """FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share the FLOPs."""
+        """Returns FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share
+        the FLOPs."""
         config = self.config
         return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype] * config.pipeline.flops_per_byte
 

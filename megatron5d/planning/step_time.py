@@ -2,10 +2,10 @@
 
 Of one pass of one stage, by kind:
 
-    products    each: FLOPs / (peak · products) + bytes / (bandwidth · memory), and a kernel: small ones reach less
+    gemms       each: FLOPs / (peak · gemms) + bytes / (bandwidth · memory), and a kernel: small ones reach less
     attention   its FLOPs / (peak · attention)
     memory      2 · bytes of all tensors made / (bandwidth · memory), and a kernel for each: written once, read once
-    tp          collectives inside the layers, less what runs under products (HIDDEN_TP)
+    tp          collectives inside the layers, less what runs under GEMMs (HIDDEN_TP)
     cp          hops of a ring less the attention they run under; all of what is exchanged before or after it
     host        copies of `recompute.offload` there and back, as far as they take longer than the pass itself
     dp          ZeRO-2 and 3: what gathering weights and reducing gradients take longer than the pass itself
@@ -33,9 +33,9 @@ from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.dp_traffic import (
     Sharding,
-    carried_bytes,
     gathered_bytes,
     mean_gathered,
+    offload_bytes,
     passed_bytes,
     rounds,
 )
@@ -44,14 +44,15 @@ from megatron5d.topology.mesh import Mesh
 
 
 def message_bytes(config: Config) -> int:
-    """Bytes of the hidden states that travel between stages, `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
+    """Returns bytes of the hidden states that travel between stages, `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without
+    sp."""
     train, parallel = config.train, config.parallel
     rows = train.mbs * train.seq_len // parallel.cp // (parallel.tp if parallel.sp else 1)
     return rows * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
 
 
 def pass_counts(program: Program) -> np.ndarray:
-    """`[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
+    """Returns `[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
     table = program.table
     counts = np.zeros((program.num_ranks, len(OPS), program.num_stages), dtype=int)
     np.add.at(counts, (table.rank, table.op, table.stage), 1)
@@ -61,7 +62,7 @@ def pass_counts(program: Program) -> np.ndarray:
 def sent_bytes(
     config: Config, sharding: Sharding, program: Program, stages: Sequence[Sequence[Unit]]
 ) -> tuple[Mapping[str, int], ...]:
-    """For each pipeline rank: axis -> bytes that it sends in a step.
+    """Returns, for each pipeline rank, axis -> bytes that it sends in a step.
 
     Args:
         config: of the run.
@@ -109,13 +110,13 @@ def _of_passes(
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
 EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
-# Shares of tp's bytes in flight under products, (with sp, without): a column's input is gathered under dx, and its
+# Shares of tp's bytes in flight under GEMMs, (with sp, without): a column's input is gathered under dx, and its
 # gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
 
 
 _TOLD = {
-    "products": "products of matrices",
+    "products": "GEMMs",
     "attention": "attention between queries, keys and values",
     "memory": "what passes through memory: norms, activations, copies",
     "tp": "exposed communication of tp",
@@ -197,36 +198,36 @@ class Prices:
 
     def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, shared: str = "none") -> None:
         self.cluster, self.config = cluster, config
-        self.lines = {name: cluster.line(axis.ranks) for name, axis in mesh.items()}
-        self.neighbours = cluster.line(mesh["pp"].ranks[:2])
+        self.groups = {name: cluster.group(axis.ranks) for name, axis in mesh.items()}
+        self.neighbours = cluster.group(mesh["pp"].ranks[:2])
         self.sharding = Sharding(config, mesh, shared)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
-        """Returns seconds of products, of attention, and of what passes through memory."""
+        """Returns seconds of GEMMs, of attention, and of what passes through memory."""
         cluster, share = self.cluster, self.cluster.efficiency
         memory = cluster.memory_rate * share.memory
-        products = 0.0
-        for each in work.products:
+        gemms = 0.0
+        for each in work.gemms:
             peak = cluster.flops_8bit if each.fp8 else cluster.flops
-            products += share.kernel_s + each.flops / (peak * share.products) + each.num_bytes / memory
+            gemms += share.kernel_s + each.flops / (peak * share.gemms) + each.num_bytes / memory
         attention = work.core_flops / (cluster.flops * share.attention)
-        return products, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
+        return gemms, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
 
     def stage(
         self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
     ) -> tuple[dict[str, float], float]:
         """Returns seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in Sharding.beside."""
         work = together(unit.passes[op] for unit in units)
-        products, attention, memory = self.compute(work)
+        gemms, attention, memory = self.compute(work)
         taken = defaultdict[str, float](float)
         for (axis, name), sent in work.sent.items():
             kind = "ep" if axis in EXPERTS else "cp" if axis.startswith("cp") and axis != "cp_tp" else "tp"
             if (kind, name) == ("cp", "shift"):
                 kind = "ring"
-            taken[kind] += self.cluster.seconds(self.lines[axis], name, sent.calls, sent.num_bytes)
+            taken[kind] += self.cluster.seconds(self.groups[axis], name, sent.calls, sent.num_bytes)
         spent = {
-            "products": products, "attention": attention, "memory": memory,
-            "tp": self._exposed_tp(op, taken["tp"], products),
+            "products": gemms, "attention": attention, "memory": memory,
+            "tp": self._exposed_tp(op, taken["tp"], gemms),
             "cp": taken["cp"] + max(0.0, taken["ring"] - attention),
         }  # fmt: skip
         copied = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
@@ -235,17 +236,17 @@ class Prices:
         spent["dp"] = max(0.0, self.transfers(beside, len(units)) - sum(spent.values()))
         return spent, taken["ep"]
 
-    def _exposed_tp(self, op: str, seconds: float, products: float) -> float:
+    def _exposed_tp(self, op: str, seconds: float, gemms: float) -> float:
         parallel = self.config.parallel
         share = HIDDEN_TP[op][not parallel.sp]
         if parallel.tp_overlap != "none" and op != "W":
             share = 1 - 1 / parallel.tp
-        return seconds - min(share * seconds, products)
+        return seconds - min(share * seconds, gemms)
 
     def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
         """Returns seconds of collectives of data parallelism, one after the other."""
         return sum(
-            self.cluster.seconds(self.lines[axis], name, calls, num_bytes)
+            self.cluster.seconds(self.groups[axis], name, calls, num_bytes)
             for (axis, name), num_bytes in sent.items()
             if num_bytes  # a dense model has experts' axes, and nothing to send there
         )
@@ -329,7 +330,7 @@ def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
     found = {"optimizer": passed / cluster.memory_rate, "muon": 0.0, "muon_sent": 0.0, "host": 0.0}
     if prices.config.optim.offload:
         found["optimizer"] = passed / cluster.host_memory_rate
-        found["host"] = carried_bytes(units, sharding) / (cluster.host_rate * share.links)
+        found["host"] = offload_bytes(units, sharding) / (cluster.host_rate * share.links)
     for each in rounds(units, sharding):
         found["muon"] += sum(prices.compute(each.matrices[0].work))
         found["muon_sent"] += prices.transfers(each.sent(sharding.weight), 2)

@@ -52,7 +52,7 @@ class Work:
     """One pass (F, B, I or W) of one or several units of one micro-batch, on one rank.
 
     Args:
-        products: calls that multiply matrices.
+        gemms: GEMM calls.
         core_flops: of attention between queries, keys and values.
         made_bytes: of tensors that the pass makes.
         made: how many.
@@ -61,7 +61,7 @@ class Work:
         kept_bytes: on the device after the pass that were not there before; of a forward, what its backward needs.
     """
 
-    products: tuple[Gemm, ...] = ()
+    gemms: tuple[Gemm, ...] = ()
     core_flops: float = 0.0
     made_bytes: float = 0.0
     made: int = 0
@@ -71,16 +71,16 @@ class Work:
 
     @property
     def flops(self) -> float:
-        return sum(product.flops for product in self.products) + self.core_flops
+        return sum(gemm.flops for gemm in self.gemms) + self.core_flops
 
     def times(self, sequences: int) -> Work:
-        """Returns the same of a micro-batch of so many sequences: more rows and bytes, as many calls."""
+        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many calls."""
         sent = {
             key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
             for key, each in self.sent.items()
         }
-        products = tuple(replace(product, rows=product.rows * sequences) for product in self.products)
-        return Work(products, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
+        gemms = tuple(replace(gemm, rows=gemm.rows * sequences) for gemm in self.gemms)
+        return Work(gemms, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
                     self.host_bytes * sequences, self.kept_bytes * sequences)  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def together(works: Iterable[Work]) -> Work:
                 known.calls + each.calls, known.elements + each.elements, known.num_bytes + each.num_bytes
             )
     return Work(
-        tuple(product for work in works for product in work.products),
+        tuple(gemm for work in works for gemm in work.gemms),
         sum(work.core_flops for work in works),
         sum(work.made_bytes for work in works),
         sum(work.made for work in works),
@@ -177,7 +177,7 @@ def together(works: Iterable[Work]) -> Work:
 class CoreFlops:
     """FLOPs of attention between queries, keys and values, of one sequence on one rank.
 
-    Its backward makes the scores again: five products of the forward's two.
+    Its backward makes the scores again: five GEMMs for the forward's two.
     """
 
     def __init__(self, config: Config) -> None:

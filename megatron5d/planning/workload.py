@@ -1,6 +1,6 @@
 """What the layers of a run do, counted: they are built on the meta device, and one sequence passes them.
 
-Nothing here follows the layers by formulas. Their products go through objects that their weights carry
+Nothing here follows the layers by formulas. Their GEMMs go through objects that their weights carry
 (precision/gemm.py), of which copies count; their collectives go through axes, whose ledger counts; the tensors that
 they make are counted where they are made. Attention's own FLOPs are the model's formula (model/flops.py). A model of
 the fewest layers that has one of each kind is passed, and one sequence: a micro-batch of more has more rows.
@@ -28,7 +28,8 @@ from megatron5d.model.gpt import GPT
 from megatron5d.model.options import is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.matrix_gather import whole_shape
-from megatron5d.optim.muon import replace_by_update, takes_muon
+from megatron5d.optim.muon import replace_by_update
+from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
@@ -52,7 +53,7 @@ class _Counter(MemoryWatch):
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self.ledger, self.products = ledger, list[Gemm]()
+        self.ledger, self.gemms = ledger, list[Gemm]()
         self.made = self.made_bytes = self.host_bytes = self.before = 0
 
     def _made(self, tensor: Tensor, operation: str) -> None:
@@ -61,27 +62,28 @@ class _Counter(MemoryWatch):
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
-        """What was counted since the last call; `core_flops` are those of attention, which are known by formula."""
+        """Returns what was counted since the last call; `core_flops` are those of attention, which are known by
+        formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
-        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
+        work = Work(tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
         self.ledger.clear()
-        self.products, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
+        self.gemms, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
         return work
 
     def copied(self, num_bytes: int) -> None:
-        """A tensor travels to the host."""
+        """Counts a tensor that is copied to the host."""
         self.host_bytes += num_bytes
 
 
 class _IterationCounter(_Counter):
-    """The same of Newton-Schulz iterations, whose products are torch's own."""
+    """The same of Newton-Schulz iterations, whose GEMMs are torch's own."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
             first, second = args[-2:]
             stack, rows, inputs = first.shape
-            self.products.append(Gemm(stack * rows, inputs, second.shape[2], stack))
+            self.gemms.append(Gemm(stack * rows, inputs, second.shape[2], stack))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -114,7 +116,8 @@ class Workloads:
         return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
-        """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
+        """Returns the units of the whole model: of each kind one, how many there are, and whether it is a layer or
+        an end."""
         spec = StageSpec(range(config.model.num_layers), True, True)
         kinds = Counter(_kinds(config, 0, spec, _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
@@ -142,7 +145,8 @@ class Workloads:
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
-    """A layer that is traced as if alone, whose input is kept, there or on the host, once for so many layers."""
+    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for this many
+    layers."""
     passes = {
         op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)
         for op, work in unit.passes.items()
@@ -200,7 +204,8 @@ def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
 
 
 def _alone(config: Config, again: bool) -> Config:
-    """The same layers for one sequence, without pipeline and with the least data parallelism that the experts need."""
+    """Returns the same layers for one sequence, without pipeline and with the least data parallelism that the
+    experts need."""
     parallel, old = config.parallel, config.recompute
     smallest = -(-old.offload_min_bytes // config.train.mbs) if old.offload else old.offload_min_bytes
     recompute = dataclasses.replace(old, num_layers=None, stage_layers=None, group_layers=1, offload_min_bytes=smallest)
@@ -298,7 +303,8 @@ def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
-    """Those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's number."""
+    """Yields those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's
+    number."""
     for parameter in parameters:
         spec = spec_of(parameter)
         if takes_muon(spec, optim):
@@ -318,7 +324,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
 
 
 def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
-    """op -> phase -> its work."""
+    """Returns op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}
     core = CoreFlops(config)
@@ -356,29 +362,29 @@ def _count_products(model: nn.Module, counter: _Counter) -> None:
         parameter.gemms = copies[id(gemms)]  # type: ignore[attr-defined]
 
 
-def _count_linear(counter: _Counter, product, name: str):
-    """A product of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
+def _count_linear(counter: _Counter, gemm, name: str):
+    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
 
     def counted(first, second, *rest):
         weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
         features = weight.shape[1] if name == "forward" else weight.shape[0]
         shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
         rows, summed = tokens.numel() // features, name == "weight_grad"
-        counter.products.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
-        return product(first, second, *rest)
+        counter.gemms.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
+        return gemm(first, second, *rest)
 
     return counted
 
 
-def _count_grouped(counter: _Counter, product, name: str):
-    """The same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
+def _count_grouped(counter: _Counter, gemm, name: str):
+    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
 
     def counted(*given):
         place = 0 if name == "weight_grad" else 1
         weights, tokens, experts = given[place], given[1 - place][0], given[-2]
         inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
         summed = name == "weight_grad"
-        counter.products.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
-        return product(*given)
+        counter.gemms.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
+        return gemm(*given)
 
     return counted

@@ -10,7 +10,7 @@ Output matrix and cross-entropy together: logits of a few tokens at a time, comp
     forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
     backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
 
-This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the product twice. F and B
+This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the GEMM twice. F and B
 hold the logits of one slice at a time. Where a schedule splits the backward, the gradients of all slices wait for W, as
 every operand of a weight gradient does.
 Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.
@@ -36,7 +36,8 @@ from megatron5d.topology.axis import Axis
 
 
 def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary, `[n]`, in their dtype.
+    """Maps maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary, `[n]`, in their
+    dtype.
 
     Comm: 2× all_reduce tp, of n and 2·n elements; there is no backward.
     """
@@ -114,7 +115,7 @@ class SlicedLoss:
     softcap: float = 0.0
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now) -> tuple[Tensor, Tensor]:
-        """What `vocab_parallel_cross_entropy` returns for the logits of x.
+        """Returns what `vocab_parallel_cross_entropy` returns for the logits of x.
 
         Args:
             x: `[s/cp/tp, b, h]` with sp, else `[s/cp, b, h]`.
@@ -143,12 +144,12 @@ class SlicedLoss:
         return (slice(lo, lo + step) for lo in range(0, positions, step))
 
     def logits(self, operand: Operand, weight: Tensor) -> Tensor:
-        """`[n, v/tp]` of a slice of n tokens."""
+        """Returns `[n, v/tp]` of a slice of n tokens."""
         z = gemms_of(weight).forward(operand, weight).flatten(0, 1)
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def logit_grads(self, z: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor) -> Tensor:
-        """Gradient of the linear layer's output, from the logits, which it overwrites."""
+        """Returns gradient of the linear layer's output, from the logits, which it overwrites."""
         slope = 1 - (z / self.softcap).square() if self.softcap else None
         rows = labels, row_max, row_sum, dloss
         dz = vocab_cross_entropy_backward(z, *rows, self.vocab.start, self.vocab.valid, z_coef=self.z_coef)

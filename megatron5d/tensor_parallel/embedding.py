@@ -35,7 +35,7 @@ class VocabRange:
 
 
 def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: float, **factory) -> nn.Parameter:
-    """`[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no piece."""
+    """Returns `[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no piece."""
     vocab = VocabRange(vocab_size, tp)
     pieces = (Piece((vocab.start, 0), (vocab.valid, hidden_size)),) if vocab.valid else ()
     spec = ShardSpec(name, (vocab_size, hidden_size), pieces, init=init)

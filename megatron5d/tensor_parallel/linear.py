@@ -69,7 +69,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = run_now) -> Tensor:
-    """x·Wᵀ with W's rows cut over tp.
+    """Computes x·Wᵀ with W's rows cut over tp.
 
     Args:
         x: `[s/cp/tp, b, in]` with sp, else `[s/cp, b, in]`.
@@ -91,7 +91,7 @@ _NO_AXIS = Axis("tp")
 
 
 def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
-    """x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
+    """Maps x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
 
     For callers that gather x, and sum its gradient, over tp themselves.
     """
@@ -126,7 +126,7 @@ class _RowLinear(torch.autograd.Function):
 def column_pieces(
     blocks: Sequence[tuple[int, int]], inner: tuple[int, ...], tp: Axis, copies: Axis
 ) -> tuple[int, tuple[Piece, ...]]:
-    """How this rank's share of a stack of row blocks lies in the whole.
+    """Returns how this rank's share of a stack of row blocks lies in the whole.
 
     Args:
         blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; a cut never goes through a block.
@@ -194,7 +194,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """`column_linear` and the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
+        """Maps `column_linear` and the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
         y = column_linear(x, self.weight, self.tp, self.sp, defer)
         return y if self.bias is None else y + self.bias
 
@@ -251,7 +251,7 @@ def replicated_parameter(
     shape: tuple[int, ...], name: str, tp: Axis, *, partial_grad: bool, init: float | str = "zeros",
     decay: bool = False, **factory,
 ) -> nn.Parameter:  # fmt: skip
-    """A parameter of which every tp rank holds a whole copy (norms, output biases, position tables).
+    """Returns a parameter of which every tp rank holds a whole copy (norms, output biases, position tables).
 
     Args:
         shape: of the parameter.

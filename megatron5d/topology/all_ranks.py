@@ -89,7 +89,8 @@ def on_rank_0(act: Callable[[], T]) -> T:
 
 
 def first_failure(fault: str | None, *, alone: bool = False) -> Failure | None:
-    """The failure of the first rank on which something went wrong, the same on every rank; None where all went well.
+    """Returns the failure of the first rank on which something went wrong, the same on every rank; None where all
+    went well.
 
     Args:
         fault: of this rank, in words; None = none.
@@ -104,7 +105,7 @@ def first_failure(fault: str | None, *, alone: bool = False) -> Failure | None:
 
 
 def failure_among(faults: Sequence[str | None]) -> Failure | None:
-    """As `first_failure`, without communication, where rank 0 knows the faults of all ranks, in their order."""
+    """Finds the `first_failure` without communication, where rank 0 knows the faults of all ranks, in their order."""
     failed = [rank for rank, fault in enumerate(faults) if fault]
     return Failure(failed[0], faults[failed[0]] or "", len(failed) - 1) if failed else None
 
@@ -119,7 +120,7 @@ def of_any_rank(value: T | None) -> T | None:
 
 
 def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
-    """(rank, fault, number of others) of the first rank with a fault; communicates as `first_failure`."""
+    """Returns (rank, fault, number of others) of the first rank with a fault; communicates as `first_failure`."""
     if alone or not dist.is_initialized():
         return None if fault is None else (0, fault, 0)
     rank, device = dist.get_rank(), "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -135,7 +136,8 @@ def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
 
 
 def _told(error: Exception) -> Fault:
-    """What the other ranks raise for this rank's error: the message, or the call stack of what is our mistake."""
+    """Returns what the other ranks raise for this rank's error: the message, or the call stack of what is our
+    mistake."""
     for kind in (OSError, ValueError):
         if isinstance(error, kind):
             return kind, str(error)

@@ -13,7 +13,7 @@ class Recorder(Protocol):
     """Counts the communication of an axis (`comm/ledger.py` is one)."""
 
     def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None:
-        """Called for each collective with the elements that this rank contributes and the bytes of each."""
+        """Counts a collective: the elements that this rank contributes, and the bytes of each."""
 
     def wait(self, axis: str, act: Callable[[], T]) -> T:
         """Calls `act`, which waits for other ranks, and returns its value; may measure the time."""
@@ -21,13 +21,13 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """This process's position on a line of ranks, and the process group to communicate with them.
+    """This process's position in a process group.
 
     `Axis("tp")` is one of a single rank: nothing is sent, and torch.distributed is not needed.
 
     Args:
         name: the dimension ("tp", "dp", ...), used in messages and in the ledger.
-        ranks: global ranks on this line, in the order of their position.
+        ranks: global ranks of the group, in the order of their position.
         rank: this process's position, 0 ... size-1.
         group: process group over `ranks`; None at size 1, where nothing is ever sent.
         recorder: counts every collective on this axis; None = nothing is counted.
@@ -45,7 +45,7 @@ class Axis:
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:
-        """n / size: what each rank gets of something that this axis cuts into equal shares.
+        """Returns n / size, each rank's equal share.
 
         Args:
             n: what is divided.

@@ -16,8 +16,8 @@ from math import prod
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 
-# The lines of ranks that layers and reductions use: name -> the axes of the dense or of the expert grid they run along
-DENSE_LINES: dict[str, tuple[str, ...]] = {
+# The process groups of layers and reductions: name -> the axes of the dense or of the expert grid that they span
+DENSE_GROUPS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "pp": ("pp",),
@@ -28,7 +28,7 @@ DENSE_LINES: dict[str, tuple[str, ...]] = {
     "cp_tp": ("cp", "tp"),
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
-EXPERT_LINES: dict[str, tuple[str, ...]] = {
+EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "etp": ("etp",),
     "ep_etp": ("ep", "etp"),
@@ -84,8 +84,8 @@ def resolve(
         world: number of ranks.
         tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, valid (config/checks/layout.py); etp=None means tp.
         order: the dense axes, slowest first.
-        cp_inner: neighbours on the cp line that exchange heads for sequence (`parallel.cp_method=two_level`).
-        ep_inner: neighbours on the ep line that are in one node.
+        cp_inner: neighbours in the cp group that exchange heads for sequence (`parallel.cp_method=two_level`).
+        ep_inner: neighbours in the ep group that are in one node.
     """
     assert sorted(order) == sorted(DENSE_AXES), order
     dp, etp = world // (tp * cp * pp), tp if etp is None else etp
@@ -117,19 +117,19 @@ class Grid:
         """Returns the position of `rank` along one axis, 0 ... size-1."""
         return self._position[rank] // self._stride[name] % self._size[name]
 
-    def line(self, rank: int, *names: str) -> tuple[int, ...]:
-        """All ranks that differ from `rank` along `names` only, row-major in the grid's own order."""
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """Returns all ranks that differ from `rank` along `names` only, row-major in the grid's own order."""
         along = [name for name in self.names if name in names]
         start = self._position[rank]
         start -= sum(self.coordinate(rank, name) * self._stride[name] for name in along)
         steps = product(*(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in along))
         return tuple([self.ranks[start + sum(step)] for step in steps])  # a list is faster than a generator here
 
-    def lines(self, *names: str) -> Iterator[tuple[int, ...]]:
-        """Yields every line along `names`, each once; together they are a partition of the ranks."""
+    def groups(self, *names: str) -> Iterator[tuple[int, ...]]:
+        """Yields every group along `names`, each once; together they are a partition of the ranks."""
         for rank in self.ranks:
             if all(self.coordinate(rank, name) == 0 for name in names):
-                yield self.line(rank, *names)
+                yield self.group(rank, *names)
 
 
 @lru_cache(maxsize=8)
@@ -152,8 +152,9 @@ def place_of(sizes: Sizes, rank: int) -> str:
 
 @lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
-    """The grid of pp, edp_replicate, edp_shard, ep and etp; within a pipeline stage, ranks in ascending order."""
-    stages = [sorted(dense.line(first, *DENSE_LINES["stage"])) for first in dense.line(0, "pp")]
+    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; within a pipeline stage, ranks in ascending
+    order."""
+    stages = [sorted(dense.group(first, *DENSE_GROUPS["stage"])) for first in dense.group(0, "pp")]
     ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate
     edp = (("edp_replicate", replicate), ("edp_shard", shard))

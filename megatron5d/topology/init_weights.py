@@ -25,12 +25,12 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift; torch's >> on int64 copies the sign bit."""
+    """Does a logical right shift; torch's >> on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits per index.
+    """Returns 64 random bits per index.
 
     Args:
         key: 64-bit key of the stream.
@@ -46,17 +46,17 @@ def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def stream_key(seed: int, name: str) -> int:
-    """64-bit key of the stream for a name, such as that of a parameter."""
+    """Returns the 64-bit key of the stream for a name, such as that of a parameter."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
 def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any shape)."""
+    """Returns uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any shape)."""
     return _shift(hash_bits(key, index), 11).double() * 2.0**-53
 
 
 def normal(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Standard normal deviates, fp64, one for each element of `index` (int64, any shape)."""
+    """Returns standard normal deviates, fp64, one for each element of `index` (int64, any shape)."""
     bits = hash_bits(key, index)
     radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1): the logarithm is finite
     angle = (bits & 0xFFFFFFFF).double() * 2.0**-32
@@ -98,7 +98,7 @@ def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: Sha
 def _fill_normal(
     local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: int, std: float, first: int = 0
 ) -> None:
-    """local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows at a time."""
+    """Sets local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows at a time."""
     row_stride = prod(shape[1:])
     if local.dim() > 2:  # a stack of matrices: one by one, because each may be larger than a chunk
         for i, matrix in enumerate(local):

@@ -106,7 +106,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def speaks_for_node(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether no launcher calls this process another than the first of its node, for what must be printed once."""
+    """Says if no launcher calls this process another than the first of its node, for what must be printed once."""
     locals_ = [name for launcher in LAUNCHERS for name in launcher.local_rank]
     return all(variables.get(name, "0") == "0" for name in locals_)
 
@@ -251,13 +251,15 @@ def first_host(node_list: str) -> str:
 
 
 def slurm_job(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The id of the SLURM job that this process belongs to ("" outside SLURM), and how often the job was requeued."""
+    """Returns the id of the SLURM job that this process belongs to ("" outside SLURM), and how often the job was
+    requeued."""
     restarts = variables.get("SLURM_RESTART_COUNT", "")
     return variables.get("SLURM_JOB_ID", ""), int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0
 
 
 def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
-    """The id of the SLURM job if its ranks were started again with the same command, by SLURM or torchrun; else ""."""
+    """Returns the id of the SLURM job if its ranks were started again with the same command, by SLURM or torchrun;
+    else ""."""
     job, restarts = slurm_job(variables)
     again = variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return job if restarts or again else ""

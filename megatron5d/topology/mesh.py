@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis, Recorder
-from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_grid, expert_grid
+from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Sizes, dense_grid, expert_grid
 
 _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", "edp_replicate")
 
@@ -22,7 +22,7 @@ class Mesh(Mapping[str, Axis]):
     layers).
     Expert view: ep (= ep_outer × ep_inner), etp, ep_etp, ep_inner_etp, edp, edp_replicate, edp_shard.
     Besides: tp_kv (the tp ranks that hold copies of the same KV heads) and world (all ranks).
-    Where the pipeline ranks r and pp-1-r hold parameters together, also the union of a line of one and that line of
+    Where the pipeline ranks r and pp-1-r hold parameters together, also the union of a group of one and that group of
     the other: dp_cp_pair, dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and
     edp_replicate_pair.
     """
@@ -44,8 +44,8 @@ class Mesh(Mapping[str, Axis]):
         return " ".join(map(repr, self._axes.values()))
 
 
-def lines_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Returns the global ranks of every line through `rank`, by axis name.
+def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Returns the global ranks of every process group of `rank`, by axis name.
 
     Args:
         sizes: of all axes.
@@ -54,44 +54,44 @@ def lines_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[s
     """
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
-    lines = {name: dense.line(rank, *along) for name, along in DENSE_LINES.items()}
-    lines |= {name: expert.line(rank, *along) for name, along in EXPERT_LINES.items()}
-    lines["tp_kv"] = _kv_copies(lines["tp"], rank, num_kv_heads)
+    ranks_of = {name: dense.group(rank, *along) for name, along in DENSE_GROUPS.items()}
+    ranks_of |= {name: expert.group(rank, *along) for name, along in EXPERT_GROUPS.items()}
+    ranks_of["tp_kv"] = _kv_copies(ranks_of["tp"], rank, num_kv_heads)
     for name in ("cp", "ep"):
-        lines[f"{name}_outer"], lines[f"{name}_inner"] = _outer_and_inner(
-            lines[name], rank, getattr(sizes, f"{name}_inner")
+        ranks_of[f"{name}_outer"], ranks_of[f"{name}_inner"] = _outer_and_inner(
+            ranks_of[name], rank, getattr(sizes, f"{name}_inner")
         )
-    _, lines["ep_inner_etp"] = _outer_and_inner(lines["ep_etp"], rank, sizes.ep_inner * sizes.etp)
-    lines["world"] = tuple(range(sizes.world))
-    return lines
+    _, ranks_of["ep_inner_etp"] = _outer_and_inner(ranks_of["ep_etp"], rank, sizes.ep_inner * sizes.etp)
+    ranks_of["world"] = tuple(range(sizes.world))
+    return ranks_of
 
 
-def pair_lines_of(sizes: Sizes, rank: int) -> dict[str, tuple[int, ...]]:
-    """For each name in _PAIRED: the ranks of that line through `rank` and through the mirrored pipeline rank, together.
+def pair_groups_of(sizes: Sizes, rank: int) -> dict[str, tuple[int, ...]]:
+    """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of the mirrored pipeline rank, together.
 
-    In the middle of an odd pipeline a rank mirrors itself, and its lines are the plain ones.
+    In the middle of an odd pipeline a rank mirrors itself, and its groups are the plain ones.
     """
     dense = dense_grid(sizes)
-    mirror = dense.line(rank, "pp")[sizes.pp - 1 - dense.coordinate(rank, "pp")]
-    mine, theirs = lines_of(sizes, rank), lines_of(sizes, mirror)
+    mirror = dense.group(rank, "pp")[sizes.pp - 1 - dense.coordinate(rank, "pp")]
+    mine, theirs = groups_of(sizes, rank), groups_of(sizes, mirror)
     return {f"{name}_pair": tuple(sorted({*mine[name], *theirs[name]})) for name in _PAIRED}
 
 
-def _outer_and_inner(line: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the outer and the inner line through a rank, where a line is outer × `inner` ranks, inner fastest."""
-    first, place = divmod(line.index(rank), inner)
-    return line[place::inner], line[first * inner : (first + 1) * inner]
+def _outer_and_inner(group: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the outer and the inner group of a rank, where a group is outer × `inner` ranks, inner fastest."""
+    first, place = divmod(group.index(rank), inner)
+    return group[place::inner], group[first * inner : (first + 1) * inner]
 
 
 def _kv_copies(tp: tuple[int, ...], rank: int, num_kv_heads: int | None) -> tuple[int, ...]:
-    """The neighbours on the tp line that hold the same KV head; only `rank` where there are heads for every rank."""
+    """Returns the neighbours in tp that hold the same KV head; only `rank` where every rank has its own."""
     copies = max(1, len(tp) // num_kv_heads) if num_kv_heads else 1
     first = tp.index(rank) // copies * copies
     return tp[first : first + copies]
 
 
 def group_settings(timeout_s: float | None) -> dict[str, Any]:
-    """Keyword arguments of `dist.new_group` for every group but the world's; `timeout_s` as in `build_mesh`."""
+    """Returns `dist.new_group`'s keyword arguments for all groups but the world's; `timeout_s` as in `build_mesh`."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return {"use_local_synchronization": True, "timeout": timeout}
 
@@ -105,10 +105,10 @@ def build_mesh(
     recorder: Recorder | None = None,
     timeout_s: float | None = None,
 ) -> Mesh:
-    """Creates the process groups of all lines through this rank.
+    """Creates the process groups of this rank.
 
     Every rank must call it with the same sizes, after `init_process_group` (at world size 1 without it).
-    Groups are created eagerly and in one order on all ranks; lines with the same ranks share a group.
+    Groups are created eagerly and in one order on all ranks; axes with the same ranks share a group.
 
     Args:
         sizes: of all axes.
@@ -119,13 +119,13 @@ def build_mesh(
         timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the backend's default (torch
             does not pass the world's timeout on to other groups).
 
-    Comm: one group creation per distinct line longer than 1.
+    Comm: one group creation per distinct group of more than one rank.
     """
-    lines = lines_of(sizes, rank, num_kv_heads)
+    ranks_of = groups_of(sizes, rank, num_kv_heads)
     settings = group_settings(timeout_s)
-    groups: dict[tuple[int, ...], object] = {lines["world"]: dist.group.WORLD}
+    groups: dict[tuple[int, ...], object] = {ranks_of["world"]: dist.group.WORLD}
     axes = {}
-    for name, ranks in lines.items():
+    for name, ranks in ranks_of.items():
         if len(ranks) == 1:
             group = None
         else:
@@ -133,8 +133,8 @@ def build_mesh(
                 groups[ranks] = dist.new_group(list(ranks), group_desc=name, **settings)
             group = groups[ranks]
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
-    for name, ranks in pair_lines_of(sizes, rank).items() if pairs and sizes.pp > 1 else ():
-        # Not shared with another line of the same ranks: torch names a group by how many groups this rank has made, so
+    for name, ranks in pair_groups_of(sizes, rank).items() if pairs and sizes.pp > 1 else ():
+        # Not shared with another axis of the same ranks: torch names a group by how many groups this rank has made, so
         # the middle rank of an odd pipeline must make as many as the others.
         group = dist.new_group(list(ranks), group_desc=name, **settings)
         axes[name] = Axis(name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder)
@@ -155,7 +155,7 @@ def planned_mesh(
         sizes, num_kv_heads, pairs, recorder: as in `build_mesh`.
         rank: the rank whose axes are made.
     """
-    lines = lines_of(sizes, rank, num_kv_heads)
+    ranks_of = groups_of(sizes, rank, num_kv_heads)
     if pairs and sizes.pp > 1:
-        lines |= pair_lines_of(sizes, rank)
-    return Mesh(sizes, {name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in lines.items()})
+        ranks_of |= pair_groups_of(sizes, rank)
+    return Mesh(sizes, {name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in ranks_of.items()})

@@ -93,7 +93,7 @@ _WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside this context new parameters have a shape but no memory; a flat buffer gives it to them later.
+    """Makes new parameters with a shape but no memory in this context; a flat buffer gives it to them later.
 
     This way no rank ever holds more of the model than the slices that it keeps (data_parallel/bucket.py).
     """
@@ -105,12 +105,13 @@ def without_memory() -> Iterator[None]:
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has memory, unlike one that was made `without_memory` and not put into a buffer yet."""
+    """Says if a parameter has memory, unlike one that was made `without_memory` and not put into a buffer yet."""
     return parameter.is_contiguous()
 
 
 def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
-    """A local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is zero."""
+    """Returns a local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is
+    zero."""
     if _WITHOUT_MEMORY.get():
         # one expanded element; torch does not let a parameter change from the meta device to another
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)

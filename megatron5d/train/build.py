@@ -19,9 +19,8 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
-from megatron5d.optim.sharded_state import freezes
+from megatron5d.optim.sharded_state import freezes, takes_muon
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
@@ -95,7 +94,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     else:
         progress, changed, config = resume(checkpoint, sync, optimizer, model.weights(), config)
         trainer.guard.in_a_row = progress.skipped_in_a_row
-        notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
+        notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
@@ -132,7 +131,7 @@ def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
 def build_trainer(
     config: Config, mesh: Mesh, model: GPT, layout: PipelineLayout
 ) -> tuple[GradSync, Optimizer, Trainer]:
-    """Data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
+    """Returns data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
 
     Comm: the pipeline's channels are opened; that of `build_optimizer`.
     """
@@ -153,7 +152,7 @@ def build_trainer(
 
 
 def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
-    """Data parallelism around a model, whose parameters become views of its buckets."""
+    """Returns data parallelism around a model, whose parameters become views of its buckets."""
     p = config.parallel
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
@@ -173,7 +172,8 @@ def _gather_format(config: Config) -> type[GatherFormat] | None:
 
 
 def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: GPT) -> list[str]:
-    """The weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a whole model.
+    """Returns the weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a
+    whole model.
 
     Returns:
         Notes for the log: where loaded weights were trained as another function than this model computes.

@@ -58,7 +58,7 @@ def held_out(config: Config) -> dict[str, Part]:
 
 
 def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
-    """(knob, part, prefix, split) of each pair of .bin and .idx that is read.
+    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read.
 
     Raises:
         ValueError: an illegal split.
@@ -69,7 +69,7 @@ def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
 
 
 def may_hold_padding(config: Config) -> bool:
-    """Whether samples are padded, or a file can hold padding, which is negative: ids up to 65,535 are unsigned."""
+    """Says if samples are padded, or a file can hold padding, which is negative: ids up to 65,535 are unsigned."""
     return sample_len(config) < config.train.seq_len or any(
         IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config)
     )
@@ -120,7 +120,7 @@ def without_targets(config: Config) -> list[str]:
 
 
 def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
-    """Tokens of the documents that `data.split` gives to train, valid or test.
+    """Returns tokens of the documents that `data.split` gives to train, valid or test.
 
     Raises:
         ValueError: it gives none, or the index is damaged.
@@ -172,7 +172,7 @@ def train_loader(
         steps_left: steps that the run will still make.
 
     Raises:
-        ValueError, OSError: on every rank, if one cannot read its files, or so many steps do not remain of an order
+        ValueError, OSError: on every rank, if one cannot read its files, or fewer steps remain of an order
             that has an end.
 
     Comm: that of `_opened`.
@@ -204,7 +204,7 @@ def train_loader(
 
 
 def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
-    """Validation data from its beginning, the same batches at every evaluation.
+    """Returns validation data from its beginning, the same batches at every evaluation.
 
     Args:
         config: data, train, and the model's vocabulary.
@@ -232,7 +232,7 @@ def _valid_samples(config: Config, part: Part) -> Samples:
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
-    """int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
+    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
 
     Raises:
         ValueError: the files cannot be read so, or a token is not in the model's vocabulary.

@@ -103,17 +103,17 @@ class RunExport:
         self.export, self._directory = export, directory / FOLDER
 
     def begin(self, checkpoint: Path) -> None:
-        """On rank 0: makes the folder that all ranks write to, and removes what interruptions left."""
+        """Makes the folder that all ranks write to and removes what interruptions left, on rank 0."""
         for half in self._directory.glob("*.tmp"):
             shutil.rmtree(half)
         self.temporary(checkpoint).mkdir(parents=True)
 
     def write(self, checkpoint: Path, rank: int, world: int) -> bytes:
-        """On every rank: `HfExport.write`."""
+        """Writes this rank's part: `HfExport.write`."""
         return self.export.write(checkpoint, self.temporary(checkpoint), rank, world)
 
     def finish(self, checkpoint: Path, messages: list[bytes]) -> None:
-        """On rank 0: completes the folder, and gives it its name."""
+        """Completes the folder and gives it its name, on rank 0."""
         folder, parts, total = self.temporary(checkpoint), list[tuple[str, list[str]]](), 0
         for message in messages:
             written, size = json.loads(message)
@@ -126,12 +126,12 @@ class RunExport:
         folder.rename(final)
 
     def temporary(self, checkpoint: Path) -> Path:
-        """The folder that is written for a checkpoint."""
+        """Returns the folder that is written for a checkpoint."""
         return self._directory / f"{checkpoint.name}.tmp"
 
 
 def export_faults(config: Config, world: int) -> list[Fault]:
-    """Why `checkpoint.hf_export` could write no folder: no family has the model, or its tokenizer cannot leave."""
+    """Says why `checkpoint.hf_export` could write no folder: no family has the model, or its tokenizer cannot leave."""
     if config.checkpoint.hf_export is None:
         return []
     try:
@@ -171,7 +171,8 @@ def planned_export(
 
 
 def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
-    """The architecture with as many positions as training used: beyond its max_position_embeddings servers cut."""
+    """Returns the architecture with as many positions as training used: beyond its max_position_embeddings servers
+    cut."""
     model, seq_len = config.model, config.train.seq_len
     if model.position != "rope" or seq_len <= model.max_positions:
         return model
@@ -181,7 +182,7 @@ def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
 
 
 def holds_tokenizer(path: Path) -> bool:
-    """Whether a file or folder is there that `load_tokenizer` may read."""
+    """Returns whether a file or folder is there that `load_tokenizer` may read."""
     try:
         return tokenizer_file(path).is_file()
     except ValueError:
@@ -189,7 +190,7 @@ def holds_tokenizer(path: Path) -> bool:
 
 
 def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) -> Path | None:
-    """The tokenizer to export; None where the run names none, which is told.
+    """Returns the tokenizer to export; None where the run names none, which is told.
 
     Raises:
         ValueError: one is named and is not there.
@@ -209,7 +210,7 @@ def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) ->
 def _settings(
     config: Config, model: ModelConfig, dtype: str, source: Path | None, home: Path | None, tell: Tell
 ) -> tuple[ModelConfig, dict[str, str]]:
-    """All files but the weights, and the architecture that they describe.
+    """Returns all files but the weights, and the architecture that they describe.
 
     transformers reads every model_type qwen2 with Qwen2Tokenizer, whatever tokenizer_config.json names. Another
     tokenizer leaves with a Llama that computes the same: its further biases, behind attention, are zero.

@@ -5,8 +5,8 @@ What a run writes and no other run may: its checkpoints and its log. They are lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from megatron5d.train.data import (
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.prediction import Prediction
-from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
@@ -50,7 +49,7 @@ ABOUT_DATA = (epochs, unmarked_documents, small_vocabulary, repeated_validation,
 
 @dataclass
 class Outputs:
-    """What rank 0 holds while the run goes on; all empty on other ranks.
+    """What rank 0 holds during the run; all empty on other ranks.
 
     Args:
         lock: of checkpoint.dir; None where the run saves nothing.
@@ -65,7 +64,7 @@ class Outputs:
 
 @contextmanager
 def locked_outputs(config: Config) -> Iterator[Outputs]:
-    """Inside this context no other run writes to `checkpoint.dir` and `log.jsonl`.
+    """Locks `checkpoint.dir` and `log.jsonl` against other runs.
 
     Raises:
         OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
@@ -96,7 +95,7 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
-    """Releases checkpoint.dir; while a save goes on in the background it stays locked until the process ends."""
+    """Releases checkpoint.dir; while a background save runs it stays locked until the process ends."""
     if outputs.lock is not None and not (outputs.saver is not None and outputs.saver.busy):
         outputs.lock.release()
 
@@ -188,7 +187,7 @@ def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
 
 
 def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
-    """True where a signal came to some rank before the first step: there is nothing new to save.
+    """Says if some rank received a signal before the first step: there is nothing new to save.
 
     Comm: all_reduce over the world of one number.
     """
@@ -206,7 +205,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     valid_exists = bool(_evaluate(run, reporter, "initial_valid_loss")) if progress.step == 0 else True
     left = last - progress.step
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
-    saved_at, profiler = progress.step, Profiler(run, reporter.say)
+    saved_at, around_step = progress.step, _profiled(run, reporter)
     stopped = False
     schedule = batch_schedule(config)
     reporter.start_clock()
@@ -217,7 +216,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
             lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
             watched = progress.step == 0 or _due(where.step, config.moe.log_every)
-            with profiler.step():
+            with around_step():
                 left_out = in_ranges(where.step, config.data.skip_steps)
                 result = run.trainer.step(batches, lr, bool(stop), watched, where, left_out=left_out)
                 reporter.stop_clock()  # before the profiler writes
@@ -240,6 +239,15 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
         saved = f"; checkpoint at step {saved_at}" if saver else ""
         reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL}{saved}")
     return stopped and progress.step < train_config.steps
+
+
+def _profiled(run: Run, reporter: Reporter) -> Callable[[], AbstractContextManager[None]]:
+    """Returns the context of every step, which `log.profile` makes the profiler's."""
+    if run.config.log.profile is None:
+        return nullcontext
+    from megatron5d.train.monitoring.profiler import Profiler
+
+    return Profiler(run, reporter.say).step
 
 
 def _count(progress: Progress, result: StepResult, consumed_samples: int, in_a_row: int) -> None:
@@ -269,7 +277,7 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
 
 
 def _mean_loss(run: Run, part: Part) -> float:
-    """Mean loss over the first eval_batches global batches of a part of the held-out data.
+    """Returns mean loss over the first eval_batches global batches of a part of the held-out data.
 
     Comm: the layers' and the pipeline's; all_reduce over the world of a few numbers.
     """
@@ -284,7 +292,7 @@ def _mean_loss(run: Run, part: Part) -> float:
 
 
 def _exporter(run: Run) -> Exporter:
-    """What `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
+    """Returns what `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
     from megatron5d.train.hf_export import RunExport, planned_export  # tokenizers and families: few runs need them
 
     directory = Path(run.config.checkpoint.dir or "")
@@ -292,7 +300,7 @@ def _exporter(run: Run) -> Exporter:
 
 
 def _exported(config: Config, step: int, at_end: bool) -> bool:
-    """Whether checkpoint.hf_export names a step."""
+    """Returns whether checkpoint.hf_export names a step."""
     when, _, every = (config.checkpoint.hf_export or "").partition(":")
     return at_end if when == "last" else when == "every" and _due(step, int(every))
 
@@ -327,4 +335,4 @@ def _failure_told(reporter: Reporter) -> Iterator[None]:
     try:
         yield
     except SaveFailed as error:
-        reporter.say(f"warning: {error}. Training goes on, and saves again at the next step of checkpoint.every")
+        reporter.say(f"warning: {error}. Training continues, and saves again at the next step of checkpoint.every")

@@ -20,8 +20,6 @@ from megatron5d.model.partition import (
 )
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule
-from megatron5d.pipeline_parallel.schedule_csv import read_file
-from megatron5d.pipeline_parallel.verify import verify
 
 Programs = Callable[[int], Program]
 """Number of micro-batches of a step -> verified Program."""
@@ -85,6 +83,8 @@ def named_programs(config: Config) -> Programs:
     """
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
+        from megatron5d.pipeline_parallel.schedule_csv import read_file
+
         path = Path(name.removeprefix("file:"))
         return lambda m: verified(read_file(path, pp, m))
     if name != "auto":
@@ -102,6 +102,8 @@ def verified(program: Program) -> Program:
     Raises:
         ProgramError: its order is wrong.
     """
+    from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
+
     verify(program)
     return program
 

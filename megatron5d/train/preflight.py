@@ -151,15 +151,15 @@ def glob_faults(config: Config, world: int) -> list[Fault]:
     return found
 
 
-# what asks for 8-bit kernels: its value without them, and the operation that it cannot do without
-EIGHT_BITS: dict[str, tuple[object, str]] = {
+# what asks for FP8 kernels: its value without them, and the operation that it cannot do without
+FP8_OPTIONS: dict[str, tuple[object, str]] = {
     "precision.fp8": ("none", "fp8_matmul"),
     "moe.fp8_dispatch": (False, "fp8_quantize"),
 }
 
 
-def eight_bit_faults(config: Config, architecture: str) -> list[Fault]:
-    """Returns what a GPU's table of kernel configurations has no 8-bit operations for.
+def fp8_faults(config: Config, architecture: str) -> list[Fault]:
+    """Returns what a GPU's table of kernel configurations has no FP8 operations for.
 
     Args:
         config: a valid configuration.
@@ -168,17 +168,17 @@ def eight_bit_faults(config: Config, architecture: str) -> list[Fault]:
     served = tuning.nearest(architecture)
     lacking = [
         knob
-        for knob, (idle, operation) in EIGHT_BITS.items()
+        for knob, (idle, operation) in FP8_OPTIONS.items()
         if value_of(config, knob) != idle and operation not in tuning.table(served)
     ]
     if not lacking:
         return []
     asked = " and ".join(f"{knob} = {str(value_of(config, knob)).lower()}" for knob in lacking)
     reason = (
-        f"{asked} needs 8-bit kernels, and {architecture} is served by kernels/configs/{served}.json, which has "
+        f"{asked} needs FP8 kernels, and {architecture} is served by kernels/configs/{served}.json, which has "
         "none for that; sm_90 (compute capability 9.0) and newer ones of NVIDIA have them"
     )
-    fix = " ".join(f"{knob}={str(EIGHT_BITS[knob][0]).lower()}" for knob in lacking)
+    fix = " ".join(f"{knob}={str(FP8_OPTIONS[knob][0]).lower()}" for knob in lacking)
     return [Fault("fp8-needs-its-kernels", tuple(lacking), reason, fix, local=True)]
 
 
@@ -189,4 +189,4 @@ def device_faults(config: Config, world: int) -> list[Fault]:
     if not HAS_TRITON and config.precision.dtype != "fp64":
         reason = f"precision.dtype = {config.precision.dtype} runs kernels on a GPU, and triton is not installed"
         return [Fault("gpu-needs-triton", ("precision.dtype",), reason, "pip install triton", local=True)]
-    return eight_bit_faults(config, tuning.architecture(torch.device("cuda")))
+    return fp8_faults(config, tuning.architecture(torch.device("cuda")))

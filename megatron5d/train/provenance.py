@@ -40,7 +40,8 @@ def _git(*arguments: str, codes: tuple[int, ...] = (0,)) -> str | None:
 
 @cache  # the code that this process runs is that of its start
 def commit() -> str | None:
-    """The commit of this checkout, with `-dirty` where tracked files have changed; None outside of a checkout."""
+    """Returns the commit of this checkout, with `-dirty` where tracked files have changed; None outside of a
+    checkout."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:  # site-packages inside of somebody else's checkout
         return None
@@ -49,7 +50,7 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what decides on numbers and speed."""
+    """Returns the versions of what decides on numbers and speed."""
     return {
         "megatron5d": megatron5d.__version__, "torch": torch.__version__, "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -57,7 +58,7 @@ def versions() -> dict[str, str | None]:
 
 
 def code_here() -> dict[str, Any]:
-    """Version, commit and hash of the code, and of what it runs on."""
+    """Returns version, commit and hash of the code, and of what it runs on."""
     changes = _git("status", "--porcelain", "--", "kernels", "megatron5d") if commit() else None
     return {
         "source_hash": source_hash(),

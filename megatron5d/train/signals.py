@@ -44,7 +44,7 @@ class EndOnSignals(ContextDecorator):
 
 
 def _end_when_told(pipe: int) -> None:
-    """The thread: the numbers of signals come through the pipe, until its other end is closed."""
+    """Runs as a thread: the numbers of signals come through the pipe, until its other end is closed."""
     while told := os.read(pipe, 1):
         if told[0] in END_SIGNALS:
             with suppress(ValueError):

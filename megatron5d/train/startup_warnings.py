@@ -18,18 +18,18 @@ SHOWN = 8  # datasets
 
 
 def passed_over(config: Config, checkpoint: Path | None) -> str:
-    """For the log, where a job that was started again goes on from its own checkpoint instead of checkpoint.resume."""
+    """Says in the log that a restarted job continues from its own checkpoint instead of checkpoint.resume."""
     resume, folder = config.checkpoint.resume, config.checkpoint.dir
     if checkpoint is None or folder is None or resume == "auto" or checkpoint.parent != Path(folder):
         return ""
     if resume != "none" and Path(resume).resolve() in (checkpoint.resolve(), checkpoint.parent.resolve()):
         return ""
     instead = f"checkpoint.resume={resume}"
-    return f"goes on from {checkpoint}, which this job saved before it was started again, instead of {instead}"
+    return f"continues from {checkpoint}, which this job saved before it was started again, instead of {instead}"
 
 
 def broken_checkpoints(config: Config) -> list[str]:
-    """Why `auto` does not resume from what looks like a newer checkpoint, and which older ones are not whole."""
+    """Says why `auto` does not resume from what looks like a newer checkpoint, and which older ones are not whole."""
     c = config.checkpoint
     faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
     older = faults_of_older(Path(c.dir)) if c.dir is not None else []
@@ -38,13 +38,13 @@ def broken_checkpoints(config: Config) -> list[str]:
 
 
 def checkpoints_ahead(config: Config, step: int) -> list[str]:
-    """Which checkpoints are of later steps than the one at which this run begins: its first save renames them."""
+    """Says which checkpoints are of later steps than the one at which this run begins: its first save renames them."""
     folder = config.checkpoint.dir
     if folder is None or not (later := saved_after(Path(folder), step)):
         return []
     return [
         f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
-        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto goes on from this run's"
+        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto continues from this run's"
     ]
 
 
@@ -71,7 +71,7 @@ def unmarked_documents(config: Config) -> list[str]:
 
 
 def small_vocabulary(config: Config) -> list[str]:
-    """Whether the tokenizer has tokens that the model does not know: the first of them in the data ends the run."""
+    """Says if the tokenizer has tokens that the model does not know: the first of them in the data ends the run."""
     data, size = config.data, config.model.vocab_size
     if data.tokenizer is None or data.eod is not None:  # which leaves the tokenizer unread
         return []
@@ -85,7 +85,8 @@ def small_vocabulary(config: Config) -> list[str]:
 
 
 def repeated_validation(config: Config) -> list[str]:
-    """Which held-out files an evaluation goes through more than once, so that some samples count more than others."""
+    """Returns which held-out files an evaluation goes through more than once, so that some samples count more than
+    others."""
     train = config.train
     if config.data.order == "megatron":  # whose epochs are joined
         return []
@@ -102,7 +103,7 @@ def repeated_validation(config: Config) -> list[str]:
 
 
 def _shares(config: Config, entries: list[str], split: str | None, part: str) -> list[tuple[str, float, int]]:
-    """(prefix, share of the samples, tokens) of each dataset of a mixture."""
+    """Returns (prefix, share of the samples, tokens) of each dataset of a mixture."""
     sources = [source_of(entry) for entry in entries]
     tokens = [tokens_of_part(IndexedDataset(source.prefix, checked=False), split, part) for source in sources]
     shares = normalised(mixing_weights(sources, tokens, config.data.weights))
@@ -122,7 +123,8 @@ def epochs(config: Config) -> list[str]:
 
 
 def idle_routers(config: Config) -> list[str]:
-    """Which balancing has no effect because its coefficient is 0; and whether the loss cannot teach the routers."""
+    """Returns which balancing has no effect because its coefficient is 0; and whether the loss cannot teach the
+    routers."""
     if config.model.num_experts == 0:
         return []
     knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}

@@ -16,7 +16,6 @@ import megatron5d
 from megatron5d.checkpoint.folder import RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
-from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault
@@ -47,7 +46,7 @@ class Progress:
 
 
 def _share(bucket: Bucket, flat: Tensor) -> tuple[int, int]:
-    """The range of a slice that this rank writes and reads, of the ranks that hold the same slice."""
+    """Returns the range of a slice that this rank writes and reads, of the ranks that hold the same slice."""
     size = -(-flat.numel() // bucket.replicate.size)
     start = min(bucket.replicate.rank * size, flat.numel())
     return start, min(start + size, flat.numel())
@@ -62,7 +61,7 @@ def _sharded(
 
 
 def _optimizer(optimizer: Optimizer, writing: bool, shared: bool) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
-    """By kind: master weights and whichever moments the optimiser keeps of a parameter."""
+    """Returns, by kind, master weights and whichever moments the optimiser keeps of a parameter."""
     found: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
     for kind, flat, state in optimizer.tensors():
         found.setdefault(kind, []).extend(_sharded(state.bucket, state.segments, flat, writing, shared))
@@ -85,7 +84,7 @@ def _gather_shares(sync: GradSync, optimizer: Optimizer) -> None:
 
 
 def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
-    """Those of a model's weights that no optimiser moves (the routers' biases)."""
+    """Yields those of a model's weights that no optimiser moves (the routers' biases)."""
     for tensor in weights:
         spec = spec_of(tensor)
         if not isinstance(tensor, nn.Parameter) and not (writing and not spec.pieces[0].owner):
@@ -95,7 +94,7 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
 def weight_shards(
     sync: GradSync, weights: Iterable[Tensor], *, writing: bool = False, shared: bool = False
 ) -> list[tuple[ShardSpec, ShardedTensor]]:
-    """What this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
+    """Returns what this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
     held = [
         part
         for bucket in sync.buckets
@@ -107,7 +106,7 @@ def weight_shards(
 def run_tensors(
     sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], *, writing: bool, shared: bool = False
 ) -> dict[str, ShardedTensor]:
-    """All tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ... for kind.
+    """Returns all tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ... for kind.
 
     Args:
         sync: whose buckets hold the weights.
@@ -124,7 +123,8 @@ def run_tensors(
 
 
 def twin(key: str) -> str | None:
-    """The key of a weight's master copy, or of the weight of which a key is the master copy; None of all else."""
+    """Returns the key of a weight's master copy, or of the weight of which a key is the master copy; None of all
+    else."""
     for one, other in (("model.", "optim.master."), ("optim.master.", "model.")):
         if key.startswith(one):
             return other + key.removeprefix(one)
@@ -134,7 +134,7 @@ def twin(key: str) -> str | None:
 def run_record(
     progress: Progress, config: dict[str, Any], commit: str | None = None, valid_loss: float | None = None
 ) -> dict[str, Any]:
-    """What run.json holds."""
+    """Returns what run.json holds."""
     return {
         "format": FORMAT,
         "version": megatron5d.__version__,
@@ -147,7 +147,7 @@ def run_record(
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]) -> list[str]:
-    """Each key of some groups that has another value than in a saved configuration, with both, as text.
+    """Returns each key of some groups that has another value than in a saved configuration, with both, as text.
 
     Args:
         saved: `config` of a checkpoint's run.json; keys that are gone or new since do not count.
@@ -164,7 +164,7 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
+    """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
 
     Raises:
         ValueError: a newer version wrote it, or it is damaged; names the file and the keys.
@@ -197,7 +197,7 @@ def _num_weights(config: Config) -> int:
 
 
 def nonfinite(tensors: Mapping[str, ShardedTensor]) -> str | None:
-    """The first weight or master weight that is not finite, in words; None where all are. No communication."""
+    """Returns the first weight or master weight that is not finite, in words; None where all are. No communication."""
     for key, tensor in tensors.items():
         if not key.startswith(("model.", "optim.master.")):
             continue
@@ -286,14 +286,14 @@ def checkpoint_faults(config: Config, world: int) -> list[Fault]:
         named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
     found = []
     for knob, folder, otherwise in named:
-        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a law reports a folder that does not exist
+        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a check reports a folder that does not exist
             fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
             found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
     return found
 
 
 def _may_resume(config: Config) -> bool:
-    """Whether the run may continue from a checkpoint of its own; then `init` is not read."""
+    """Returns whether the run may continue from a checkpoint of its own; then `init` is not read."""
     folder, resume = config.checkpoint.dir, config.checkpoint.resume
     if resume == "auto":
         return folder is not None and isdir(folder) and certainly_none(folder, "checkpoint.dir") is None
@@ -351,6 +351,8 @@ def _with_new_parts(
         saved["model"].get(key) == getattr(model, key) for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
     ):
         return held, masters, []
+    from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
+
     weights = SavedWeights(folder, torch.float32, twin)
     shapes = {name: tuple(entry.size) for name, entry in weights.tensors.items()}
     held, masters = (
@@ -361,12 +363,12 @@ def _with_new_parts(
 
 
 def _balances_by_bias(config: Mapping[str, Any]) -> bool:
-    """Whether balancing moves biases of the routers; of a configuration as run.json has it."""
+    """Returns whether balancing moves biases of the routers; of a configuration as run.json has it."""
     return "bias" in config.get("moe", {}).get("balance", ())
 
 
 def _forms(read: Mapping[str, tuple[str, torch.dtype]]) -> str:
-    """In which form weights were saved, from what `load_tensors` returns: masters, or weights without any."""
+    """Returns how weights were saved, from what `load_tensors` returns: masters, or weights without any."""
     exact = {key: source for key, source in read.items() if key.startswith("optim.master.")} or read
     kinds = {(source.startswith("optim.master."), dtype) for source, dtype in exact.values()}
     told = [

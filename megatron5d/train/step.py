@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -13,7 +13,6 @@ from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.schema import OptimConfig
 from megatron5d.context_parallel.block_plan import imbalance
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.expert_parallel.load_balancing import Balancer
 from megatron5d.model.embedding_head import Term
 from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
 from megatron5d.optim.optimizer import Optimizer
@@ -22,6 +21,9 @@ from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard, StepSamples
+
+if TYPE_CHECKING:
+    from megatron5d.expert_parallel.load_balancing import Balancer
 
 T = TypeVar("T", torch.Tensor, list[float])
 

@@ -116,9 +116,9 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
     browser.run("layout().grid = arguments[0]", {"dense": grid_record(dense), "expert": grid_record(expert)})
     for rank in range(WORLD):
         groups = browser.run("change({rank: arguments[0]}); return groups()", rank)
-        lines = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
-        wanted = {name: list(dense.line(rank, *axes)) for name, axes in lines.items()}
-        assert groups == wanted | {"ep": list(expert.line(rank, "ep"))}
+        along = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
+        wanted = {name: list(dense.group(rank, *axes)) for name, axes in along.items()}
+        assert groups == wanted | {"ep": list(expert.group(rank, "ep"))}
 
 
 def test_a_second_schedule_and_the_second_layout(browser, report):

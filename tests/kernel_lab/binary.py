@@ -44,7 +44,7 @@ def _nvidia(cubin: bytes, disassemble: bool) -> tuple[int, int, str]:
 
 
 def _beside(listing: str) -> int:
-    """How many exponentials stand between a matrix product's start and the wait for it."""
+    """How many exponentials stand between a GEMM's start and the wait for it."""
     found, waiting = 0, False
     for operation in re.findall(r"\bHGMMA|\bWARPGROUP\.DEPBAR|\bMUFU\.EX2", listing):
         if operation == "MUFU.EX2":
@@ -72,8 +72,8 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
 
     Returns:
         registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts
-        (BESIDE: exponentials taken while a matrix product is under way), and how many groups of asynchronous matrix
-        products the assembler closes beyond those that the program commits.
+        (BESIDE: exponentials taken while a GEMM is under way), and how many groups of asynchronous
+        GEMMs the assembler closes beyond those that the program commits.
     """
     asm = launch.compiled.asm
     if architecture.startswith("gfx"):

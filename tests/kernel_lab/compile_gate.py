@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m kernel_lab.compile_gate
 
 A case fails when a kernel does not compile, spills, takes more registers or shared memory than `budget.json` grants it,
-does not fit the target, lacks an instruction it promised, or waits for each matrix product before it starts the next:
+does not fit the target, lacks an instruction it promised, or waits for each GEMM before it starts the next:
 the assembler puts such waits in, with no more than a remark, where it cannot follow the accumulators. An entry of a
 configuration table that no case selects fails too. Each compilation runs in a forked child with a time limit, because
 the compiler can hang or crash.
@@ -101,7 +101,7 @@ def faults(name: str, target: str, report: dict, budget: dict) -> list[str]:
             if limits and launch[resource] > limits[resource]:
                 found.append(f"{who} takes {launch[resource]} {resource}, the budget is {limits[resource]}")
         if launch["serialised"]:
-            found.append(f"{who} waits for each of its matrix products (ptxas C7510, C7515): no two run side by side")
+            found.append(f"{who} waits for each of its GEMMs (ptxas C7510, C7515): no two run side by side")
     if limits is None:
         found.append("budget.json has no entry: review the figures, then run with --write-budget")
     for instruction in CASES[name].promises.get(target, ()):

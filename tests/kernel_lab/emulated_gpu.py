@@ -1,7 +1,7 @@
 """Run compiled kernels on tensors of the CPU: Triton's compiler makes PTX, and a machine in `emulator/` executes it.
 
 The interpreter runs a kernel's Python; here runs what the compiler made of it for one architecture, with that
-architecture's tiles: pipelined copies, bulk copies by descriptor, products of warp groups, barriers. Every access is
+architecture's tiles: pipelined copies, bulk copies by descriptor, GEMMs of warp groups, barriers. Every access is
 held against the tensors of the launch, and what is asynchronous completes early or late by chance. It needs g++.
 PTX is where it ends: the assembler, real memory and time are a GPU's.
 """

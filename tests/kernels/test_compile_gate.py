@@ -51,7 +51,7 @@ def report(**changes) -> dict:
         ({"registers": 101}, "101 registers, the budget is 100"),
         ({"shared": 300 * 1024}, "wants 307200 bytes"),
         ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
-        ({"serialised": 3}, "waits for each of its matrix products"),
+        ({"serialised": 3}, "waits for each of its GEMMs"),
     ],
 )
 def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
@@ -141,15 +141,15 @@ from kernel_lab.capture import capture
 from kernel_lab.gate_cases import CASES
 with capture("sm_90") as (launches, _):
     CASES["attention-128"].run()
-# two loops, with a mask and without; the forward makes one product before them
-for operation, kernel, products in (("forward", "_forward_kernel", 5), ("backward_keys", "_key_value_kernel", 8),
+# two loops, with a mask and without; the forward makes one GEMM before them
+for operation, kernel, gemms in (("forward", "_forward_kernel", 5), ("backward_keys", "_key_value_kernel", 8),
                                     ("backward_queries", "_query_kernel", 6)):
     entries = tuning.table("sm_90")[f"attention_{operation}"]
     config = next(entry["config"] for entry in entries if entry["up_to"]["head_dim"] == 128)
     (launch,) = [each for each in launches if each.name == kernel]
     made = re.findall(r"wgmma.mma_async.sync.aligned.m64n(\\d+)k16", launch.compiled.asm["ptx"])
     work = sum(64 * int(n) * 16 for n in made) * launch.num_warps // 4
-    print(work / (products * config["BLOCK_M"] * config["BLOCK_N"] * 128))
+    print(work / (gemms * config["BLOCK_M"] * config["BLOCK_N"] * 128))
 """
     run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.stdout.split() == ["1.0", "1.0", "1.0"], run.stdout + run.stderr

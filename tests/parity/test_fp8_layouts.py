@@ -1,8 +1,8 @@
-"""8-bit products give the same numbers on any layout: fp64 around them, so that no rounding decides, to 1e-10.
+"""FP8 GEMMs give the same numbers on any layout: fp64 around them, so that no rounding decides, to 1e-10.
 
 What is quantised is the same on every layout: groups of features and of tokens lie within what a rank holds. One thing
 is not: with experts spread over data parallelism an expert's weight gradient groups tokens that one process sees in two
-micro-batches; it differs by the quantisation of that one product.
+micro-batches; it differs by the quantisation of that one GEMM.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def check(config, world, rtol=1e-10):
 
 
 def test_it_quantises_at_all():
-    """One process in 8 bits is near one without, and not it."""
+    """One process in FP8 is near one without, and not it."""
     config = config_of("blockwise", moe=True)
     plain = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp64"))
     (eight, grads, _), (exact, exact_grads, _) = alone(config), alone(plain)
@@ -127,7 +127,7 @@ def test_parts_computed_again_make_their_8_bit_operands_again():
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_weights_that_come_and_go(gather):
-    """In 8 bits, or gathered in fp64 and quantised on arrival: the copies leave with the weights."""
+    """In FP8, or gathered in fp64 and quantised on arrival: the copies leave with the weights."""
     check(config_of("blockwise", precision={"fp8_gather": gather}, zero=3), 2)
 
 
@@ -145,7 +145,7 @@ def test_experts_over_data_parallelism():
     assert 1e-9 < worst < 1e-3, f"{where} is off by {worst:.2e} relative"
 
 
-def test_tokens_that_travel_in_8_bits_lose_nothing_that_their_products_would_keep():
+def test_tokens_that_travel_in_fp8_lose_nothing_that_their_gemms_would_keep():
     """Quantised on the way or on arrival: the same numbers."""
     config = config_of("blockwise", moe=True, dispatch=True, tp=2, ep=2, etp=1)
     truth = alone(config_of("blockwise", moe=True))
@@ -157,7 +157,7 @@ def test_tokens_that_travel_in_8_bits_lose_nothing_that_their_products_would_kee
 
 
 def test_tokens_travel_in_8_bits_node_by_node():
-    """Without 8-bit products, over two hops, which quantise twice: as one process, where nobody travels."""
+    """Without FP8 GEMMs, over two hops, which quantise twice: as one process, where nobody travels."""
     config = config_of("none", moe=True, dispatch=True, seq_len=8, ep=4, ep_inner=2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, gbs=4))
     check(config, 4)

@@ -172,7 +172,7 @@ def copy_gb_s() -> float:
 
 
 def gemm_tflop_s() -> float:
-    """Times a bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
+    """Returns times a bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9
 

@@ -116,14 +116,14 @@ def add_upcycle(command: OptionParser) -> None:
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 1."""
+    """Returns a whole number of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
 
 
 def _amount(text: str) -> float:
-    """A number above 0."""
+    """Returns a number above 0."""
     amount = float(text)
     if not 0 < amount < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no amount above 0")
@@ -131,5 +131,5 @@ def _amount(text: str) -> float:
 
 
 def _noise(text: str) -> float:
-    """A number that is not below 0."""
+    """Returns a number that is not below 0."""
     return 0.0 if float(text) == 0 else _amount(text)

@@ -42,7 +42,7 @@ def average(args: argparse.Namespace) -> int:
 
 
 def _folders(paths: list[Path], last: int | None) -> list[Path]:
-    """The checkpoints to average: the newest whole one of each path, or the last ones of a directory."""
+    """Returns the checkpoints to average: the newest whole one of each path, or the last ones of a directory."""
     if last is None:
         return [whole_checkpoint(path, "PATH") for path in paths]
     if len(paths) != 1:
@@ -54,7 +54,7 @@ def _folders(paths: list[Path], last: int | None) -> list[Path]:
 
 
 def _mean(name: str, sources: list[SavedWeights], factors: list[float]) -> LazyTensor:
-    """The mean of a tensor, in the parts of the first source."""
+    """Returns the mean of a tensor, in the parts of the first source."""
     saved = sources[0].tensors[name]
     dtype = torch.promote_types(saved.dtype, torch.float32)
     parts = {offset: item.extent for offset, item in saved.items.items()}

@@ -114,7 +114,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _tensors(path: Path, stack: ExitStack) -> dict[str, tuple[tuple[int, ...], Read]]:
-    """By key: shape, and what reads a rectangle of it."""
+    """Returns, by key, shape and what reads a rectangle of it."""
     if (path / "config.json").is_file():
         stored = stack.enter_context(SafetensorsFolder(path))
         lazy = hf_weights(read_model_config(path), stored, torch.float64)
@@ -144,7 +144,8 @@ def _reader_of(tensor: Any) -> Read:
 
 
 def _difference(shape: tuple[int, ...], one: Read, other: Read) -> float:
-    """Largest difference of two tensors, of the first one's largest value; infinite where only one is not finite."""
+    """Returns largest difference of two tensors, of the first one's largest value; infinite where only one is not
+    finite."""
     worst = largest = 0.0
     for offset, extent in _blocks(shape):
         a, b = one(offset, extent).double(), other(offset, extent).double()
@@ -155,7 +156,7 @@ def _difference(shape: tuple[int, ...], one: Read, other: Read) -> float:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of stretches of a tensor along its first dim."""
+    """Yields offset and shape of stretches of a tensor along its first dim."""
     if not shape:
         yield (), ()
         return

@@ -71,7 +71,8 @@ def from_megatron(args: argparse.Namespace) -> int:
 def _fitting(
     stored: MegatronTensors, table: list[Entry], model: ModelConfig, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
-    """The tensors of a table, each read when it is written; raises ValueError where some are missing or misshapen."""
+    """Returns the tensors of a table, each read when it is written; raises ValueError where some are missing or
+    misshapen."""
     stored.fit(model)
     check_names(stored, table, IGNORED)
     return lazy_weights(table, stored, dtype)

@@ -13,11 +13,11 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.train.state import Progress, run_record
 
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # FP8 without loss
 
 
 def widest_dtype(kinds: Iterable[str]) -> str:
-    """The dtype that holds tensors of these kinds, spelled as safetensors does, without loss."""
+    """Returns the dtype that holds tensors of these kinds, spelled as safetensors does, without loss."""
     return max((_STORED.get(kind, "fp32") for kind in kinds), key=["bf16", "fp32", "fp64"].index)
 
 

@@ -93,7 +93,7 @@ class Resharding:
         return self.final.with_suffix(".reshard")
 
     def parts_of(self, rank: int) -> dict[str, LazyTensor]:
-        """What a rank of the target writes, by key; each part is read when it is written.
+        """Returns what a rank of the target writes, by key; each part is read when it is written.
 
         Raises:
             ValueError: the checkpoint lacks a tensor, or holds one of another shape.
@@ -124,7 +124,7 @@ class Resharding:
         return rank, message
 
     def _is_sound(self, message: bytes) -> bool:
-        """Whether the file that a record describes is there and whole."""
+        """Returns whether the file that a record describes is there and whole."""
         items = _items(message)
         dtypes = {key: self.source.tensors[key].dtype for key, _ in items}
         path = self.temporary / (items[0][1].file if items else "")
@@ -180,7 +180,7 @@ def reshard(args: argparse.Namespace) -> int:
 
 
 def target_config(saved: Config, overrides: list[str]) -> Config:
-    """The configuration of a run with some keys of its layout replaced.
+    """Returns the configuration of a run with some keys of its layout replaced.
 
     Raises:
         ValueError: an override that cannot be read, or that is not of a layout.
@@ -195,7 +195,7 @@ def target_config(saved: Config, overrides: list[str]) -> Config:
 
 
 def smallest_world(config: Config) -> int:
-    """The fewest ranks on which both views of a layout are whole."""
+    """Returns the fewest ranks on which both views of a layout are whole."""
     p = config.parallel
     step = p.pp * p.tp * p.cp * p.dp_replicate
     experts = p.pp * p.ep * (p.tp if p.etp is None else p.etp)
@@ -203,7 +203,7 @@ def smallest_world(config: Config) -> int:
 
 
 def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) -> dict[str, ShardedTensor]:
-    """What one rank of a run writes to a checkpoint, without memory. No communication."""
+    """Returns what one rank of a run writes to a checkpoint, without memory. No communication."""
     kv_heads = config.model.num_kv_heads
     mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, pairs=layout.shared != "none")
     with without_memory():
@@ -214,7 +214,7 @@ def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) 
 
 
 def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Path) -> Resharding:
-    """The resharding that was interrupted, or a new one.
+    """Returns the resharding that was interrupted, or a new one.
 
     Raises:
         ValueError: the directory holds a checkpoint.
@@ -238,7 +238,7 @@ def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Pa
 
 
 def _items(message: bytes) -> list[tuple[str, SavedItem]]:
-    """The items of a rank's file with the keys of their tensors, from what `write` returns."""
+    """Returns the items of a rank's file with the keys of their tensors, from what `write` returns."""
     rows = json.loads(zlib.decompress(message))
     return [(whole[0], SavedItem(tuple(offset), tuple(extent), *place)) for whole, (offset, extent, *place) in rows]
 

@@ -18,7 +18,7 @@ class Entry:
         shape: shape on disk.
         transposed: on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in].
         expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
-        heads: on disk q, k and v of each of so many heads lie together (GPT-NeoX); None = all q, all k, all v, as ours.
+        heads: number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v.
         interleaved: a stack of experts in which gate and up rows alternate on disk (gpt-oss).
         wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
     """
@@ -60,5 +60,5 @@ class Entry:
         return values.transpose(-1, -2) if self.transposed else values
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of this tensor in a model whose weights have `dtype`."""
+        """Returns the dtype of this tensor in a model whose weights have `dtype`."""
         return torch.promote_types(dtype, torch.float32) if self.wide else dtype

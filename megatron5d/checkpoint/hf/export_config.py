@@ -68,7 +68,7 @@ _GPT2 = {
 
 
 def hf_family(config: ModelConfig) -> str:
-    """The family whose transformers code computes this architecture.
+    """Returns the family whose transformers code computes this architecture.
 
     Raises:
         ValueError: none does; says for each which fields stand in the way.
@@ -87,7 +87,7 @@ def hf_family(config: ModelConfig) -> str:
 
 
 def _obstacles(config: ModelConfig, family: str) -> list[str]:
-    """Why a family does not compute this architecture."""
+    """Returns why a family does not compute this architecture."""
     wanted = _GPT2 | {"num_kv_heads": config.num_heads}
     if family == "gpt_neox":
         wanted |= {
@@ -131,7 +131,7 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
 def hf_config_from_model(
     config: ModelConfig, dtype: str, tokens: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The content of config.json for a model of ours.
+    """Returns the content of config.json for a model of ours.
 
     Args:
         config: the architecture.
@@ -234,7 +234,7 @@ def _gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_settings(config: ModelConfig) -> dict[str, Any]:
-    """The rotary settings in both spellings."""
+    """Returns the rotary settings in both spellings."""
     theta, scaling = config.rope_theta, _rope_scaling(config.rope_scaling)
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}

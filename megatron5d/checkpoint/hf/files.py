@@ -48,7 +48,8 @@ def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
 
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
-    """The names that the index places in each file; None = all that the file holds, where there is one file alone."""
+    """Returns the names that the index places in each file; None = all that the file holds, where there is one file
+    alone."""
     index, single, shards = folder / INDEX, (folder / SINGLE).is_file(), dict[str, list[str] | None]()
     if index.is_file():
         try:
@@ -76,7 +77,7 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
 
 
 def wrong_kind(path: Path) -> str | None:
-    """What a file is instead of what its name says, in words; None where its beginning does not tell."""
+    """Returns what a file is instead of what its name says, in words; None where its beginning does not tell."""
     with path.open("rb") as file:
         head = file.read(64)
     if not head:
@@ -87,7 +88,7 @@ def wrong_kind(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a Hugging Face folder.
+    """Returns the object in a JSON file of a Hugging Face folder.
 
     Raises:
         ValueError: the file holds no JSON, or no object; says which usual wrong file it is.

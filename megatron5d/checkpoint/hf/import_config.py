@@ -31,7 +31,7 @@ from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's config.json with the family's defaults filled in.
+    """Returns the folder's config.json with the family's defaults filled in.
 
     Raises:
         ValueError: no config.json or a damaged one, a model_type that is not one of ours, values of another kind than
@@ -64,7 +64,7 @@ def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[s
 
 
 def _not_positive(config: dict[str, Any]) -> list[str]:
-    """Sizes that are no sizes, or that no folder of weights can have: tables of so many tensors would never end."""
+    """Returns sizes that are no sizes, or that no folder of weights can have: such tables would never end."""
     sizes = (
         "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "n_embd", "n_head", "n_layer",
     )  # fmt: skip
@@ -90,13 +90,14 @@ _MOST_TENSORS = 1_000_000
 
 
 def token_source(config: Config) -> Path | None:
-    """The file or folder that says what the tokens of a run mean; None where its configuration names none."""
+    """Returns the file or folder that says what the tokens of a run mean; None where its configuration names none."""
     named = config.data.tokenizer or config.model.from_hf or config.init.from_hf
     return None if named is None else Path(named)
 
 
 def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a Hugging Face folder says about the ids of special tokens: in config.json, and in generation_config.json.
+    """Returns what a Hugging Face folder says about the ids of special tokens: in config.json, and in
+    generation_config.json.
 
     Returns:
         The former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there; the whole latter.
@@ -109,14 +110,15 @@ def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def end_tokens(folder: str | Path) -> list[int]:
-    """Every token that ends a text by a folder's generation_config.json or config.json, which name one or several."""
+    """Returns every token that ends a text by a folder's generation_config.json or config.json, which name one or
+    several."""
     named = [settings.get("eos_token_id") for settings in reversed(token_ids(folder))]
     ids = [i for each in named for i in (each if isinstance(each, list) else [each])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
 def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
-    """The fields of ModelConfig that compute what the folder's model computes.
+    """Returns the fields of ModelConfig that compute what the folder's model computes.
 
     Args:
         folder: holds config.json.
@@ -143,7 +145,8 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
 
 
 def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
-    """What is not as in releases in 8 bits that checkpoint/hf/safetensors_folder.py reads; null is a folder without."""
+    """Returns what is not as in FP8 releases that checkpoint/hf/safetensors_folder.py reads; null is a folder
+    without."""
     given = config.get("quantization_config")
     if given is None:
         return []
@@ -162,12 +165,13 @@ def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """`model_config_from_hf` as the typed object; raises what it raises, and ValueError for a field of another type."""
+    """Returns `model_config_from_hf` as the typed object; raises what it raises, and ValueError for a field of
+    another type."""
     return from_dict({"model": model_config_from_hf(folder)}).model
 
 
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Llama, and what differs by options alone: biases, norms, latents, windows, experts."""
+    """Returns Llama, and what differs by options alone: biases, norms, latents, windows, experts."""
     hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
     theta, scaling = _rope(config, refused)
     if family == "phi3" and scaling.type != "none":
@@ -261,13 +265,13 @@ def _neox(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def _rotary_share(config: dict[str, Any]) -> float:
-    """The share of a head's features that are rotated, in either spelling."""
+    """Returns the share of a head's features that are rotated, in either spelling."""
     rope = config.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
 def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """The sliding window, and the layers that have it; None = all."""
+    """Returns the sliding window, and the layers that have it; None = all."""
     if "sliding_window" not in DEFAULTS[config["model_type"]]:
         return {"attention_window": None}
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
@@ -293,7 +297,7 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScaling]:
-    """Theta and scaling from either spelling; where a file has both they must agree."""
+    """Returns Theta and scaling from either spelling; where a file has both they must agree."""
     new, old = _flat(config.get("rope_parameters"), refused), _flat(config.get("rope_scaling"), refused)
     thetas = [rope.pop("rope_theta", None) for rope in (new, old)] + [config.get("rope_theta")]
     thetas = [theta for theta in thetas if theta is not None] or [config.get("default_theta", 10000.0)]
@@ -333,7 +337,7 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
 
 
 def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
-    """One dict of rope settings; transformers 5 may nest one per kind of layer, which must then be equal."""
+    """Returns one dict of rope settings; transformers 5 may nest one per kind of layer, which must then be equal."""
     if not isinstance(rope, dict | None):
         refused.append(f"rope settings {rope!r}: only an object of them is supported")
         return {}
@@ -353,7 +357,8 @@ def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any], max_positions: int, original: int, refused: list[str]) -> RopeScaling:
-    """YaRN (arXiv:2309.00071); mscale counts only together with mscale_all_dim, which also scales latent attention."""
+    """Returns YaRN (arXiv:2309.00071); mscale counts only together with mscale_all_dim, which also scales latent
+    attention."""
     factor = float(rope.get("factor") or max_positions / original)
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")

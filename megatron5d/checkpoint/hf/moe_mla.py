@@ -23,7 +23,7 @@ _DIMS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", 
 
 
 def mla_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """The fields of ModelConfig that describe the attention of a DeepSeek family.
+    """Returns the fields of ModelConfig that describe the attention of a DeepSeek family.
 
     Args:
         config: config.json with the family's defaults.
@@ -38,7 +38,7 @@ def mla_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def mla_settings(config: ModelConfig, family: str) -> dict[str, Any]:
-    """What config.json says about the attention; `wanted_attention` must hold."""
+    """Returns what config.json says about the attention; `wanted_attention` must hold."""
     settings = {dim: getattr(config, dim) for dim in _DIMS} | {"head_dim": config.qk_rope_head_dim}
     return settings | ({"rope_interleave": config.rope_interleaved} if family == "deepseek_v3" else {})
 
@@ -53,7 +53,7 @@ def wanted_attention(config: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
-    """The attention of a layer, without the norm before it."""
+    """Returns the attention of a layer, without the norm before it."""
     h, a, q_rank, r = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
     dn, dr, dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     parts: list[tuple[str, str, tuple[int, ...]]] = [("q.weight", "q_proj", (a * (dn + dr), h))]
@@ -89,7 +89,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """The fields of ModelConfig that describe experts and routers.
+    """Returns the fields of ModelConfig that describe experts and routers.
 
     Args:
         config: config.json with the family's defaults.
@@ -189,7 +189,7 @@ def _wanted_deepseek(config: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
-    """What config.json says about experts and routers; `wanted_routing` must hold."""
+    """Returns what config.json says about experts and routers; `wanted_routing` must hold."""
     inner = config.expert_hidden_size
     if family in ("mixtral", "gpt_oss"):
         return {
@@ -251,7 +251,7 @@ def gpt_oss_entries(config: ModelConfig, i: int) -> list[Entry]:
 
 
 def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -> list[Entry]:
-    """The router, the experts and the shared expert of a layer.
+    """Returns the router, the experts and the shared expert of a layer.
 
     Args:
         config: the architecture.

@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 
 
 def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[Entry]:
-    """The whole model's table, in the order in which transformers writes the tensors.
+    """Returns the whole model's table, in the order in which transformers writes the tensors.
 
     Args:
         config: the architecture.
@@ -61,7 +61,7 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
 
 
 def hf_copies(config: ModelConfig) -> list[Entry]:
-    """Further names of the embedding and the head in folders with DeepSeek-V3's multi-token prediction layers."""
+    """Returns further names of embedding and head in folders with DeepSeek-V3's multi-token prediction layers."""
     shape = (config.vocab_size, config.hidden_size)
     head = "embedding.weight" if config.tie_embeddings else "head.weight"
     return [
@@ -72,7 +72,7 @@ def hf_copies(config: ModelConfig) -> list[Entry]:
 
 
 def _prediction(config: ModelConfig, i: int) -> list[Entry]:
-    """What a multi-token prediction layer has beside a block."""
+    """Returns what a multi-token prediction layer has beside a block."""
     h, ours, theirs = config.hidden_size, f"layers.{i}.mtp", f"model.layers.{i}"
     return [
         *_vectors(f"{ours}.embedding_norm", f"{theirs}.enorm", h, bias=False),
@@ -88,7 +88,7 @@ def _vectors(name: str, hf_name: str, size: int, bias: bool) -> list[Entry]:
 
 
 def _stack(name: str, columns: int, bias: bool, parts: list[tuple[str, int]]) -> list[Entry]:
-    """Linear layers [out, in] that we keep as one, under each other in the order given as (HF name, rows)."""
+    """Returns linear layers [out, in] that we keep as one, under each other in the order given as (HF name, rows)."""
     entries, start = [], 0
     for hf_name, rows in parts:
         place = (start, start + rows)

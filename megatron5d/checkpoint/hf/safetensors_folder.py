@@ -26,8 +26,8 @@ from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.topology.shard_spec import ShardSpec
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-EIGHT_BITS = "F8_E4M3"
-SCALES = "_scale_inv"  # behind the name of a tensor in 8 bits: what its blocks are multiplied by
+FP8_DTYPE = "F8_E4M3"
+SCALES = "_scale_inv"  # behind the name of an FP8 tensor: what its blocks are multiplied by
 BLOCK = 128  # rows and columns of such a block
 _LISTED = 40  # how many names of one kind of fault a message lists
 
@@ -57,7 +57,7 @@ class SafetensorsFolder:
         self._open = ExitStack()
         self._handles: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        self.scales: dict[str, StoredTensor] = {}  # of the tensors in 8 bits, by their names
+        self.scales: dict[str, StoredTensor] = {}  # of the FP8 tensors, by their names
         self._stray: list[tuple[str, str]] = []  # tensors in files where the index does not place them
         for file, listed in weight_files(self.folder).items():
             handle = self._handle(file)
@@ -74,7 +74,7 @@ class SafetensorsFolder:
                 f"{self.folder / file} holds {name}, which {INDEX} does not name ({len(unlisted)} such tensors): files "
                 "of several saves are mixed; copy the folder again"
             )
-        for name in [name for name, tensor in self.tensors.items() if tensor.dtype == EIGHT_BITS]:
+        for name in [name for name, tensor in self.tensors.items() if tensor.dtype == FP8_DTYPE]:
             if name + SCALES in self.tensors:
                 self.scales[name] = self.tensors.pop(name + SCALES)
 
@@ -100,7 +100,7 @@ class SafetensorsFolder:
         """Reads the rectangle of `shape` at `offset` of one stored tensor.
 
         Returns:
-            In its stored dtype; of one in 8 bits with scales, the products in fp32.
+            In its stored dtype; an FP8 tensor with scales is dequantised to fp32.
         """
         stops = [start + extent for start, extent in zip(offset, shape)]
         values = self._slices(self.tensors[name].file, name, offset, stops)
@@ -172,7 +172,7 @@ def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]
         if name in stored.scales:
             shapes += _misshapen_scales(name, stored)
         elif tensor.dtype not in DTYPES:
-            readable = f"{', '.join(DTYPES)}, and {EIGHT_BITS} beside {name}{SCALES}"
+            readable = f"{', '.join(DTYPES)}, and {FP8_DTYPE} beside {name}{SCALES}"
             dtypes.append(f"{name}: {tensor.dtype}, readable are {readable}")
     troubles = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another dtype": dtypes}
     if any(troubles.values()):
@@ -180,7 +180,7 @@ def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]
 
 
 def _misshapen_scales(name: str, stored: Stored) -> list[str]:
-    """A line if there is not one scale for each block of a tensor in 8 bits."""
+    """Returns a line if there is not one scale for each block of an FP8 tensor."""
     found, shape = stored.scales[name].shape, stored.tensors[name].shape
     wanted = [-(-size // BLOCK) for size in shape]
     told = f"{name}{SCALES}: {list(found)} on disk, {wanted} by the {BLOCK}×{BLOCK} blocks of {list(shape)}"

@@ -26,7 +26,7 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a glo
 
 
 def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, folder: str | Path) -> list[str]:
-    """`load_hf_shards` into local parameters that lie here as they are.
+    """Returns `load_hf_shards` into local parameters that lie here as they are.
 
     Args:
         parameters: local tensors with a ShardSpec, the routers' biases among them.
@@ -80,7 +80,7 @@ def load_hf_shards(
 
 
 def _rows_here(held: Iterable[tuple[ShardSpec, ShardedTensor]], rows: int) -> dict[str, list[Rectangle]]:
-    """The rectangles of embedding and head that a rank holds, without rows from `rows` on."""
+    """Returns the rectangles of embedding and head that a rank holds, without rows from `rows` on."""
     here: defaultdict[str, list[Rectangle]] = defaultdict(list)
     for spec, tensor in held:
         if spec.name in (EMBEDDING, "head.weight"):
@@ -92,7 +92,7 @@ def _rows_here(held: Iterable[tuple[ShardSpec, ShardedTensor]], rows: int) -> di
 
 
 def _starting_point(config: ModelConfig, stored: SafetensorsFolder) -> ModelConfig:
-    """The architecture without what the folder lacks, and another could add to it."""
+    """Returns the architecture without what the folder lacks, and another could add to it."""
     theirs = read_model_config(stored.folder)
     ahead = len(prediction_layers(replace(config, num_mtp_layers=0), stored))
     tied = theirs.tie_embeddings and HEAD not in stored.tensors
@@ -109,7 +109,7 @@ def _is_bias(spec: ShardSpec) -> bool:
 
 
 def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """The whole model as a checkpoint takes it, each part read when it is written.
+    """Returns the whole model as a checkpoint takes it, each part read when it is written.
 
     Args:
         config: the folder's architecture.
@@ -126,7 +126,7 @@ def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtyp
 
 
 def lazy_weights(entries: Sequence[Entry], stored: Stored, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """The tensors of a table as a checkpoint takes them; arguments as in `hf_weights`."""
+    """Returns the tensors of a table as a checkpoint takes them; arguments as in `hf_weights`."""
     table: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         table[entry.name].append(entry)
@@ -177,7 +177,8 @@ def _table(
 
 
 def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
-    """A line for each part of a folder that the model has no use for: DeepSeek-V3's multi-token prediction layers."""
+    """Returns a line for each part of a folder that the model has no use for: DeepSeek-V3's multi-token prediction
+    layers."""
     counts = {
         i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in prediction_layers(config, stored)
     }
@@ -199,7 +200,7 @@ def _layer_names(i: int) -> str:
 
 
 def _same(copy: str, original: Entry, stored: SafetensorsFolder, held: list[Rectangle]) -> bool:
-    """Whether a tensor that the folder stores twice is the same both times; each rank looks at its own rows."""
+    """Returns whether a tensor that the folder stores twice is the same both times; each rank looks at its own rows."""
     same = original.hf_name in stored.tensors and stored.tensors[copy].shape == original.shape
     for rectangle in held if same else []:
         same = same and torch.equal(stored.read(copy, *rectangle), stored.read(original.hf_name, *rectangle))
@@ -207,7 +208,7 @@ def _same(copy: str, original: Entry, stored: SafetensorsFolder, held: list[Rect
 
 
 def config_differences(config: ModelConfig, folder: str | Path) -> list[str]:
-    """`field: ours, theirs` for every field in which the folder's config.json computes another function."""
+    """Returns `field: ours, theirs` for every field in which the folder's config.json computes another function."""
     theirs = read_model_config(folder)
     passive = {"name", "init_std"} | ({"max_positions"} if config.position == "rope" else set())
     return [

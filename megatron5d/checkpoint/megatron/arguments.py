@@ -43,7 +43,7 @@ _SAME_MOE: dict[str, tuple[str, Any]] = {
 
 
 def model_config_of(args: Namespace, rows: int, vocab_size: int | None = None) -> ModelConfig:
-    """The architecture that a checkpoint's arguments describe.
+    """Returns the architecture that a checkpoint's arguments describe.
 
     Args:
         args: saved by Megatron-LM.
@@ -129,7 +129,7 @@ def _moe_fields(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None) -> Namespace:
-    """The arguments with which Megatron-LM computes our architecture (`--use-checkpoint-args`).
+    """Returns the arguments with which Megatron-LM computes our architecture (`--use-checkpoint-args`).
 
     Args:
         model: the architecture.

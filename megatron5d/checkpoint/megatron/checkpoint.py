@@ -22,7 +22,7 @@ _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 
 
 def iteration_folder(folder: Path) -> Path:
-    """The folder of one iteration: itself, or the one that the tracker file in it names.
+    """Returns the folder of one iteration: itself, or the one that the tracker file in it names.
 
     Raises:
         ValueError: there is none; says what a Megatron checkpoint looks like.

@@ -29,7 +29,7 @@ _Shape = tuple[int, ...]
 
 
 def entries(config: ModelConfig) -> list[Entry]:
-    """One entry per tensor of the Megatron model; together they tile every parameter of ours exactly."""
+    """Returns one entry per tensor of the Megatron model; together they tile every parameter of ours exactly."""
     h = config.hidden_size
     table: list[tuple[str, str, _Shape]] = [("embedding.weight", EMBEDDING, (config.vocab_size, h))]
     if config.position == "learned":
@@ -48,7 +48,7 @@ def entries(config: ModelConfig) -> list[Entry]:
 
 
 def layer_name(i: int, name: str) -> str:
-    """A tensor of layer i with the fused name of its norm."""
+    """Returns a tensor of layer i with the fused name of its norm."""
     alone = next((alone for alone in FUSED if name.startswith(alone)), "")
     return f"decoder.layers.{i}.{FUSED.get(alone, '')}{name.removeprefix(alone)}"
 
@@ -59,7 +59,7 @@ def _norm(config: ModelConfig, ours: str, theirs: str) -> list[tuple[str, str, _
 
 
 def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
-    """Our name, Megatron's and the shape of every tensor of a layer; of experts for each."""
+    """Yields our name, Megatron's and the shape of every tensor of a layer; of experts for each."""
     h, d, n = config.hidden_size, config.head_dim, config.num_experts
     q, kv, gates = config.num_heads * d, config.num_kv_heads * d, 2 if config.activation == "swiglu" else 1
     linear: list[tuple[str, str, _Shape, bool]] = [
@@ -88,17 +88,17 @@ def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
 
 
 def to_our_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
-    """Rows of all queries, then keys, then values; Megatron has them by query group. Other tensors stay."""
+    """Returns rows of all queries, then keys, then values; Megatron has them by query group. Other tensors stay."""
     return values[_rows(config)] if _QKV.search(name) else values
 
 
 def to_their_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
-    """The inverse of `to_our_rows`."""
+    """Returns the inverse of `to_our_rows`."""
     return values[_rows(config).argsort()] if _QKV.search(name) else values
 
 
 def _rows(config: ModelConfig) -> Tensor:
-    """Of each row of our fused projection, its row in Megatron's."""
+    """Returns the row in Megatron's fused projection of each row of ours."""
     groups, d = config.num_kv_heads, config.head_dim
     queries = config.num_heads // groups * d
     rows = torch.arange(groups * (queries + 2 * d)).view(groups, queries + 2 * d)

@@ -54,14 +54,16 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, S
 
 
 def _place(key: tuple[str | None, ...], sizes: list[int]) -> tuple[int, int, int]:
-    """Tensor, pipeline and expert rank; a name leaves out the pipeline or the expert rank where there is only one."""
+    """Returns tensor, pipeline and expert rank; a name leaves out the pipeline or the expert rank where there is
+    only one."""
     rest = [int(part) for part in key[1:] if part is not None]
     pipeline = rest.pop(0) if sizes[1] > 1 and rest else 0
     return int(key[0] or 0), pipeline, rest.pop(0) if rest else 0
 
 
 def _stage_tensors(stages: list[dict[str, Any]], expert_rank: int, args: Namespace) -> dict[str, Source]:
-    """One tensor rank's shards, whose layers are counted through all stages and whose experts through all ranks."""
+    """Returns one tensor rank's shards, whose layers are counted through all stages and whose experts through all
+    ranks."""
     found: dict[str, Source] = {}
     chunks = (
         ["model"] if "model" in stages[0] else [f"model{v}" for v in range(len(stages[0])) if f"model{v}" in stages[0]]
@@ -78,7 +80,7 @@ def _stage_tensors(stages: list[dict[str, Any]], expert_rank: int, args: Namespa
 
 
 def _named(name: str, value: Tensor, first: int, expert_rank: int, args: Namespace) -> dict[str, Source]:
-    """A stored tensor under our spelling of its name; of Megatron's old grouped experts one for each."""
+    """Returns a stored tensor under our spelling of its name; of Megatron's old grouped experts one for each."""
     match = _LAYER.match(name)
     if not match:
         return {name: held(value)}
@@ -98,7 +100,7 @@ def _named(name: str, value: Tensor, first: int, expert_rank: int, args: Namespa
 
 
 def _joined(name: str, shards: list[Source], args: Namespace) -> Source:
-    """A whole tensor from what the tensor ranks hold; each holds gate rows, then up rows, of its own."""
+    """Returns a whole tensor from what the tensor ranks hold; each holds gate rows, then up rows, of its own."""
     if len(shards) > 1 and _ROWS.search(name):
         if "linear_fc1" in name and getattr(args, "swiglu", False):
             half = shards[0].shape[0] // 2

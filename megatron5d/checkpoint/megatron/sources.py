@@ -41,7 +41,7 @@ _ADMITTED: list[Any] = [Namespace] + [(_Record, name) for name in (
 
 
 def load_inert(path: Path) -> dict[str, Any]:
-    """The dict in a file of torch.save, its tensors mapped from the file.
+    """Returns the dict in a file of torch.save, its tensors mapped from the file.
 
     Raises:
         ValueError: it is damaged, or names a class that no checkpoint of Megatron-LM consists of.
@@ -68,17 +68,17 @@ class Source:
     read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (offset, shape) -> values
 
     def element(self, i: int) -> Source:
-        """Tensor i of a stack."""
+        """Returns tensor i of a stack."""
         return Source(self.shape[1:], self.dtype, lambda at, size: self.read((i, *at), (1, *size))[0])
 
     def rows(self, start: int, stop: int) -> Source:
-        """Some of the rows."""
+        """Reads some of the rows."""
         shape = (stop - start, *self.shape[1:])
         return Source(shape, self.dtype, lambda at, size: self.read((start + at[0], *at[1:]), size))
 
 
 def held(values: Tensor) -> Source:
-    """A tensor that lies in memory, or is mapped there from a file."""
+    """Returns a tensor that lies in memory, or is mapped there from a file."""
 
     def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         return values[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
@@ -99,7 +99,7 @@ def concatenated(parts: Sequence[Source], dim: int) -> Source:
 
 
 def saved_args(state: dict[str, Any], path: Path) -> Namespace:
-    """The arguments in a checkpoint's state; raises ValueError where it holds none."""
+    """Returns the arguments in a checkpoint's state; raises ValueError where it holds none."""
     args = state.get("args")
     if not isinstance(args, Namespace):
         raise ValueError(f"{path} holds no arguments (args): the architecture cannot be told")

@@ -128,7 +128,7 @@ def gbs_splits(c: Config, world: int) -> Faults:
 
 @check("train.gbs", "train.mbs", *MODEL_AXES)
 def gbs_holds_whole_micro_batches(c: Config, world: int) -> Faults:
-    """What can be said of the batch while the world does not fit, and dp is unknown."""
+    """Yields what can be said of the batch while the world does not fit, and dp is unknown."""
     if world % _model_size(c) and c.train.gbs % c.train.mbs:
         yield fault(
             f"train.gbs = {c.train.gbs} is not a multiple of train.mbs = {c.train.mbs}, whatever dp will be",
@@ -232,7 +232,7 @@ def layout_sums_to_layers(c: Config, world: int) -> Faults:
 
 
 @check("parallel.zero3_gather", "parallel.zero")
-def regather_needs_sharded_weights(c: Config, world: int) -> Faults:
+def zero3_gather_needs_sharded_weights(c: Config, world: int) -> Faults:
     if c.parallel.zero3_gather == "per_step" and c.parallel.zero < 3:
         yield fault(
             f"parallel.zero3_gather = per_step says how long gathered weights stay, and under parallel.zero = "

@@ -324,8 +324,8 @@ def llama3_scaling_bands(c: Config, world: int) -> Faults:
 @check("model.rope_scaling.beta_slow", "model.rope_scaling.beta_fast", "model.rope_scaling.type")
 def yarn_scaling_bands(c: Config, world: int) -> Faults:
     scaling = c.model.rope_scaling
-    if scaling.type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+    if scaling.type == "yarn" and scaling.beta_slow > scaling.beta_fast:
         yield fault(
-            f"model.rope_scaling.beta_slow = {scaling.beta_slow} is not below beta_fast = {scaling.beta_fast}",
+            f"model.rope_scaling.beta_slow = {scaling.beta_slow} is above beta_fast = {scaling.beta_fast}",
             f"model.rope_scaling.beta_fast={32 * scaling.beta_slow:g}",
         )

@@ -47,7 +47,7 @@ class Laps:
         return event
 
     def lap(self, what: str, passing: str = "") -> None:
-        """Since the last call it was this."""
+        """Attributes the time since the last call."""
         self._marks.append(((what, passing), self._now()))
 
     def seconds(self) -> dict[Mark, float]:
@@ -112,11 +112,10 @@ class Profiler:
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         config, train = run.config.log, run.config.train
+        assert config.profile is not None
         self._run, self._say = run, say
         self._steps_here = 0
         self._folder = None
-        if config.profile is None:
-            return
         left = (train.stop_after or train.steps) - run.progress.step
         if 0 < left <= config.profile_step:
             say(f"log.profile: too few steps are left ({left}) for log.profile_step = {config.profile_step}")
@@ -130,7 +129,7 @@ class Profiler:
         }
 
     def step(self) -> AbstractContextManager[None]:
-        """Around every step."""
+        """Profiles a step, where it is one to profile."""
         self._steps_here += 1
         if self._folder is None:
             return nullcontext()

@@ -69,20 +69,20 @@ class Reporter:
                 )
 
     def start_clock(self) -> None:
-        """A step begins."""
+        """Starts the clock of a step."""
         self.run.ledger.clear()
         self.run.ledger.timing = self._slow_ranks.active
         self._slow_ranks.start()
         self._since = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """A step is over: what follows (evaluation, saving) counts neither as its time nor as what it sent."""
+        """Stops the clock of a step: evaluation and saving count neither as its time nor as its traffic."""
         self.run.ledger.timing, self._waits = False, self.run.ledger.take_waits()
         self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
         self._slow_ranks.step(self._seconds, self._waits)
 
     def add(self, name: str, value: float) -> None:
-        """A figure that goes into the next record."""
+        """Adds a figure to the next record."""
         self._pending[name] = value
 
     def step(self, result: StepResult, lr: float) -> None:
@@ -155,7 +155,7 @@ class Reporter:
         return record
 
     def say(self, text: str) -> None:
-        """A line on the console of rank 0."""
+        """Prints a line on the console of rank 0."""
         if self.active:
             self._display.say(text)
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import Config
-from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_grid, expert_grid, place_of
+from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Sizes, dense_grid, expert_grid, place_of
 from megatron5d.train.build import Run
 
 DEFAULT = 1.2  # on GPUs; on CPUs ranks take turns on cores, and nothing is measured
@@ -56,11 +56,11 @@ class SlowRanks:
             threading.Thread(target=self._beat, daemon=True).start()
 
     def start(self) -> None:
-        """A step begins: garbage that was collected in an evaluation or while saving took no time of it."""
+        """Starts a step: garbage collected during an evaluation or a save took none of its time."""
         self._collected_s = self._frozen_s = 0.0
 
     def step(self, seconds: float, waits: Mapping[str, float]) -> None:
-        """One step is over.
+        """Ends a step.
 
         Args:
             seconds: that it took.
@@ -75,7 +75,8 @@ class SlowRanks:
         self._num_steps += 1
 
     def compare(self) -> tuple[dict[str, Any], list[str]]:
-        """What a record tells, and what is to be said, of the steps between the last two calls; on every rank the same.
+        """Returns what a record tells, and what is to be said, of the steps between the last two calls; on every
+        rank the same.
 
         Figures of the steps since the last call are on their way until the next one: who read them now would wait for
         the optimizer's work on the device, outside of all clocks.
@@ -95,7 +96,8 @@ class SlowRanks:
         return judged
 
     def judge(self, work: torch.Tensor, longest: torch.Tensor, step: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
-        """What a record tells of each rank's work, and what is to be said: who has become slow, who is not, who stood.
+        """Returns what a record tells of each rank's work, and what is to be said: who has become slow, who is not,
+        who stood.
 
         Args:
             work: fp64 `[world]`, on the host: seconds a step.
@@ -114,7 +116,7 @@ class SlowRanks:
         return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}, list(filter(None, told))
 
     def _stalled(self, longest: torch.Tensor, step: torch.Tensor) -> str:
-        """One long stop, whose mean over some steps and records is soon forgotten."""
+        """Returns one long stop, whose mean over some steps and records is soon forgotten."""
         ratios = self.ratios(longest)
         beyond = longest - longest / ratios  # what the peers took
         ranks = torch.where((ratios > self.threshold) & (beyond > STALL_S) & ~self._slow)[0].tolist()
@@ -126,7 +128,7 @@ class SlowRanks:
         return f"stalled: {'; '.join(each)}" if each else ""
 
     def ratios(self, work: torch.Tensor) -> torch.Tensor:
-        """fp64 `[world]`: each rank's work over the median of its peers', of whom the busiest is left out.
+        """Returns fp64 `[world]`: each rank's work over the median of its peers', of whom the busiest is left out.
 
         Of a rank in the upper half this is the median of the others; two ranks are compared with each other.
         """
@@ -145,7 +147,7 @@ class SlowRanks:
             return f"no longer slow: {named}"
         config = self._run.config
         why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if config.model.num_experts else ""
-        if config.parallel.tp_overlap == "fused":  # whose products wait inside, where no clock is read
+        if config.parallel.tp_overlap == "fused":  # whose GEMMs wait inside, where no clock is read
             why += "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
         return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
 
@@ -155,7 +157,7 @@ class SlowRanks:
         return f"{place_of(self._run.mesh.sizes, rank)} on {broadcast_text(rank, here, self._world, device)}"
 
     def _beat(self) -> None:
-        """The thread: adds up the time in which this process did not run at all."""
+        """Runs as a thread: adds up the time in which this process did not run at all."""
         last = time.monotonic()
         while not self._ended.wait(BEAT_S):
             now = time.monotonic()
@@ -164,7 +166,7 @@ class SlowRanks:
             last = now
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
-        """Python's garbage is collected on every rank now and then, and not at once."""
+        """Measures garbage collection, which ranks do at different times."""
         now = time.perf_counter()
         if phase == "start":
             self._collecting_since = now
@@ -178,11 +180,12 @@ class SlowRanks:
 
 
 def peers(sizes: Sizes, config: Config) -> list[tuple[int, ...]]:
-    """Ranks that have as much to do as each other, all of them: those with the same layers, and the same experts.
+    """Returns ranks that have as much to do as each other, all of them: those with the same layers, and the same
+    experts.
 
     Where nobody else holds the same experts, those with the same layers.
     """
     dense = dense_grid(sizes)
     if config.model.num_experts and sizes.edp * sizes.etp > 1:
-        return list(expert_grid(sizes, dense).lines(*EXPERT_LINES["edp"], "etp"))
-    return list(dense.lines(*DENSE_LINES["stage"]))
+        return list(expert_grid(sizes, dense).groups(*EXPERT_GROUPS["edp"], "etp"))
+    return list(dense.groups(*DENSE_GROUPS["stage"]))

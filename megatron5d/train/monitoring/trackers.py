@@ -98,7 +98,7 @@ class Wandb:
 
 
 def _tags(config: Config, facts: Mapping[str, Any]) -> list[str]:
-    """By which runs are told apart: precision, and each dimension that is cut."""
+    """Returns tags to filter runs by: precision, and each dimension that is cut."""
     cut = [f"{name}{facts[name]}" for name in ("dp", "tp", "cp", "pp", "ep") if facts.get(name, 1) > 1]
     return [config.precision.dtype, *cut]
 
@@ -150,4 +150,4 @@ class TensorBoard:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Its thread has ended already."""
+        """Does nothing: its thread has ended already."""

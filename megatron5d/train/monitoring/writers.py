@@ -26,7 +26,8 @@ LINE_EVERY_S = 10.0  # or somewhat more, where progress goes to a file
 
 
 def memory_gb(device: torch.device) -> float:
-    """Peak memory of this rank in 10⁹ bytes: allocated on the device, or resident where the device is the CPU."""
+    """Returns peak memory of this rank in 10⁹ bytes: allocated on the device, or resident where the device is the
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -61,7 +62,7 @@ class JsonLines:
 
     @staticmethod
     def _set_aside(path: Path) -> None:
-        """The log of another run, or of this one before it began anew, gets a name that nothing has."""
+        """Renames the log of another run, or of this one before it started anew, to an unused name."""
         aside, number = path.with_name(f"{path.name}.left"), 1
         while aside.exists():
             number += 1
@@ -79,7 +80,7 @@ class JsonLines:
 
     @staticmethod
     def _step_of(line: bytes) -> float:
-        """Infinite where the line is no record."""
+        """Returns infinite where the line is no record."""
         try:
             step = parse_json(line)["step"] if line.endswith(b"}\n") else math.inf
         except (ValueError, KeyError, TypeError):
@@ -91,7 +92,7 @@ class JsonLines:
         return cls._step_of(line) < math.inf
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line; JSON has no NaN and no infinity, which become null.
+        """Writes one line; NaN and infinity, which JSON lacks, become null.
 
         Raises:
             OSError: it cannot be written; the file ends with a whole line, and the next call writes this one too.
@@ -143,7 +144,7 @@ class JsonLines:
             self._flush()
 
     def abandon(self) -> None:
-        """Its file is closed already."""
+        """Does nothing: its file is closed already."""
 
 
 class Writer(Protocol):
@@ -158,11 +159,11 @@ class Writer(Protocol):
 
 @contextmanager
 def harmless(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Around what a run tells about itself: whatever fails there is said, and the training goes on."""
+    """Reports what fails in logging, and lets training continue."""
     try:
         yield
     except Exception as error:
-        say(f"WARNING: {what}: {type(error).__name__}: {error}; the training goes on")
+        say(f"WARNING: {what}: {type(error).__name__}: {error}; the training continues")
 
 
 class InBackground:
@@ -251,7 +252,7 @@ class Writers:
         again = isinstance(writer, JsonLines)
         what = "its records are kept and tried again at the next step" if again else "it gets no more records"
         if name not in self._failing:
-            self._say(f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training goes on, {what}")
+            self._say(f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training continues, {what}")
         self._failing.add(name)
         if not again:
             del self._writers[name]
@@ -291,7 +292,7 @@ class ProgressDisplay:
         self._unsaid: str | None = None  # the line of the last step, where there was none
 
     def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
-        """One more step is done."""
+        """Counts one more step."""
         self._done += 1
         told = f"loss {readable(loss, 4)}, grad norm {readable(grad_norm, 3)}, {tokens_per_s:,.0f} tokens/s"
         with suppress(OSError):
@@ -317,19 +318,19 @@ class ProgressDisplay:
             self._unsaid = None
 
     def say(self, text: str) -> None:
-        """A line above the bar; printed plainly where there is no bar, lost where stderr is gone or its disk full."""
+        """Prints a line above the bar, or plainly without a bar; drops it where stderr is gone or its disk full."""
         with suppress(OSError):
             self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """The last step is told too, also where a signal or train.stop_after made it the last."""
+        """Shows the last step, also where a signal or train.stop_after made it the last."""
         self._say_progress()
         with suppress(OSError):
             self._bar.close()
 
 
 def round_steps(steps: float) -> int:
-    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: every so many steps there is a line.
+    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: the steps between two lines.
 
     Steps of two runs can then be compared, which those of a clock cannot.
     """

@@ -122,7 +122,7 @@ struct BlockProduct {  // of Blackwell, under way; or, with a barrier, the wish 
   uint32_t out;
   uint64_t a, b;
   uint32_t shape;
-  bool accumulates, eight_bits, left_in_tensor_memory;
+  bool accumulates, fp8, left_in_tensor_memory;
   uint32_t barrier;
 };
 

@@ -56,16 +56,16 @@ int swizzle_of(uint64_t descriptor) {
     default: throw Fault("a swizzle that is not emulated");
   }
 }
-Element element_of(uint32_t format, bool eight_bits) {
-  if (format > 2 || (eight_bits && format > 1)) throw Fault("an element format that is not emulated");
-  return eight_bits ? (format ? E5M2 : E4M3) : format == 0 ? F16 : format == 1 ? BF16 : TF32;
+Element element_of(uint32_t format, bool fp8) {
+  if (format > 2 || (fp8 && format > 1)) throw Fault("an element format that is not emulated");
+  return fp8 ? (format ? E5M2 : E4M3) : format == 0 ? F16 : format == 1 ? BF16 : TF32;
 }
 uint32_t lane_of(int row, int m) { return m == 64 ? row / 16 * 32 + row % 16 : row; }
 
 void perform(Block& block, const BlockProduct& product) {
   uint32_t d = product.shape;
   int n = (d >> 17 & 63) * 8, m = (d >> 24 & 31) * 16;
-  Element left = element_of(d >> 7 & 7, product.eight_bits), right = element_of(d >> 10 & 7, product.eight_bits);
+  Element left = element_of(d >> 7 & 7, product.fp8), right = element_of(d >> 10 & 7, product.fp8);
   int k = 32 / bytes_of(left), per = 4 / bytes_of(left);
   if ((d >> 4 & 3) != 1 || (d & 15) || (m != 64 && m != 128)) throw Fault("a kind of product that is not emulated");
   float sign = (d >> 13 & 1) != (d >> 14 & 1) ? -1 : 1;

@@ -29,7 +29,7 @@ if not PLACE.startswith("sm_"):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Kernels for 8-bit floats are tested where there is a table for them."""
+    """Kernels for FP8 are tested where there is a table for them."""
     if PLACE and "fp8_matmul" not in tuning.table(tuning.architecture(torch.empty(0).device)):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("eight_bits")])
-        items[:] = [item for item in items if not item.get_closest_marker("eight_bits")]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("fp8")])
+        items[:] = [item for item in items if not item.get_closest_marker("fp8")]

@@ -74,7 +74,7 @@ def attention(heads=2, dim=64, sinks=None, **rule):
     return max(pairs, key=relative)
 
 
-def eight_bits():
+def fp8_gemm():
     a, b = quantize_rows(torch.randn(129, 512)), quantize_blocks(torch.randn(127, 512))[0]
     return product_of_8_bits(a, b, out_dtype=torch.float32), fp8_matmul.fp8_matmul_reference(a, b)
 
@@ -84,8 +84,8 @@ FAULTS = {
     "no barrier of the block": (norm, "", r"bar\.sync[ \t]+0;"),
     "copies not waited for": (attention, "sm_80", r"cp\.async\.wait_group[ \t]+\d+;"),
     "bulk copies not waited for": (experts, "sm_90", MBARRIER),
-    "products of a warp group not waited for": (experts, "sm_90", r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;"),
-    "products not waited for": (experts, "sm_100", MBARRIER),
+    "GEMMs of a warp group not waited for": (experts, "sm_90", r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;"),
+    "GEMMs not waited for": (experts, "sm_100", MBARRIER),
 }
 
 
@@ -133,10 +133,10 @@ def test_a_wait_that_is_missing_shows(fault, loaded_anew):
 
 if ARCHITECTURE == "sm_100":
 
-    def test_why_products_are_taken_out_before_the_next(loaded_anew, monkeypatch):
-        assert not goes_wrong(eight_bits)
+    def test_why_gemms_are_taken_out_before_the_next(loaded_anew, monkeypatch):
+        assert not goes_wrong(fp8_gemm)
         monkeypatch.setattr(fp8_matmul, "settles", lambda device: False)
-        assert goes_wrong(eight_bits)  # if it does not, Triton waits by itself, and SETTLE has done its duty
+        assert goes_wrong(fp8_gemm)  # if it does not, Triton waits by itself, and SETTLE has done its duty
 
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 5 + [3] * 115)[None]
@@ -156,8 +156,8 @@ def test_attention_over_several_tiles(rule):
     assert relative(attention(**RULES[rule])) < 5e-3
 
 
-@pytest.mark.parametrize("run", [experts, pytest.param(eight_bits, marks=pytest.mark.eight_bits)])
-def test_products_over_several_tiles(run):
+@pytest.mark.parametrize("run", [experts, pytest.param(fp8_gemm, marks=pytest.mark.fp8)])
+def test_gemms_over_several_tiles(run):
     assert relative(run()) < 5e-3
 
 

@@ -1,4 +1,4 @@
-"""8-bit quantisers against their definition, and products against the dequantised product in float64."""
+"""FP8 quantisers against their definition, and GEMMs against the dequantised GEMM in float64."""
 
 import math
 
@@ -23,11 +23,11 @@ from megatron5d.kernels.fp8.quantize import (
 )
 from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
 
-pytestmark = pytest.mark.eight_bits
+pytestmark = pytest.mark.fp8
 
 
 def by_definition(x, height, dtype, powers_of_two=False):
-    """Group by group: scale = amax / largest, perhaps up to 2^n; values = nearest 8-bit float of x · 1/scale."""
+    """Group by group: scale = amax / largest, perhaps up to 2^n; values = nearest FP8 value of x · 1/scale."""
     rows, columns = x.shape
     values, scales = torch.empty(rows, columns), torch.empty(-(-rows // height), -(-columns // 128))
     for i in range(scales.shape[0]):
@@ -74,7 +74,7 @@ BY_HAND = {
     "all equal": ([7.0] * 3, 2.0**-6, [448.0] * 3),
     "grid": ([448.0, 15.0, 1.0625, -1.1875, 17.0, 19.0], 1.0, [448.0, 15.0, 1.0, -1.25, 16.0, 20.0]),  # ties to even
     "below the smallest": ([448.0, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, -(2.0**-11)], 1.0, [448.0, 2**-9, 0, 2**-9, 0]),
-    "8-bit subnormals": ([448.0, 3 * 2.0**-9, 2.5 * 2.0**-9, 7 * 2.0**-9], 1.0, [448.0, 3 * 2**-9, 2**-8, 7 * 2**-9]),
+    "FP8 subnormals": ([448.0, 3 * 2.0**-9, 2.5 * 2.0**-9, 7 * 2.0**-9], 1.0, [448.0, 3 * 2**-9, 2**-8, 7 * 2**-9]),
     "float32 subnormals": ([2.0**-130, 2.0**-140], 2.0**-100 / 448, [0.0, 0.0]),  # 448·2^-30 is below the smallest
     "zeros": ([0.0, -0.0], 1.0, [0.0, 0.0]),
     "largest bfloat16": ([3.3895313892515355e38, 1.0], 3.3895313892515355e38 / 448, [448.0, 0.0]),
@@ -144,7 +144,7 @@ def test_transposed(counts, how):
 
 
 def test_powers_of_two_lose_nothing_when_transposed():
-    """Values within the 8-bit range of each other survive both groupings: what bfloat16 held in 4 bits stays."""
+    """Values within the FP8 range of each other survive both groupings: what bfloat16 held in 4 bits stays."""
     x = torch.randint(8, 16, (128, 128)).float() * 2.0 ** torch.randint(-3, 3, (128, 128))
     rows = quantize_rows(x, powers_of_two=True)
     assert torch.equal(rows.dequantize(), x)

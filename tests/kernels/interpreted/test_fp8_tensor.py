@@ -19,7 +19,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_reference,
 )
 
-pytestmark = pytest.mark.eight_bits
+pytestmark = pytest.mark.fp8
 
 
 def same(got, want):
@@ -64,7 +64,7 @@ SPECIAL = {
     "all equal": (7.0, 7.0),
     "subnormal": (2.0**-133, -(2.0**-130)),
     "subnormal and not": (1.0, 2.0**-130),
-    "8-bit subnormals": (448.0, 2.5 * 2.0**-9),
+    "FP8 subnormals": (448.0, 2.5 * 2.0**-9),
     "the largest bfloat16": (3.3895313892515355e38, 1.0),
     "NaN": (1.0, math.nan),
     "infinity": (0.0, math.inf),

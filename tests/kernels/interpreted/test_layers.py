@@ -76,7 +76,7 @@ def numbers(config, in_place, monkeypatch):
         ([], "none"),
         (["qkv"], "none"),
         (["attention", "mlp"], "none"),
-        pytest.param([], "blockwise", marks=pytest.mark.eight_bits),
+        pytest.param([], "blockwise", marks=pytest.mark.fp8),
     ],
 )
 def test_the_same_bits_in_place(parts, fp8, overwritten, monkeypatch):

@@ -20,7 +20,12 @@ GROUPS = [key for key in keys() if "." not in key]
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2_xl": 1_557_611_200,
+    "llama_7b": 6_738_415_616,
+    "llama_13b": 13_015_864_320,
+    "llama_33b": 32_528_943_616,
+    "llama_65b": 65_285_660_672,
     "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
     "llama3_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
@@ -35,11 +40,19 @@ PUBLISHED = {
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "deepseek_67b": 67_425_001_472,
+    "dots_llm1": 142_774_381_696,
+    "seed_oss_36b": 36_151_104_512,
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v2": 235_741_434_880,
     # fp8 and bf16 tensors, and the routers' biases; the prediction layer's embedding and head are the model's
     "deepseek_v3": 680_571_043_840 + 3_918_786_560 + 59 * 256 - 2 * 129280 * 7168,
 }
+# Billions, as rounded in the papers.
+ROUNDED = {
+    "palm_8b": 8.63, "palm_62b": 62.50, "palm_540b": 540.35, "gpt3_175b": 174.6, "mt_nlg_530b": 529.6, "gpt_1t": 1008.0,
+    "kimi_k2": 1026.4, "moonlight_16b": 15.96, "glm4_7_flash": 29.9, "hy_v3": 295.0,
+}  # fmt: skip
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "default")
 # ranks their headers promise
 EXPERIMENTS = {
@@ -66,6 +79,10 @@ EXPERIMENTS = {
     "deepseek_v2_lite": 32,
     "deepseek_v2": 512,
     "deepseek_v3": 2048,
+}
+EXPERIMENTS |= {  # as their headers name them, with the source
+    f"published/{file.stem}": int(re.search(r" on (\d+) (?:G|T)PUs \(.+\)\.\n", file.read_text()).group(1))
+    for file in (CONF / "experiment" / "published").glob("*.yaml")
 }
 
 
@@ -130,7 +147,8 @@ def parameters(model: ModelConfig, experts: int | None = None) -> int:
         biases = active * ((matrices - 1) * (model.moe_ffn_hidden_size or f) + h) * model.mlp_bias
         routers = E * (h + model.router_bias + model.router_linear_bias)
         moe = len(layers) * (matrices * h * sparse + biases + routers - mlp)
-    blocks = (model.num_layers + ahead) * (attention + mlp + branches * norm) + ahead * (2 * h * h + 3 * norm)
+    norms = norm if model.parallel_block == "one_norm" else branches * norm
+    blocks = (model.num_layers + ahead) * (attention + mlp + norms) + ahead * (2 * h * h + 3 * norm)
     return embeddings + positions + blocks + norm + moe
 
 
@@ -150,7 +168,9 @@ def test_model_has_the_parameters_its_file_promises(name):
 
 
 def test_all_published_models_are_there():
-    assert set(PUBLISHED) <= set(MODELS)
+    assert {*PUBLISHED, *ROUNDED} <= set(MODELS)
+    for name, billions in ROUNDED.items():
+        assert parameter_count(load_config([f"model={name}"]).model) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_details_that_parameter_counts_do_not_show():
@@ -173,20 +193,27 @@ def test_details_that_parameter_counts_do_not_show():
 
 
 def test_each_experiment_is_promised_a_world():
-    assert {file.stem for file in (CONF / "experiment").glob("*.yaml")} == set(EXPERIMENTS)
+    folder = CONF / "experiment"
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    assert names == set(EXPERIMENTS)
 
 
 def test_each_large_model_has_an_experiment_that_trains_it_sanely():
     """Without one, a model of 47 billion parameters is trained, and planned, in fp32 on 128 tokens."""
-    for file in (CONF / "model").glob("*.yaml"):
-        if file.stem == "default" or parameter_count(load_config([f"model={file.stem}"]).model) < 500_000_000:
+    for name in MODELS:
+        if parameter_count(load_config([f"model={name}"]).model) < 500_000_000:
             continue
-        config = load_config([f"experiment={file.stem}"])
+        own = next((each for each in (name, f"published/{name}") if each in EXPERIMENTS), None)
+        named = re.search(r"experiment=\S+ model=.*[^.\n]", (CONF / "model" / f"{name}.yaml").read_text())
+        assert (own is None) != (named is None), "an experiment of its own, or a header that says which to take"
+        words = [f"experiment={own}"] if own else [*named.group().split(), f"log.dir=runs/{name}"]
+        config = load_config(words)
         train, log = config.train, config.log
-        assert config.model == load_config([f"model={file.stem}"]).model
-        assert config.precision.dtype == "bf16" and train.gbs * train.seq_len >= 1 << 19 and train.seq_len >= 1024
+        assert config.model == load_config([f"model={name}"]).model
+        assert config.precision.dtype == "bf16" and train.seq_len >= 1024
+        assert train.gbs * train.seq_len >= 1 << 19 or own == "published/gpt3_175b", "a benchmark of one replica"
         assert config.model.num_experts == 0 or config.moe.balance != ["none"]
-        assert log.dir == f"runs/{file.stem}" and log.jsonl and config.checkpoint.dir and log.wandb.name is None
+        assert log.dir == f"runs/{own or name}" and log.jsonl and config.checkpoint.dir and log.wandb.name is None
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -206,7 +233,7 @@ def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatc
     given = [] if config.data.train else ["data.train=corpus"]
     loaded = load_config([f"experiment={name}", *given], world=EXPERIMENTS[name])
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
-    assert f"{EXPERIMENTS[name]} ranks" in text or f"{EXPERIMENTS[name]} GPUs" in text
+    assert any(f"{EXPERIMENTS[name]} {devices}" in text for devices in ("ranks", "GPUs", "TPUs"))
     assert loaded.model.name in (name, load_config([f"experiment={name}"]).model.name)
 
 

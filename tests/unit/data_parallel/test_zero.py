@@ -111,7 +111,7 @@ def test_elements_per_step_are_what_the_formula_says():
 @pytest.mark.alone
 @pytest.mark.parametrize("fp8", ["none", "blockwise"])
 def test_a_wait_for_a_late_rank_is_exposed(fp8):
-    """In 8 bits the first wait of a step is not for weights, but for the largest magnitudes of their blocks."""
+    """In FP8 the first wait of a step is not for weights, but for the largest magnitudes of their blocks."""
 
     def on_rank(rank, world):
         whole_blocks = {"hidden_size": 256, "ffn_hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}

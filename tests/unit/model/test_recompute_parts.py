@@ -115,7 +115,7 @@ def test_what_a_part_made_is_not_kept():
 @pytest.mark.parametrize("beside", [(), ("norm", "experts")])
 @pytest.mark.parametrize(("recipe", "dispatch"), [("none", False), ("blockwise", False), ("blockwise", True)])
 def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside, monkeypatch):
-    """Of a layer r = 2t rows of h = 32: 8 bytes each, in 8 bits one and a scale a row; for the same gradients."""
+    """Of a layer r = 2t rows of h = 32: 8 bytes each, in FP8 one and a scale a row; for the same gradients."""
     counts: Counter[str] = Counter()
     again = DirectDispatch.redispatch
 
@@ -125,7 +125,7 @@ def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside,
 
     monkeypatch.setattr(DirectDispatch, "redispatch", counted)
     plain, config = (
-        dataclasses.replace(eight_bits(True, recipe, parts), moe=MoeConfig(fp8_dispatch=dispatch))
+        dataclasses.replace(fp8_model(True, recipe, parts), moe=MoeConfig(fp8_dispatch=dispatch))
         for parts in (beside, (*beside, "permute"))
     )
     kept, grads = held_on(plain, [])
@@ -142,8 +142,8 @@ def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside,
     assert counts["again"] == 2 * LAYERS, "never in W"
 
 
-def eight_bits(moe: bool, recipe: str, parts=()):
-    """Sizes that 8-bit products admit, in fp64 around them."""
+def fp8_model(moe: bool, recipe: str, parts=()):
+    """Sizes that FP8 GEMMs admit, in fp64 around them."""
     config = configured(moe, parts)
     sizes = {"moe_ffn_hidden_size": 32, "shared_ffn_hidden_size": 16} if moe else {}
     return dataclasses.replace(
@@ -164,7 +164,7 @@ def test_operands_in_8_bits_go_with_the_part_they_were_made_of(moe, recipe, monk
         ("norm",): 2 * t * (32 + 4),  # of attention, and of the up-projection (of the shared expert: routed rows stay)
     }
     for parts, num_bytes in behind.items():
-        config = eight_bits(moe, recipe, parts)
+        config = fp8_model(moe, recipe, parts)
         held, grads = held_on(config, [])
         with monkeypatch.context() as patch:
             for room in (linear, experts):

@@ -17,6 +17,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim import muon
 from megatron5d.optim.muon import orthogonalize
 from megatron5d.optim.optimizer import build_optimizer
+from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.parity.run import short_run
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
@@ -60,9 +61,9 @@ def test_layers_matrices_are_muons_and_the_rest_is_not():
             for spec in specs:
                 matrix = len(spec.shape) > 1 and not spec.name.endswith(".bias")
                 inside = spec.name.startswith("layers.") and matrix and ".router." not in spec.name
-                assert muon.takes_muon(spec, config.optim) == inside, spec.name
+                assert takes_muon(spec, config.optim) == inside, spec.name
                 assert not spec.stack or sum(spec.stack) == spec.shape[-2]
-                assert not muon.takes_muon(spec, OptimConfig())
+                assert not takes_muon(spec, OptimConfig())
 
 
 def one_bucket(dtype=torch.float32, shape=(64, 128)) -> Bucket:
@@ -95,12 +96,12 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
     buckets = [
         b
         for b in build_sync(config, mesh, GPT(config, mesh)).buckets
-        if muon.takes_muon(spec_of(b.parameters[0]), config.optim)
+        if takes_muon(spec_of(b.parameters[0]), config.optim)
     ]
     orders = [
         [
             (each.shard.name, each.cut.name, [matrix.spec.name for matrix in each.matrices])
-            for each in muon.Muon(some, config.optim, mesh)._assemblies
+            for each in muon.Muon(some, config.optim, mesh)._gathers
         ]
         for some in (buckets, buckets[::-1])
     ]

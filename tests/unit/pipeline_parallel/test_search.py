@@ -106,7 +106,7 @@ def test_ends_that_differ_at_sixteen_ranks(num_layers, text, placement, copies):
 
 @pytest.mark.parametrize(("num_layers", "text", "dualpipe"), [(128, EXPERTS, 34.0), (62, DEAR, 74.5)])
 def test_ends_that_differ_with_two_copies_and_experts(num_layers, text, dualpipe):
-    """Against a dualpipe with a split fitted to it (docs/pipeline.md), beyond the least work of the busiest rank."""
+    """Compares with a dualpipe whose split was fitted (docs/notes/pipeline.md), beyond the busiest rank's work."""
     deals = [with_ends(num_layers, parse_costs(text), balance) for balance in BALANCES]
     options = {"copies": 2, "seconds": None, "evaluations": 2000, "placements": ["mirrored"]}
     result = search_program(16, 64, deals, memory=20.0, **options)

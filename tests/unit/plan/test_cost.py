@@ -16,7 +16,7 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import cluster_called, cluster_of
-from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
+from megatron5d.planning.dp_traffic import Sharding, offload_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
 from megatron5d.planning.predict import Estimator, prediction_of
 from megatron5d.planning.step_time import Prices
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_ledger(name):
 
 
 @pytest.mark.parametrize("name", ["tp-cp-zero1", "tp-mbs", "moe-etp", "mla"])
-def test_products_are_those_of_the_models_formula(name):
+def test_gemms_are_those_of_the_models_formula(name):
     """Over the ranks that share them: forward once, backward twice, and attention's scores made again."""
     config = layout(**LAYOUTS[name][1])
     model, seq_len = config.model, config.train.seq_len
@@ -210,7 +210,7 @@ def test_what_an_update_moves_is_counted_by_hand():
     sharding = Sharding(config, planned_mesh(sizes_of(config, 4)))
     unit = Unit({}, Elements(200), matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
     assert [[each.elements for each in one.matrices] for one in rounds([unit], sharding)] == [[50, 40, 30, 20], [10]]
-    assert carried_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
+    assert offload_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
     copies = Unit({}, copied={"tp": 100})  # each rank sums the slices that it owns
     assert {key: each for key, each in sharding.reduced([copies]).items() if each} == {("tp", "all_reduce"): 50 * 4}
 
@@ -238,19 +238,19 @@ def test_a_longer_backward_hides_more_of_the_reduction():
 ])  # fmt: skip
 def test_the_slowest_link_of_a_line_counts(op, size, near, rate):
     """A ring leaves a node over an adapter for each rank there, a shift over one; an all-to-all sends 8 of 15 out."""
-    line = H100.line([rank if rank < near else 8 * rank for rank in range(size)] if near < size else range(size))
-    assert (line.size, line.near) == (size, near)
-    small, large = (H100.seconds(line, op, 1, num_bytes) for num_bytes in (0, 10**9))
+    group = H100.group([rank if rank < near else 8 * rank for rank in range(size)] if near < size else range(size))
+    assert (group.size, group.near) == (size, near)
+    small, large = (H100.seconds(group, op, 1, num_bytes) for num_bytes in (0, 10**9))
     assert large - small == pytest.approx(1e9 / rate / H100.efficiency.links) and small > 0
 
 
 def test_hops_inside_a_node_have_its_own_latency():
     """Of sixteen ranks, eight in a node: three hops inside, one between nodes, and a kernel."""
-    taken = H100.seconds(H100.line(range(16)), "all_reduce", 1, 0)
+    taken = H100.seconds(H100.group(range(16)), "all_reduce", 1, 0)
     assert taken == pytest.approx(3 * H100.link_s + H100.network_s + H100.efficiency.kernel_s)
 
 
 def test_links_inside_a_node_may_be_slower_than_all_of_its_adapters():
     pcie = cluster_called("h100_pcie")
-    small, large = (pcie.seconds(pcie.line(range(16)), "all_gather", 1, num_bytes) for num_bytes in (0, 10**9))
+    small, large = (pcie.seconds(pcie.group(range(16)), "all_gather", 1, num_bytes) for num_bytes in (0, 10**9))
     assert large - small == pytest.approx(1e9 / 64e9 / pcie.efficiency.links)

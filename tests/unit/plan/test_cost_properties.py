@@ -41,7 +41,7 @@ def model() -> Config:
     )
 
 
-def lawful(config: Config) -> bool:
+def valid(config: Config) -> bool:
     if run_checks(config, WORLD, files=False):
         return False
     try:
@@ -53,11 +53,11 @@ def lawful(config: Config) -> bool:
 
 @pytest.fixture(scope="module")
 def layouts() -> list[Config]:
-    """Any lawful ones, the same in every run."""
+    """Any valid ones, the same in every run."""
     draw, found = random.Random(1), list[Config]()
     while len(found) < COUNT:
         config = changed(model(), {key: draw.choice(values) for key, values in DRAWN.items()})
-        found += [config] if lawful(config) else []
+        found += [config] if valid(config) else []
     return found
 
 
@@ -95,8 +95,8 @@ def test_reducing_each_micro_batch_sends_more_and_is_no_faster(price):
         assert each.sent[0]["dp_shard_cp"] > once.sent[0]["dp_shard_cp"]
 
 
-def test_products_in_eight_bits_make_wide_layers_faster(price):
-    """What quantising costs in memory traffic is less than what the products gain."""
+def test_fp8_gemms_make_wide_layers_faster(price):
+    """What quantising costs in memory traffic is less than what the GEMMs gain."""
     fields = {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_experts": 0}
     wide = dataclasses.replace(model(), model=dataclasses.replace(model().model, **fields))
     sixteen, *eight = (

@@ -69,9 +69,9 @@ class Counted:
 
     pp_rank: int
     elsewhere: int  # sum of its places on the other axes
-    kinds: tuple[int, int, int]  # weights and their 8-bit copies, gradients, optimiser
+    kinds: tuple[int, int, int]  # weights and their FP8 copies, gradients, optimiser
     resident: int
-    boxes: int  # that other ranks write into
+    symmetric: int  # that other ranks write into
     inputs: int  # of a step
     peak: int  # of a step, above what stays
     activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
@@ -165,7 +165,7 @@ def _copies(model) -> int:
 
 
 def _activations(config, model, batch) -> Counter[str]:
-    """The first pass makes the weights' 8-bit copies, which are none of them: the second is counted."""
+    """The first pass makes the weights' FP8 copies, which are none of them: the second is counted."""
     for _ in range(1 if config.precision.fp8 == "none" else 2):
         kept = _pass(config, model, batch)
     return kept
@@ -196,7 +196,7 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
         # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter;
         # and torch 2.11 keeps the byte of a barrier
         assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 1)
-        assert mine.boxes == real.boxes
+        assert mine.symmetric == real.symmetric
         assert mine.inputs == real.inputs
         assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.001)
         assert mine.host == pytest.approx(real.host, rel=0.02)
@@ -264,7 +264,7 @@ LAYOUTS = {
     "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
     "blockwise-zero1": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 1, "gbs": 4}),
     "blockwise-moe": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "ep": 2}),
-    # 8-bit copies of weights that are kept for a step, that are not gathered at all, or only some, and of 16-bit ones
+    # FP8 copies of weights that are kept for a step, that are not gathered at all, or only some, and of 16-bit ones
     "zero3-fp8-step": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "gbs": 4, "zero3_gather": "per_step"}),
     "zero3-fp8-replicas": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "dp_replicate": 2}),
     "zero3-fp8-experts": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "zero": 3, "ep": 2, "zero3_gather": "per_step"}),

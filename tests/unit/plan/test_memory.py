@@ -233,7 +233,7 @@ def test_one_scale_for_a_tensor_writes_nothing_wide_on_a_gpu():
         return watch.peak_bytes
 
     elements = 128 * 256
-    assert peak_bytes() >= 5 * elements, "the plain path holds it in float32 and in 8 bits"
+    assert peak_bytes() >= 5 * elements, "the plain path holds it in float32 and in FP8"
     with planned("sm_90"):
         assert peak_bytes() < 2.01 * elements, "values and their transpose, and a maximum of each tile"
 

@@ -11,7 +11,7 @@ does (Megatron's persistent one: 20,480 and 25,600), and the first two papers' a
 has its scores in memory, with dropout.
 
 Five shares and a kernel's time were fitted on the models whose CRC-32 is even (`fitted`), as was the choice that a
-product's FLOPs and bytes add up; the others only say how good that is.
+GEMM's FLOPs and bytes add up; the others only say how good that is.
 """
 
 import csv

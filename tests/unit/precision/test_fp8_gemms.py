@@ -1,4 +1,4 @@
-"""The 8-bit products of linear layers and experts against quantisation and sums written out by hand."""
+"""The FP8 GEMMs of linear layers and experts against quantisation and sums written out by hand."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
 
 
-def eight_bits(block, largest, dtype, powers_of_two):
+def quantised(block, largest, dtype, powers_of_two):
     amax = block.float().abs().max()
     scale = amax / largest if amax > 0 else torch.tensor(1.0)
     if powers_of_two and amax > 0:
@@ -32,15 +32,15 @@ def grid(x, rows, columns, powers_of_two):
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             block = x[i : i + rows, j : j + columns]
-            y[i : i + rows, j : j + columns] = eight_bits(block, 448.0, torch.float8_e4m3fn, powers_of_two)
+            y[i : i + rows, j : j + columns] = quantised(block, 448.0, torch.float8_e4m3fn, powers_of_two)
     return y
 
 
 def by_hand(recipe, powers_of_two, x, weight, dy):
     """y, dx, dW in float32 of x [t, in], W [out, in], dy [t, out]."""
     if recipe == "tensorwise":
-        x, weight = (eight_bits(each, 448.0, torch.float8_e4m3fn, powers_of_two) for each in (x, weight))
-        dy = eight_bits(dy, 57344.0, torch.float8_e5m2, powers_of_two)
+        x, weight = (quantised(each, 448.0, torch.float8_e4m3fn, powers_of_two) for each in (x, weight))
+        dy = quantised(dy, 57344.0, torch.float8_e5m2, powers_of_two)
         return x @ weight.t(), dy @ weight, dy.t() @ x
     x, dy, weight = (grid(each, rows, 128, powers_of_two) for each, rows in ((x, 1), (dy, 1), (weight, 128)))
     transposed_dy, transposed_x = (grid(each.t(), 1, 128, powers_of_two) for each in (dy, x))
@@ -86,7 +86,7 @@ def test_a_linear_layer_is_the_emulation(recipe, powers_of_two, split, kind):
     assert torch.equal(y.detach().flatten(0, 1), want[0].bfloat16())
     assert torch.equal(x.grad.flatten(0, 1), want[1].bfloat16())
     torch.testing.assert_close(layer.weight.main_grad, before + want[2], rtol=1e-5, atol=1e-3)
-    assert sum(t.numel() * t.element_size() for t in kept) <= 50 * 3 * (208 + 8)  # 8 bits and their scales
+    assert sum(t.numel() * t.element_size() for t in kept) <= 50 * 3 * (208 + 8)  # FP8 values and their scales
 
 
 @pytest.mark.parametrize(("recipe", "powers_of_two"), RECIPES)
@@ -129,7 +129,7 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(("recipe", "powers_of_two"), RECIPES)
 def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
-    """A micro-batch may leave a rank's experts without a row: the step goes on, and their gradients are zero."""
+    """A micro-batch may leave a rank's experts without a row: the step continues, and their gradients are zero."""
     config = ModelConfig(num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation=activation)
     experts = Experts(config, "experts", Axis("ep"), Axis("etp"), dtype=torch.float32, device="cpu")
     for parameter in experts.parameters():

@@ -1,4 +1,4 @@
-"""The memory that is predicted for 8-bit training: copies of weights stay, activations are smaller."""
+"""The memory that is predicted for FP8 training: copies of weights stay, activations are smaller."""
 
 import dataclasses
 
@@ -24,11 +24,11 @@ def test_copies_stay_and_activations_shrink(recipe, architecture):
         known[fp8] = forecaster.rank(0), forecaster.activations(0)
     (plain, wide), (eight, narrow) = known["none"], known[recipe]
     model = GPT(run, build_mesh(resolve(1), 0, num_kv_heads=run.model.num_kv_heads), "meta")
-    eight_bits = list(filter(is_quantized, model.parameters()))
-    copies = sum(part.nbytes for parameter in eight_bits for part in quantized_copies(parameter).parts)
-    matrices = sum(parameter.numel() for parameter in eight_bits)
+    fp8 = list(filter(is_quantized, model.parameters()))
+    copies = sum(part.nbytes for parameter in fp8 for part in quantized_copies(parameter).parts)
+    matrices = sum(parameter.numel() for parameter in fp8)
     assert 2 * matrices < copies < 2.2 * matrices
-    assert eight.weights - plain.weights == pytest.approx(copies, abs=4 * 512 * len(eight_bits))
+    assert eight.weights - plain.weights == pytest.approx(copies, abs=4 * 512 * len(fp8))
     assert (eight.gradients, eight.optimizer) == (plain.gradients, plain.optimizer)
     assert sum(narrow.values()) < sum(wide.values())
     assert narrow["MoEExperts"] < wide["MoEExperts"]

@@ -68,7 +68,7 @@ def test_views_and_detached_copies_share_the_memory():
     assert kept >= 4 * 256 + 4 * 2 * 4, "the inner tensors are counted"
 
 
-def test_products_of_one_input_agree_or_take_it_wide():
+def test_gemms_of_one_input_agree_or_take_it_wide():
     gemms, weights = fp8.BlockwiseGemms(True), [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
     for weight in weights[:2]:
         weight.gemms = gemms

@@ -8,7 +8,8 @@ from torch import nn
 from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.fp8_recipes import BlockwiseGemms, TensorwiseGemms
 from megatron5d.precision.gemm import PLAIN
-from megatron5d.tensor_parallel.overlap import Chunked, Fused, Gemm, Overlap
+from megatron5d.tensor_parallel.fused_overlap import Fused
+from megatron5d.tensor_parallel.overlap import Chunked, Gemm, Overlap
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -51,7 +52,7 @@ def test_every_mode_gives_what_the_whole_gives(recipe):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_fused_products_name_the_rank_that_stopped():
+def test_fused_gemms_name_the_rank_that_stopped():
     def until_one_stops(rank, world):
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         fused, gemm, x = (

@@ -1,4 +1,4 @@
-"""8-bit training stays as near to bf16 as promised; the whole 500 steps with MEGATRON5D_FULL=1."""
+"""FP8 training stays as near to bf16 as promised; the whole 500 steps with MEGATRON5D_FULL=1."""
 
 import os
 

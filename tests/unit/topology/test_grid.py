@@ -4,30 +4,30 @@ import itertools
 
 import pytest
 
-from megatron5d.topology.grid import DENSE_AXES, DENSE_LINES, EXPERT_LINES, Grid, dense_grid, expert_grid, resolve
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.grid import DENSE_AXES, DENSE_GROUPS, EXPERT_GROUPS, Grid, dense_grid, expert_grid, resolve
+from megatron5d.topology.mesh import groups_of
 
 
 def test_dense_lines_by_hand():
     """8 ranks, pp 2 · dp 2 · tp 2, tp fastest."""
     grid = dense_grid(resolve(8, tp=2, pp=2))
-    assert grid.line(5, "tp") == (4, 5)
-    assert grid.line(5, "dp_shard") == (5, 7)
-    assert grid.line(5, "pp") == (1, 5)
-    assert grid.line(5, "dp_replicate", "dp_shard", "cp") == (5, 7)
+    assert grid.group(5, "tp") == (4, 5)
+    assert grid.group(5, "dp_shard") == (5, 7)
+    assert grid.group(5, "pp") == (1, 5)
+    assert grid.group(5, "dp_replicate", "dp_shard", "cp") == (5, 7)
 
 
 def test_hsdp_splits_dp_with_the_shard_fastest():
     grid = dense_grid(resolve(8, dp_replicate=2))
-    assert grid.line(5, "dp_shard") == (4, 5, 6, 7)
-    assert grid.line(5, "dp_replicate") == (1, 5)
+    assert grid.group(5, "dp_shard") == (4, 5, 6, 7)
+    assert grid.group(5, "dp_replicate") == (1, 5)
 
 
 def test_experts_fold_over_dp_and_tp():
     """One stage of 8 ranks, dp 4 · tp 2, folded to edp 1 · ep 8 · etp 1."""
     sizes = resolve(8, tp=2, ep=8, etp=1)
     assert sizes.edp == 1
-    assert expert_grid(sizes, dense_grid(sizes)).line(3, "ep") == tuple(range(8))
+    assert expert_grid(sizes, dense_grid(sizes)).group(3, "ep") == tuple(range(8))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(DENSE_AXES)))
@@ -35,32 +35,32 @@ def test_every_line_is_a_partition_of_16384_ranks_in_any_order(order):
     sizes = resolve(16384, tp=8, cp=2, pp=16, ep=64, etp=1, dp_replicate=4, order=order)
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
-    for grid, lines in ((dense, DENSE_LINES), (expert, EXPERT_LINES)):
-        for name, along in lines.items():
-            found = list(grid.lines(*along))
+    for grid, groups in ((dense, DENSE_GROUPS), (expert, EXPERT_GROUPS)):
+        for name, along in groups.items():
+            found = list(grid.groups(*along))
             assert sorted(itertools.chain.from_iterable(found)) == list(range(16384)), name
             assert len(set(map(len, found))) == 1, name
     for rank in range(0, 16384, 1021):
-        stage = {dense.coordinate(r, "pp") for name in EXPERT_LINES for r in expert.line(rank, *EXPERT_LINES[name])}
+        stage = {dense.coordinate(r, "pp") for name in EXPERT_GROUPS for r in expert.group(rank, *EXPERT_GROUPS[name])}
         assert stage == {dense.coordinate(rank, "pp")}, "experts never leave their pipeline stage"
 
 
 def test_a_rank_is_on_its_own_lines_and_its_neighbours_agree():
     sizes = resolve(64, tp=4, cp=2, pp=2, ep=4, dp_replicate=2)
-    lines = [lines_of(sizes, rank, num_kv_heads=2) for rank in range(64)]
+    groups = [groups_of(sizes, rank, num_kv_heads=2) for rank in range(64)]
     for rank in range(64):
-        for name, ranks in lines[rank].items():
+        for name, ranks in groups[rank].items():
             assert rank in ranks
-            assert all(lines[other][name] == ranks for other in ranks), name
+            assert all(groups[other][name] == ranks for other in ranks), name
 
 
 def test_copies_of_kv_heads_are_neighbours_on_tp():
     sizes = resolve(8, tp=8)
-    assert [lines_of(sizes, r, num_kv_heads=2)["tp_kv"] for r in (0, 5)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert lines_of(sizes, 5, num_kv_heads=8)["tp_kv"] == (5,)
+    assert [groups_of(sizes, r, num_kv_heads=2)["tp_kv"] for r in (0, 5)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert groups_of(sizes, 5, num_kv_heads=8)["tp_kv"] == (5,)
 
 
 def test_a_grid_over_given_ranks():
     grid = Grid((("a", 2), ("b", 2)), ranks=(7, 5, 3, 1))
-    assert grid.line(3, "a") == (7, 3)
+    assert grid.group(3, "a") == (7, 3)
     assert grid.coordinate(1, "b") == 1

@@ -31,7 +31,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
-def test_eight_bits_without_their_units(gpu, capability, monkeypatch, capsys):
+def test_fp8_without_its_units(gpu, capability, monkeypatch, capsys):
     gpu(*capability)
     for name, value in {"WORLD_SIZE": "1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -39,7 +39,7 @@ def test_eight_bits_without_their_units(gpu, capability, monkeypatch, capsys):
         pretrain.main([*RUN, *EIGHT])
     assert refused.value.code == 2
     said = capsys.readouterr().err
-    assert "precision.fp8 = blockwise needs 8-bit kernels, and sm_80 is served by" in said
+    assert "precision.fp8 = blockwise needs FP8 kernels, and sm_80 is served by" in said
     assert "fix: precision.fp8=none  [fp8-needs-its-kernels]" in said
 
 

@@ -231,7 +231,7 @@ def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path):
         writers.write({"step": step})
     writers.close(0)
     (told,) = said
-    assert "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training goes on" in told
+    assert "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training continues" in told
     assert broken.left and [record["step"] for record in lines(tmp_path / "log.jsonl")] == [1, 2, 3]
 
 
@@ -296,7 +296,7 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path, small_disk
         writers.write({"step": step})
         assert path.read_bytes().endswith(b"}\n")  # whole lines alone
     assert [record["step"] for record in lines(path)] == [1, 2, 3] and len(said) == 1
-    assert f"log.jsonl = {path}, step 4: OSError: [Errno 28]" in said[0] and "training goes on" in said[0]
+    assert f"log.jsonl = {path}, step 4: OSError: [Errno 28]" in said[0] and "training continues" in said[0]
     small_disk[0] = 10**6
     writers.write({"step": 7})
     assert [record["step"] for record in lines(path)] == [*range(1, 8)] and "is written again" in said[1]
@@ -345,7 +345,7 @@ def test_the_peak_of_a_device_is_that_of_its_longest_name(name, peak, monkeypatc
 
 
 def test_flops_by_hand():
-    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: products counted one by one."""
+    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: GEMMs counted one by one."""
     model = ModelConfig(
         num_layers=1, hidden_size=4, ffn_hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=2, vocab_size=10
     )

@@ -1,4 +1,4 @@
-"""How far ranks in 16 bits may be from fp64: also where nothing is finite, and where 8 bits were asked for."""
+"""How far ranks in 16 bits may be from fp64: also where nothing is finite, and where FP8 was asked for."""
 
 import math
 from math import inf, nan

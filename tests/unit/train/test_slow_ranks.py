@@ -171,7 +171,7 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_p
     assert re.findall(r"rank (\d) \(.* for step (\d)", named) == [(str(SLOW), "4")]
 
 
-def test_fused_products_wait_for_their_neighbours_unseen(judge, judged):
+def test_fused_gemms_wait_for_their_neighbours_unseen(judge, judged):
     judge._run.config = Config(parallel=ParallelConfig(tp=2, sp=True, tp_overlap="fused"))
     told = [judged(*UNEVEN)[1] for _ in range(RECORDS)]
     assert told[-1][0].endswith("; under parallel.tp_overlap=fused the slow one may be a tp neighbour")

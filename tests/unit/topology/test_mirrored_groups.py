@@ -6,7 +6,7 @@ from ranks import run_ranks
 
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.topology.grid import dense_grid, resolve
-from megatron5d.topology.mesh import build_mesh, lines_of, pair_lines_of
+from megatron5d.topology.mesh import build_mesh, groups_of, pair_groups_of
 
 LAYOUTS = [
     (16, {"pp": 4, "tp": 2}),
@@ -22,12 +22,12 @@ def test_each_line_joins_two_stages_and_all_of_its_members_see_it(world, layout)
     grid = dense_grid(sizes)
     for rank in range(world):
         here = grid.coordinate(rank, "pp")
-        for name, line in pair_lines_of(sizes, rank).items():
+        for name, ranks in pair_groups_of(sizes, rank).items():
             plain = name.removesuffix("_pair")
-            assert list(line) == sorted(line)
-            assert {grid.coordinate(other, "pp") for other in line} == {here, sizes.pp - 1 - here}
-            assert len(line) == len(lines_of(sizes, rank)[plain]) * (1 if 2 * here == sizes.pp - 1 else 2)
-            assert all(pair_lines_of(sizes, other)[name] == line for other in line)
+            assert list(ranks) == sorted(ranks)
+            assert {grid.coordinate(other, "pp") for other in ranks} == {here, sizes.pp - 1 - here}
+            assert len(ranks) == len(groups_of(sizes, rank)[plain]) * (1 if 2 * here == sizes.pp - 1 else 2)
+            assert all(pair_groups_of(sizes, other)[name] == ranks for other in ranks)
 
 
 @pytest.mark.parametrize("pp", [3, 4, 5])
@@ -44,6 +44,6 @@ def test_groups_made_later_still_find_each_other(pp):
     found = run_ranks(on_rank, 2 * pp)
     stage = [rank // 2 for rank in range(2 * pp)]
     for rank, (pair, later) in enumerate(found):
-        line = [other for other in range(2 * pp) if stage[other] in (stage[rank], pp - 1 - stage[rank])]
-        assert pair == sum(line)
+        ranks = [other for other in range(2 * pp) if stage[other] in (stage[rank], pp - 1 - stage[rank])]
+        assert pair == sum(ranks)
         assert later == sum(other for other in range(2 * pp) if stage[other] == stage[rank])

@@ -67,5 +67,5 @@ void fault(const char* format, ...) {
   va_start(values, format);
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  fprintf(stderr, "HOLLOW FAULT: %s\n", text);
+  fprintf(stderr, "FAKE CUDA FAULT: %s\n", text);
 }

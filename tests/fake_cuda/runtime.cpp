@@ -20,7 +20,7 @@ static thread_local int current_device;
 static thread_local cudaError_t last_error;
 
 static cudaError_t failed(cudaError_t error) { return last_error = error; }
-static int capability() { return getenv("HOLLOW_CAPABILITY") ? atoi(getenv("HOLLOW_CAPABILITY")) : 90; }
+static int capability() { return getenv("FAKE_CUDA_CAPABILITY") ? atoi(getenv("FAKE_CUDA_CAPABILITY")) : 90; }
 
 // ---------------------------------------------------------------------------------------------------------- devices
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {  // as CUDA_VISIBLE_DEVICES has it, else one
@@ -92,9 +92,9 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 
 // ----------------------------------------------------------------------------------------------------------- errors
-EXPORT const char* cudaGetErrorName(cudaError_t error) { return error ? "cudaErrorHollow" : "cudaSuccess"; }
+EXPORT const char* cudaGetErrorName(cudaError_t error) { return error ? "cudaErrorFake" : "cudaSuccess"; }
 EXPORT const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : error ? "an error of the hollow GPU" : "no error";
+  return error == cudaErrorMemoryAllocation ? "out of memory" : error ? "an error of the fake CUDA runtime" : "no error";
 }
 EXPORT cudaError_t cudaPeekAtLastError() { return last_error; }
 EXPORT cudaError_t cudaGetLastError() {

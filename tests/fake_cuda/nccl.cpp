@@ -24,7 +24,7 @@ using Bytes = std::vector<char>;
 
 static const size_t LARGEST = 1 << 20;   // bytes of a payload that travels
 static const double PATIENCE_S = 120.0;  // after which a rank tells what it waits for
-static const std::string ROOT = "/dev/shm/hollow/";
+static const std::string ROOT = "/dev/shm/fake_cuda/";
 
 struct Header {
   char kind[16];
@@ -295,7 +295,7 @@ EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) { return *si
 EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
 EXPORT ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
-EXPORT const char* ncclGetErrorString(ncclResult_t) { return "an error of the hollow NCCL"; }
+EXPORT const char* ncclGetErrorString(ncclResult_t) { return "an error of the fake NCCL"; }
 EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
 EXPORT ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) { return (ncclResult_t)cudaMalloc(pointer, bytes); }
 EXPORT ncclResult_t ncclMemFree(void* pointer) { return (ncclResult_t)cudaFree(pointer); }

@@ -1,4 +1,4 @@
-// Memory of the hollow GPUs: pages of this process that nothing touches, and so cost nothing.
+// Memory of the fake CUDA devices: pages of this process that nothing touches, and so cost nothing.
 #pragma once
 #include <cstddef>
 

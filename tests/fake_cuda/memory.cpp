@@ -1,4 +1,4 @@
-// Memory of the hollow GPUs.
+// Memory of the fake CUDA devices.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -19,7 +19,7 @@ static std::map<char*, Block> blocks;
 static size_t used;
 
 size_t device_bytes() {
-  static const size_t bytes = getenv("HOLLOW_GB") ? (size_t)(atof(getenv("HOLLOW_GB")) * 1e9) : 150754820096;  // an H200's
+  static const size_t bytes = getenv("FAKE_CUDA_GB") ? (size_t)(atof(getenv("FAKE_CUDA_GB")) * 1e9) : 150754820096;  // an H200's
   return bytes;
 }
 

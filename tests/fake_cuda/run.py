@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Run a command on GPUs that compute nothing, where there is none:  python tests/hollow/run.py [python arguments...]
+"""Run a command on GPUs that compute nothing, where there is none:  python tests/fake_cuda/run.py [python arguments...]
 
-    python tests/hollow/run.py pretrain.py model=llama3_1b data.train=[...]      one GPU
-    CUDA_VISIBLE_DEVICES=0,1 PYTHON=tests/hollow/run.py bash launch/local.sh 2 ...  two, with NCCL between them
-    HOLLOW_GB=40 HOLLOW_CAPABILITY=80 python tests/hollow/run.py ...              another GPU than an H200
+    python tests/fake_cuda/run.py pretrain.py model=llama3_1b data.train=[...]      one GPU
+    CUDA_VISIBLE_DEVICES=0,1 PYTHON=tests/fake_cuda/run.py bash launch/local.sh 2 ...  two, with NCCL between them
+    FAKE_CUDA_GB=40 FAKE_CUDA_CAPABILITY=80 python tests/fake_cuda/run.py ...              another GPU than an H200
 
 It needs a build of torch for CUDA, g++ and the CUDA headers that torch's packages or /usr/local/cuda bring. All of
 torch and Triton above the driver is the real thing: the allocator and its counts, streams and events, pinned memory,
 launchers and descriptors, NCCL's order of calls. Kernels are compiled and launched, and do nothing. What a GPU would
-refuse, and ranks that disagree, are told on stderr as HOLLOW FAULT.
+refuse, and ranks that disagree, are told on stderr as FAKE CUDA FAULT.
 """
 
 import os
@@ -20,7 +20,7 @@ import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BUILD = HERE.parents[1] / ".cache/hollow"
+BUILD = HERE.parents[1] / ".cache/fake_cuda"
 SOURCES = ["streams.cpp", "memory.cpp", "runtime.cpp", "driver.cpp", "nccl.cpp"]
 IMITATED = re.compile(r"\b(cuda[A-Z]\w+|__cuda\w+|cublas\w+|nccl[A-Z]\w+)")
 
@@ -57,7 +57,7 @@ def build(packages: Path) -> Path:
     return library
 
 
-def sweep(messages: Path = Path("/dev/shm/hollow")) -> None:
+def sweep(messages: Path = Path("/dev/shm/fake_cuda")) -> None:
     """Remove the messages of communicators whose maker is gone; their names begin with its process number."""
     for folder in messages.glob("*-*-*"):
         if not Path("/proc", folder.name.partition("-")[0]).exists():
@@ -70,7 +70,7 @@ def main() -> None:
     paths = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "LD_PRELOAD": str(library),
-        "HOLLOW_LIBRARY": str(library),
+        "FAKE_CUDA_LIBRARY": str(library),
         "LD_LIBRARY_PATH": str(BUILD),
         "TRITON_LIBCUDA_PATH": str(BUILD),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

@@ -1,4 +1,4 @@
-"""ZeRO-3 that gathers in 8 bits: slice by slice the numbers of the whole, at half the bytes, and the same training."""
+"""ZeRO-3 that gathers in FP8: slice by slice the numbers of the whole, at half the bytes, and the same training."""
 
 import dataclasses
 
@@ -114,7 +114,7 @@ def test_the_same_training_at_half_the_bytes():
             assert theirs == losses, recipe
             assert all((eight[name] == weights[name]).all() for name in weights), recipe
             assert names == matrices and not none and not held, recipe
-            assert not kept and not copies, "8-bit copies go with the weights that they were made of"
+            assert not kept and not copies, "FP8 copies go with the weights that they were made of"
             gathers = 1 if CASES[recipe] else 2 * 2  # two micro-batches, forward and backward
             assert sent - less == pytest.approx(gathers * owned, rel=0.01), recipe  # a byte of two, on two ranks
 

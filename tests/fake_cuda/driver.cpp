@@ -33,7 +33,7 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext* context) { return *context = (CUconte
 EXPORT CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxGetLimit(size_t* value, CUlimit) { return *value = 0, CUDA_SUCCESS; }
-EXPORT CUresult cuGetErrorString(CUresult, const char** text) { return *text = "an error of the hollow GPU", CUDA_SUCCESS; }
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) { return *text = "an error of the fake CUDA runtime", CUDA_SUCCESS; }
 
 EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
   const Kind kind = kind_of((void*)pointer);
@@ -119,7 +119,7 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr pointer, size_t bytes) {
 }
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
   if (!charge(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-  const int file = memfd_create("hollow", 0);
+  const int file = memfd_create("fake_cuda", 0);
   if (file < 0 || ftruncate(file, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   std::lock_guard<std::mutex> guard(mutex);
   charged[file] = bytes;
@@ -148,12 +148,12 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* han
   return *handle = dup((int)(size_t)file), CUDA_SUCCESS;
 }
 
-EXPORT CUresult hollow_success() { return CUDA_SUCCESS; }
+EXPORT CUresult fake_success() { return CUDA_SUCCESS; }
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
     const char* symbol, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
-  static void* const self = dlopen(getenv("HOLLOW_LIBRARY"), RTLD_LAZY | RTLD_NOLOAD);
+  static void* const self = dlopen(getenv("FAKE_CUDA_LIBRARY"), RTLD_LAZY | RTLD_NOLOAD);
   void* found = self ? dlsym(self, symbol) : nullptr;
-  *function = found ? found : (void*)hollow_success;
+  *function = found ? found : (void*)fake_success;
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }

@@ -42,7 +42,7 @@ def no_layer_figures(balance):
     balance.Balancer.layer_figures = lambda self, *args: {}
 
 
-def objects_through_the_store(agreement):
+def objects_through_the_store(all_ranks):
     """torch sends the lengths of pickled objects through kernels."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -52,7 +52,7 @@ def objects_through_the_store(agreement):
     def place(kind, group):
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         calls[kind, ranks] += 1
-        return f"hollow/{kind}/{ranks}/{calls[kind, ranks]}", ranks
+        return f"fake_cuda/{kind}/{ranks}/{calls[kind, ranks]}", ranks
 
     def broadcast_object_list(objects, src=0, group=None, device=None):
         key, _ = place("broadcast", group)

@@ -1,4 +1,4 @@
-"""The host's side of a run on GPUs, on GPUs that compute nothing (`tests/hollow`).
+"""The host's side of a run on GPUs, on GPUs that compute nothing (`tests/fake_cuda`).
 
 Needs a build of torch for CUDA on a machine without a GPU; elsewhere `conftest.py` leaves this file out.
 """
@@ -13,7 +13,7 @@ import pytest
 from runs import write_corpus
 
 ROOT = Path(__file__).parents[2]
-HOLLOW = ROOT / "tests/hollow/run.py"
+FAKE_CUDA = ROOT / "tests/fake_cuda/run.py"
 SMALL = ["train.steps=3", "train.seq_len=1024", "train.gbs=4", "precision.dtype=bf16", "log.every=1"]
 DENSE = ["model=llama3_1b", "model.num_layers=2"]
 EXPERTS = ["model=qwen3_30b_a3b", "model.num_layers=4", "model.num_experts=16", "moe.planned_imbalance=1.0"]
@@ -52,7 +52,7 @@ def told(command, **environment):
     """What a run prints that ended well, without a word of what a GPU would have refused."""
     environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     run = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-    assert run.returncode == 0 and "HOLLOW FAULT" not in run.stderr, run.stdout[-2000:] + run.stderr[-4000:]
+    assert run.returncode == 0 and "FAKE CUDA FAULT" not in run.stderr, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 
 
@@ -65,7 +65,7 @@ def assert_memory_as_predicted(said, tolerance):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overrides", ONE_GPU.values(), ids=ONE_GPU)
 def test_one_gpu(overrides, tokens):
-    assert_memory_as_predicted(told([sys.executable, HOLLOW, "pretrain.py", tokens, *SMALL, *overrides]), 0.5)
+    assert_memory_as_predicted(told([sys.executable, FAKE_CUDA, "pretrain.py", tokens, *SMALL, *overrides]), 0.5)
 
 
 @pytest.mark.timeout(900)
@@ -75,6 +75,6 @@ def test_gpus(ranks, overrides, tokens):
     visible = ",".join(map(str, range(ranks)))
     said = told(
         ["bash", "launch/local.sh", str(ranks), tokens, *SMALL, *overrides],
-        CUDA_VISIBLE_DEVICES=visible, PYTHON=str(HOLLOW),
+        CUDA_VISIBLE_DEVICES=visible, PYTHON=str(FAKE_CUDA),
     )  # fmt: skip
     assert_memory_as_predicted(said, 3.0)
