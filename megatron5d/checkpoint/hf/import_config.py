@@ -12,7 +12,16 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, PARTLY_ROTATED, SAME, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.families import (
+    ALIASES,
+    COMPUTED,
+    DEFAULTS,
+    GELU,
+    PARTLY_ROTATED,
+    RENAMED,
+    SAME,
+    WINDOW_BY_LAYER,
+)
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
@@ -31,7 +40,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
     config = read_json(path)
-    family = config.get("model_type")
+    family = config["model_type"] = RENAMED.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
     for other, key in ALIASES.get(family, {}).items():
@@ -181,11 +190,13 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2") or config.get("use_qk_norm", False),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "dots1") or config.get("use_qk_norm", False),
         "qk_norm_all_heads": family == "olmo2",
         "block_norm": "post" if family == "olmo2" else "pre",
         "qkv_bias": biased,
-        "attention_out_bias": biased and family not in ("qwen2", "qwen2_moe", "glm4_moe"),
+        "attention_out_bias": config.get(
+            "attention_out_bias", biased and family not in ("qwen2", "qwen2_moe", "glm4_moe")
+        ),
         "mlp_bias": config["mlp_bias"],
         **_windows(config, refused),
         **routing_fields(config, refused),
