@@ -18,7 +18,7 @@ from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2,
 
 
 @dataclass(frozen=True)
-class Places:
+class Permutation:
     """Where each choice of each token goes.
 
     Args:
@@ -32,7 +32,7 @@ class Places:
     offsets: Tensor
 
 
-def places(experts: Tensor, num_experts: int) -> Places:
+def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """Sorts the choices by expert, stably, without a host synchronisation.
 
     Args:
@@ -48,7 +48,7 @@ def places(experts: Tensor, num_experts: int) -> Places:
     place[source] = torch.arange(source.numel(), device=source.device)
     bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
     offsets = torch.searchsorted(ordered, bounds)
-    return Places(place.view(experts.shape), source // experts.shape[1], offsets)
+    return Permutation(place.view(experts.shape), source // experts.shape[1], offsets)
 
 
 @jit
@@ -131,7 +131,7 @@ def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
     return out
 
 
-def _combine(rows: Tensor, where: Places, probs: Tensor | None) -> Tensor:
+def _combine(rows: Tensor, where: Permutation, probs: Tensor | None) -> Tensor:
     """Combines rows into tokens, weighted by `probs` `[n, k]` or plainly summed; missing rows count as zeros."""
     n, k = where.place.shape
     if not dispatch.runs_triton(rows):
@@ -192,7 +192,7 @@ class _Unpermute(torch.autograd.Function):
         return _gather(dy, token, _by_row(probs, where)[: ctx.num_rows]), dots[where.place].to(probs.dtype), None
 
 
-def _by_row(values: Tensor, where: Places) -> Tensor:
+def _by_row(values: Tensor, where: Permutation) -> Tensor:
     """Computes `[n, k]` in the order of the choices -> `[n·k]` in that of the rows."""
     by_row = torch.empty_like(values.flatten())
     by_row[where.place.flatten()] = values.flatten()
@@ -211,12 +211,12 @@ class _PermuteChoices(torch.autograd.Function):
         return grad[ctx.where.place], None
 
 
-def permute(x: Tensor, where: Places) -> Tensor:
+def permute(x: Tensor, where: Permutation) -> Tensor:
     """Copies each token to the rows of its experts, differentiable.
 
     Args:
         x: `[n, h]`.
-        where: from `places`.
+        where: from `permutation`.
 
     Returns:
         `[n·k, h]` sorted by expert.
@@ -224,12 +224,12 @@ def permute(x: Tensor, where: Places) -> Tensor:
     return _Permute.apply(x, where)
 
 
-def permute_choices(values: Tensor, where: Places) -> Tensor:
+def permute_choices(values: Tensor, where: Permutation) -> Tensor:
     """Brings a number for each choice, such as its weight, to the choice's row, differentiable.
 
     Args:
         values: `[n, k]`, in the order of each token's choices.
-        where: from `places`.
+        where: from `permutation`.
 
     Returns:
         `[n·k]` sorted by expert.
@@ -237,12 +237,12 @@ def permute_choices(values: Tensor, where: Places) -> Tensor:
     return _PermuteChoices.apply(values, where)
 
 
-def unpermute(rows: Tensor, where: Places, probs: Tensor | None = None) -> Tensor:
+def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None) -> Tensor:
     """Adds up each token's rows, perhaps weighted by its probabilities, differentiable in both.
 
     Args:
         rows: `[n·k, h]` sorted by expert; of fewer the first, and the others count as zeros.
-        where: from `places`.
+        where: from `permutation`.
         probs: `[n, k]`, in the order of the token's choices; None = 1, for which no rows are kept.
 
     Returns:

@@ -352,7 +352,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     Args:
         x: `[..., h]`, any floating dtype.
         residual: as `x`; None = x is the stream already, and comes back as it is: a branch that begins with a norm
-            goes on with both, and their gradients meet in the norm's backward.
+            continues with both, and their gradients meet in the norm's backward.
         weight: `[h]`, any floating dtype.
         eps: added to the mean of squares.
 

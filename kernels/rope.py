@@ -237,7 +237,7 @@ class _RopeOfEnds(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         rotated = q.detach()
         k_out = _rotate_ends(rotated, k, cos, sin, False, interleaved)
-        torch.autograd.graph.increment_version(q)  # whoever has kept it for a backward is refused
+        torch.autograd.graph.increment_version(q)  # a backward that has saved it raises
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return rotated, k_out
@@ -360,7 +360,7 @@ class _RopeOfProjection(torch.autograd.Function):
     def forward(ctx, qkv, heads, cos, sin, interleaved):
         a, g = heads
         _rotate_in_place(qkv.detach(), heads, cos, sin, interleaved)
-        torch.autograd.graph.increment_version(qkv)  # whoever has kept it for a backward is refused
+        torch.autograd.graph.increment_version(qkv)  # a backward that has saved it raises
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return qkv.detach().split([a, g, g], dim=2)

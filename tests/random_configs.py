@@ -1,4 +1,4 @@
-"""Random lawful configurations: any architecture on any layout, so that pairs nobody thought of are met too."""
+"""Random valid configurations: any architecture on any layout, so that pairs nobody thought of are met too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUTO = 0.03  # share of the pipelines whose schedule is searched, which takes se
 
 
 def random_config(seed: int) -> tuple[Config, int, float]:
-    """The configuration of this number, its world, and the share of padding in its data; lawful."""
+    """The configuration of this number, its world, and the share of padding in its data; valid."""
     dice = random.Random(seed)
     while True:
         shape, world = random_shape(dice)
@@ -41,14 +41,14 @@ def random_config(seed: int) -> tuple[Config, int, float]:
 
 
 def random_shape(dice: random.Random) -> tuple[Config, int]:
-    """A model on a layout, lawful or not, and its world."""
+    """A model on a layout, valid or not, and its world."""
     world, model = dice.choice([2, 3, 4, 4, 6, 8, 8]), _model(dice)
     shape = Config(model=model, parallel=_parallel(dice, world, model), train=TrainConfig(gbs=24, seq_len=48))
     return shape, world
 
 
 def random_run(dice: random.Random, shape: Config) -> Config:
-    """A model on a layout with all else that there is to choose, lawful or not."""
+    """A model on a layout with all else that there is to choose, valid or not."""
     return replace(
         shape,
         pipeline=_pipeline(dice, shape),

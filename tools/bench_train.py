@@ -103,7 +103,7 @@ class Figures:
 
 
 def configured(overrides: list[str]) -> Config:
-    """Makes one rank's configuration. Raises ConfigError where it breaks a law; where tokens come from is not asked."""
+    """Makes one rank's configuration. Raises ConfigError where a check fails; the source of tokens is not checked."""
     config = load_config([*overrides, "precision.dtype=bf16", "optim.clip=1.0"])
     config = replace(config, train=replace(config.train, gbs=config.train.mbs))
     faults = [fault for fault in run_checks(config, 1) if not all(knob.startswith("data.") for knob in fault.knobs)]

@@ -5,7 +5,7 @@
 
 Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its mean loss over the
 last tenth of the steps. The data is made here: a chain of tokens in which each has a few successors of uneven chance,
-so that there is much to learn and the loss goes on falling.
+so that there is much to learn and the loss keeps falling.
 """
 
 import argparse

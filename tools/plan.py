@@ -233,7 +233,7 @@ def _counting(what: str) -> Iterator[Callable[[], None]]:
 
 
 def _what(config: Config) -> str:
-    """Returns what is counted, for whoever did not give it."""
+    """Returns what is counted, for a user who did not give it."""
     train, precision = config.train, config.precision
     fp8 = "" if precision.fp8 == "none" else f" with fp8 {precision.fp8}"
     return f"{config.model.name} in {precision.dtype}{fp8}, train.gbs {train.gbs}, train.seq_len {train.seq_len:,}"

@@ -7,7 +7,7 @@
 A candidate counts only if it compiles and gives the same result as the present entry up to rounding.
 Run the compile gate afterwards: it refuses spills.
 Only the entry that the operation's benchmark selects is tuned; the others keep what they have. Candidates are tried in
-a random order, the same each time, for so many minutes an operation; the table is written after each operation.
+a random order, the same each time, for a number of minutes an operation; the table is written after each operation.
 """
 
 import argparse

@@ -102,7 +102,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[int, float]]:
-    """Returns the mean of each value and those before it, of at most so many records together."""
+    """Returns the mean of each value and those before it, of at most `records` records together."""
     means, total = [], 0.0
     for number, (tokens, value) in enumerate(points):
         total += value - (points[number - records][1] if number >= records else 0.0)

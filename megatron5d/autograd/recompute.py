@@ -223,7 +223,7 @@ class ActivationPolicy:
         parts: of its layer, those that are recomputed (recompute.mode=selective).
         group: neighbouring phases of one group keep only the input of the first, and are recomputed as a whole
             (recompute.mode=full); None = this phase is not.
-        host_bytes: saved floating-point tensors of so many bytes and more are offloaded to the host; None = none.
+        host_bytes: saved floating-point tensors of at least this many bytes are offloaded to the host; None = none.
         input_host_bytes: the same for the input of a group.
     """
 

@@ -179,9 +179,9 @@ def _reach_disk(path: Path) -> None:
 class Keep(NamedTuple):
     """Which checkpoints stay; without any number all. The newest always does."""
 
-    last: int = 0  # so many of the newest
+    last: int = 0  # number of the newest
     every: int = 0  # those of steps that this divides
-    best: int = 0  # so many of those with the lowest validation loss
+    best: int = 0  # number of those with the lowest validation loss
 
     @classmethod
     def of(cls, text: str) -> Keep:

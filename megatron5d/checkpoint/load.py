@@ -30,7 +30,7 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
     Args:
         directory: checkpoint.dir.
         resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in `whole_checkpoint`.
-        job: as in `restarted_job`. The job goes on from what it has saved in `directory`, whatever `resume` says: with
+        job: as in `restarted_job`. The job continues from its own saves in `directory`, whatever `resume` says: with
             the same command it would otherwise begin at the same step again after every time limit.
 
     Raises:
@@ -98,7 +98,7 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
         other = f"cannot look there: {error}"
     if failed := first_failure(other and f"on {socket.gethostname()} rank {rank} {other}"):
         raise ValueError(
-            f"rank 0 goes on from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
+            f"rank 0 continues from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
             "checkpoints must be where all nodes see the same files"
         )
     return chosen

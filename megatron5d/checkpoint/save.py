@@ -26,8 +26,8 @@ from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_
 if TYPE_CHECKING:
     from megatron5d.checkpoint.index_writer import IndexWriter
 
-# How long a network file system may take to show a new file on other nodes. The laws have looked for the folder before
-# it was made, and NFS may answer from its cache for a minute.
+# How long a network file system may take to show a new file on other nodes. The checks have looked for the folder
+# before it was made, and NFS may answer from its cache for a minute.
 VISIBLE_S = 90.0
 _DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
 
@@ -51,12 +51,12 @@ class Saver:
 
     Args:
         directory: of all checkpoints.
-        keep: which ones stay; a number is so many of the newest, 0 = all.
+        keep: which ones stay; a number keeps that many of the newest, 0 = all.
         background: `save` returns as soon as the tensors are copied, and a thread writes the files.
         timeout_s: seconds after which a save fails because a rank has not written its file.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
-        began: the step from which the run goes on. Checkpoints of later steps are another run's, or of this one before
+        began: the step at which the run starts. Checkpoints of later steps are another run's, or of this one before
             it went back: the first save renames them, so that it neither replaces nor counts them.
         exporter: writes a checkpoint in another form too, where `save` is told so.
 
@@ -120,7 +120,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save in the background is going on."""
+        """Whether a background save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -227,7 +227,7 @@ class Saver:
         there = next((folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()), Path())
         return (
             f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, "
-            "and the same command goes on from them"
+            "and the same command continues from them"
         )
 
 

@@ -28,7 +28,7 @@ class StoreGroup:
     Every rank makes the same calls in the same order.
 
     Args:
-        timeout_s: rank 0 waits so many seconds for messages, and the others twice as long for its answer.
+        timeout_s: rank 0 waits this many seconds for messages, and the others twice as long for its answer.
     """
 
     def __init__(self, timeout_s: float) -> None:

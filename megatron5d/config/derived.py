@@ -193,7 +193,7 @@ def batch_schedule(config: Config) -> BatchSchedule:
     """Returns the stages of train.gbs_ramp; one of train.gbs where there is none.
 
     Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers, and step schedules
-    such as "0:768 250B:1536". A stage begins with the first step before which so many samples have been taken.
+    such as "0:768 250B:1536". A stage begins with the first step before which this many samples have been taken.
 
     Raises:
         ValueError: a stage does not begin after the one before it.

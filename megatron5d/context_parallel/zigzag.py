@@ -39,7 +39,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a lawful sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks.
+    """How a valid sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks.
 
     Args:
         seq_len: rows of the whole sequence.

@@ -53,7 +53,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
         The path of the `.model` file.
 
     Raises:
-        ValueError: there is no text, or sentencepiece cannot make so many or so few pieces of it; says why. Errors of
+        ValueError: there is no text, or sentencepiece cannot make that number of pieces of it; says why. Errors of
             `texts` are passed on.
     """
     try:

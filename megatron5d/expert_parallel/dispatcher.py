@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron5d.comm.all_to_all import Codec, Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.collectives import start_all_gather
 from megatron5d.kernels.dispatch import first_order
-from megatron5d.kernels.moe import Places, permute, permute_choices, places, unpermute
+from megatron5d.kernels.moe import Permutation, permutation, permute, permute_choices, unpermute
 from megatron5d.topology.axis import Axis
 
 
@@ -90,13 +90,13 @@ class DirectDispatch:
     """
 
     etp: Axis
-    sent_order: Places
+    sent_order: Permutation
     num_sent: int
     dispatching: Exchange
     weights: Exchange
     combining: Exchange
     from_etp: list[int]
-    received_order: Places | None
+    received_order: Permutation | None
 
     @property
     def offsets(self) -> Tensor:
@@ -189,7 +189,7 @@ class Dispatcher:
 
         Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for this rank.
         """
-        sent_order = places(experts, self.num_experts)
+        sent_order = permutation(experts, self.num_experts)
         if all_sent and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
             count = [experts.numel()]
             there, weights_there, back = (Exchange(self.ep, count, count, codec) for codec in (self.codec, None, None))
@@ -205,7 +205,7 @@ class Dispatcher:
         # [n·k, h] and [n·k] under way  2× all_to_all ep
         return state.dispatching.start(rows), state.weights.start(by_row), state
 
-    def _state(self, sent_order: Places, counts: Tensor) -> DirectDispatch:
+    def _state(self, sent_order: Permutation, counts: Tensor) -> DirectDispatch:
         """Computes all splits from all ranks' counts.
 
         Args:
@@ -233,7 +233,7 @@ class Dispatcher:
             Exchange(ep, send, receive),
             Exchange(ep, receive, send),
             from_etp,
-            places(arrived[:, None], local),
+            permutation(arrived[:, None], local),
         )
 
 

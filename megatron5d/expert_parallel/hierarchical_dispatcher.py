@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron5d.comm.all_to_all import Codec, Exchange, start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
-from megatron5d.kernels.moe import Places, permute, places, unpermute
+from megatron5d.kernels.moe import Permutation, permutation, permute, unpermute
 from megatron5d.topology.axis import Axis
 
 
@@ -40,7 +40,7 @@ class NodeDispatch:
         node_dispatch: the state inside the node, once rows have arrived.
     """
 
-    sent_order: Places
+    sent_order: Permutation
     dispatching: Exchange
     combining: Exchange
     weights: Exchange
@@ -117,7 +117,7 @@ class HierarchicalDispatcher:
         earlier = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
         repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)  # an earlier choice is on the same node
         once = node.masked_fill(repeated, nodes)  # [n, k]; each node of a token once, `nodes` for the rest
-        sent_order = places(once, nodes)
+        sent_order = permutation(once, nodes)
         lengths = sent_order.offsets.diff()
         counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
         rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by node, while the counts travel

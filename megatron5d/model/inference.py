@@ -149,7 +149,7 @@ class Predictor:
             prompt: at least one token.
             num_tokens: how many to add.
             temperature: the logits are divided by it; 0 takes the likeliest token.
-            top_k: only so many likeliest tokens can be drawn; 0 = all.
+            top_k: only this many likeliest tokens can be drawn; 0 = all.
             seed: of the draws; the same on every rank.
             vocab_size: only ids below are drawn, where the model's vocabulary is larger than its tokenizer's.
 

@@ -55,7 +55,7 @@ def _llama3(inv: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     def dim_of(turns: float) -> float:
-        """Returns the (fractional) pair index that makes so many turns over the original context."""
+        """Returns the (fractional) pair index that makes this many rotations over the original context."""
         return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(dim_of(scaling.beta_fast)), 0)

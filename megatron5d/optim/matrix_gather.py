@@ -1,7 +1,7 @@
-"""Assembles matrices that are sharded over ranks, each whole on one rank, and sends the results back.
+"""Gathers matrices that are sharded over ranks, each whole on one rank, and sends the results back.
 
 A matrix is sharded twice: by tp (experts: etp) into the parameters of several ranks, and each parameter by ZeRO into
-flat slices over the shard axis of its bucket. So two all-to-alls assemble it, and two send the result back:
+flat slices over the shard axis of its bucket. So two all-to-alls gather it, and two send the result back:
 
     slices  --shard-->  parameter of one tp rank  --tp-->  whole matrix  --tp-->  --shard-->  slices
 
@@ -56,7 +56,7 @@ class CutMatrix:
         return prod(self.shape)
 
     def place(self, piece: Piece) -> tuple[slice, ...]:
-        """Returns the index of a piece, of any rank, in the assembled parameter (`whole_shape`)."""
+        """Returns the index of a piece, of any rank, in the gathered parameter (`whole_shape`)."""
         first = _rows_of(self.spec)[0] if len(self.spec.shape) > 2 else 0
         offset = (piece.offset[0] - first, *piece.offset[1:])
         return tuple(slice(o, o + n) for o, n in zip(offset, piece.shape))
@@ -69,14 +69,14 @@ def _rows_of(spec: ShardSpec) -> tuple[int, int]:
 
 
 def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """Returns the shape of an assembled parameter: the global one, for experts with only those that this rank has a
+    """Returns the shape of a gathered parameter: the global one, for experts with only those that this rank has a
     part of."""
     *lead, rows, cols = spec.shape
     first, last = _rows_of(spec)
     return (last - first, rows, cols) if lead else (rows, cols)
 
 
-class Assembly:
+class MatrixGather:
     """Matrices that are sharded over the same two axes.
 
     Args:
@@ -122,7 +122,7 @@ class Assembly:
             matrix.write(part)
 
     def _over_cut(self, mine: Sequence[CutMatrix], flat: Tensor, work: Work) -> Tensor:
-        """Assembles parameters from their slices and applies `work`.
+        """Gathers parameters from their slices and applies `work`.
 
         Args:
             mine: up to one matrix for each rank of `cut`.
@@ -147,7 +147,7 @@ class Assembly:
         return torch.cat([shares[rank] for rank in range(self.shard.size) for shares in by_matrix])
 
     def _whole(self, matrix: CutMatrix, parts: Tensor, work: Work) -> None:
-        """Assembles one matrix from the local parameters of all ranks of `cut`, and writes the result over them."""
+        """Gathers one matrix from the local parameters of all ranks of `cut`, and writes the result over them."""
         local = parts.view(self.cut.size, *matrix.shape)
         whole = parts.new_empty(whole_shape(matrix.spec))
         places = [

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
-from megatron5d.optim.matrix_gather import Assembly, CutMatrix
+from megatron5d.optim.matrix_gather import CutMatrix, MatrixGather
 from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -92,7 +92,7 @@ class Muon(SliceOptimizer):
         mesh: its tp and etp axes shard the matrices.
         rounding_seed: as in SliceOptimizer.
 
-    Comm: as in `Assembly`, once.
+    Comm: as in `MatrixGather`, once.
     """
 
     kinds = ("momentum",)
@@ -115,19 +115,19 @@ class Muon(SliceOptimizer):
                 matrices, _, _ = groups.setdefault((shard.name, cut.name), ([], shard, cut))
                 matrices.append(CutMatrix(spec, tuple(parameter.shape), shares, read, write))
         # in the same order on every rank, so that no two wait for each other
-        self._assemblies = [Assembly(*groups[key]) for key in sorted(groups)]
+        self._gathers = [MatrixGather(*groups[key]) for key in sorted(groups)]
         self._rate = 0.0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """Updates as SliceOptimizer does. Comm: as in `Assembly.transform`, for each pair of axes that cut matrices."""
+        """Updates as SliceOptimizer does. Comm: `MatrixGather.transform`'s, for each pair of axes that cut matrices."""
         self._take_grads(scale)
         self.step_count += 1
         self._rate = lr
         for state in self.slices:
             state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
-        for assembly in self._assemblies:
+        for gather in self._gathers:
             work = partial(replace_by_update, steps=self.config.ns_steps, per_head=self.config.muon_per_head)
-            assembly.transform(work)
+            gather.transform(work)
         self.masters_to_weights()
 
     def allocate_temporaries(self) -> None:

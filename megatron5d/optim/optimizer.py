@@ -77,7 +77,7 @@ def build_optimizer(
         mesh: its tp and etp axes shard the matrices.
         rounding_seed: as in SliceOptimizer.
 
-    Comm: for Muon as in `Assembly`, once.
+    Comm: for Muon as in `MatrixGather`, once.
     """
     buckets = [bucket for bucket in buckets if not bucket.frozen]
     muon = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]

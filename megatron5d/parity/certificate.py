@@ -31,7 +31,7 @@ def configuration_hash(config: Config) -> str:
 
 
 def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
-    """Returns why a certificate says nothing about this configuration on so many ranks, run by this code; [] where
+    """Returns why a certificate says nothing about this configuration on this many ranks, run by this code; [] where
     it does.
 
     Raises:

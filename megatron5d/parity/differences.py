@@ -259,5 +259,5 @@ def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[lis
     ]
     partial = {axis for pieces in places for piece in pieces for axis in piece.summed}
     summed = ["edp" if specs[0].expert else "dp_cp", *sorted(partial)]
-    summed += ["the mirrored rank"] if specs[0].shared else []
+    summed += ["the replica's rank"] if specs[0].shared else []
     return cut, summed

@@ -137,7 +137,7 @@ def differing(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _to(value: int, low: int, step: int = 1) -> list[int]:
-    """Yields values from `low` up in steps, and finally the value itself."""
+    """Lists values from `low` up in steps, and finally the value itself."""
     return [*range(low, value, step), value]
 
 

@@ -115,7 +115,7 @@ def draw_png(program: Program, result: Simulation, path: Path) -> None:
 def chrome_trace(program: Program, result: Simulation) -> dict[str, list[dict]]:
     """Returns the simulated step in Chrome's trace format, one thread a rank; a unit of time is a millisecond.
 
-    The actions of an overlapped pair are two events in two lanes of their rank.
+    The actions of an overlapped pair are two events on two threads of their rank.
     """
     events: list[dict] = []
     edges = program.table.rank_start.tolist()
@@ -123,10 +123,10 @@ def chrome_trace(program: Program, result: Simulation) -> dict[str, list[dict]]:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
         for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
             start, end = float(result.start[index]), float(result.end[index])
-            for lane, action in enumerate(slot):
+            for thread, action in enumerate(slot):
                 told = {"stage": action.stage, "microbatch": action.microbatch}
                 span = {"ts": 1000 * start, "dur": 1000 * (end - start)}
-                events.append({"ph": "X", "name": str(action), "cat": NAMES[action.op], "pid": rank, "tid": lane,
+                events.append({"ph": "X", "name": str(action), "cat": NAMES[action.op], "pid": rank, "tid": thread,
                                **span, "args": told})  # fmt: skip
     return {"traceEvents": events}
 

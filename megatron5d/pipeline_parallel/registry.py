@@ -111,7 +111,7 @@ def _import_schedules() -> None:
 def schedule_faults(config: Config, world: int) -> list[Fault]:
     """Returns the fault of a `pipeline.schedule` that is no schedule's name."""
     name = config.pipeline.schedule
-    if name == "auto" or ":" in name:  # the latter a law looks at
+    if name == "auto" or ":" in name:  # the latter has a check of its own
         return []
     try:
         find_schedule(name)

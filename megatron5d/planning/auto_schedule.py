@@ -63,7 +63,7 @@ class Found:
 def searched(config: Config, counts: Sequence[int]) -> Found:
     """Returns the fastest Program for each number of micro-batches, all with one placement and one split of the layers.
 
-    It is kept beside the run's checkpoints (or its log), so that a run that goes on, goes on with the same one. The
+    It is kept beside the run's checkpoints (or its log), so that a run that continues does so with the same one. The
     search ends after `pipeline.evaluations` schedules; only where `pipeline.search_s` ends it earlier does the result
     depend on the machine.
 

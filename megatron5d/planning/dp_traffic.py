@@ -294,7 +294,7 @@ def passed_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
     return (sharding.owned(units) - muon) * ADAMW_BYTES + muon * MUON_BYTES
 
 
-def carried_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
+def offload_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
     """Returns the bytes between device and host with `optim.offload`: gradients there and weights back; for Muon's
     matrices also what is orthogonalised, and the result."""
     muon = sharding.owned_matrices(units)

@@ -1,4 +1,4 @@
-"""The best layouts of a model on a cluster: the search of planning/layout_search.py, with our laws, times and memory.
+"""The best layouts of a model on a cluster: the search of planning/layout_search.py, with our checks, times and memory.
 
 Proposes layouts for a model and a world, and finds the fastest of those that fit.
 
@@ -45,7 +45,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
 class Proposals:
-    """Combinations of values to try; many of them break some law.
+    """Combinations of values to try; many of them fail some check.
 
     Args:
         config: gives the model, and the values of fixed keys.
@@ -115,7 +115,7 @@ class Candidate:
         guess_s: cheap estimate of a step's seconds.
         cost: predicted cost of a step; None = not known yet.
         needed: bytes of the rank that needs most, or of any rank that needs more than a device has; of a layout that
-            is not among the results, at least so many. 0 = not known yet.
+            is not among the results, at least this many. 0 = not known yet.
     """
 
     change: Change
@@ -213,7 +213,7 @@ class LayoutSearch:
         fixed: keys that keep their values.
 
     Attributes:
-        found_legal: `candidates` has met a shape that the laws admit, whether it fits or not.
+        found_legal: `candidates` has met a shape that the checks admit, whether it fits or not.
 
     Raises:
         ValueError: no layout's time can be predicted (`check_predictable`).
@@ -377,7 +377,7 @@ def _name(way: Change) -> str:
 
 
 def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
-    """Returns one micro-batch's forward and backward of so many units, and their all-to-alls."""
+    """Returns one micro-batch's forward and backward of this many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
     return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
 

@@ -79,7 +79,7 @@ class Forecaster:
         self._program = self.layout.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
         self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
-        self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
+        self._symmetric: dict[int, int] = {}  # by stage: bytes of the symmetric-memory buffers of its exchanges
 
     def rank(self, pp_rank: int) -> RankMemory:
         """Returns memory of a pipeline rank, at place 0 of every other axis.
@@ -125,7 +125,7 @@ class Forecaster:
         set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
         for stage in model.stages:
-            self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
+            self._traces[stage], self._symmetric[stage] = self._trace(model, sync, stage, batch)
         peak, reduction = self._peak(model, sync, rank)
         # those of gathered weights come and go with them, and `_peak` counts them
         staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
@@ -142,7 +142,7 @@ class Forecaster:
             end_of_step=max(reduction, update),
             setup=setup,
             library=gemm_workspace(self.target.architecture),
-            boxes=max(self._boxes[stage] for stage in model.stages),
+            symmetric=max(self._symmetric[stage] for stage in model.stages),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
             host_optimizer=away,
         )
@@ -171,7 +171,7 @@ class Forecaster:
         return peak, replay.peak_bytes
 
     def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
-        """Returns the trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
+        """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()), 0
@@ -211,7 +211,7 @@ def _signature(unit: list[nn.Module]) -> tuple:
             tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
             _keeping(phase),
             None if group is None else groups.index(group),
-            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it hands on
+            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it passes on
         )
         for phase, group in zip(unit, groups)
     )

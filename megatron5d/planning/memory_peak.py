@@ -100,7 +100,7 @@ class Replay(MemoryWatch):
             self._sync.after(phase, "wgrad")
 
 
-Passage = tuple[int, int]
+InFlight = tuple[int, int]
 """(stage, micro-batch)."""
 
 
@@ -192,10 +192,10 @@ class _Walk:
         self._proofs = completed_sends(program, rank)
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
-        self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank
-        self._forward: dict[Passage, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
-        self._stashed: dict[Passage, int] = {}
-        self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
+        self._local: dict[InFlight, int] = {}  # bytes of outputs for another stage of this rank
+        self._forward: dict[InFlight, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
+        self._stashed: dict[InFlight, int] = {}
+        self._shared: set[InFlight] = set()  # whose input is another stage's output, counted there
 
     def run(self, action: Action) -> Iterator[bool]:
         """Runs one action, phase by phase."""
@@ -234,7 +234,7 @@ class _Walk:
             self.stages += self.message_bytes
         self._hand_on(action, trace)
 
-    def _keep(self, here: Passage, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
+    def _keep(self, here: InFlight, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
         """Sets which steps of F are done, and of how many activations live from now on; None = the backward is done."""
         before, count = self._forward.pop(here, ((), 0))
         self.host += sum(step.host for step in (steps or ())[:alive]) - sum(step.host for step in before[:count])

@@ -47,7 +47,7 @@ class MemoryWatch(TorchDispatchMode):
     tensor made, without views. On the meta device, sizes are counted that have no memory.
 
     Args:
-        block: sizes are rounded up to a multiple of so many bytes (512 for torch's CUDA allocator).
+        block: sizes are rounded up to a multiple of this many bytes (512 for torch's CUDA allocator).
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -180,7 +180,7 @@ class Tracer:
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
         sync: data parallelism if gradients have temporary buffers, else None.
-        rehearse: the first micro-batch makes what stays (FP8 copies of weights, boxes): others are counted.
+        rehearse: the first micro-batch makes what stays (FP8 copies of weights, symmetric memory): others are counted.
         split: trace the passes I and W as well.
         block: as in MemoryWatch.
     """

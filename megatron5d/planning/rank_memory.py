@@ -34,7 +34,7 @@ class RankMemory:
         end_of_step: temporary tensors of the reduction, update and gathering at the end of a step.
         setup: the most that is allocated while the run is built; counts where that is more than training needs.
         library: workspace that the vendor's libraries take from the allocator.
-        boxes: buffers that other ranks write to (`parallel.tp_overlap=fused`), outside the allocator.
+        symmetric: symmetric-memory buffers of `parallel.tp_overlap=fused`, outside the allocator; `boxes` in JSON.
         outside: CUDA context and communicators, outside the allocator.
         host_optimizer: pinned memory of the host for `optim.offload`: master weights, moments and gradients. That of
             offloaded activations is in `peak`.
@@ -49,7 +49,7 @@ class RankMemory:
     end_of_step: int = 0
     setup: int = 0
     library: int = 0
-    boxes: int = 0
+    symmetric: int = 0
     outside: int = 0
     host_optimizer: int = 0
 
@@ -85,7 +85,7 @@ class RankMemory:
     @property
     def needed(self) -> int:
         """Bytes that the device must have."""
-        return self.allocated + self.margin + self.boxes + self.outside
+        return self.allocated + self.margin + self.symmetric + self.outside
 
     def kinds(self) -> dict[str, int]:
         """Returns bytes by kind at the worst moment, in the order of the table; they add up to `needed`."""
@@ -108,7 +108,7 @@ class RankMemory:
             kinds["end of step"] = self.end_of_step
         kinds["libraries"] = self.library
         kinds["setup"] = self.allocated - sum(kinds.values())
-        kinds |= {"fragmentation": self.margin, "boxes": self.boxes, "outside": self.outside}
+        kinds |= {"fragmentation": self.margin, "boxes": self.symmetric, "outside": self.outside}
         return {kind: count for kind, count in kinds.items() if count}
 
     def record(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def outside_bytes(num_communicators: int) -> int:
 
 
 def least_needed(allocated: float) -> float:
-    """Returns bytes that a GPU must have, at least, for so many that tensors take at once."""
+    """Returns bytes that a GPU must have, at least, if tensors take `allocated` at once."""
     return allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 

@@ -33,9 +33,9 @@ from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.dp_traffic import (
     Sharding,
-    carried_bytes,
     gathered_bytes,
     mean_gathered,
+    offload_bytes,
     passed_bytes,
     rounds,
 )
@@ -330,7 +330,7 @@ def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
     found = {"optimizer": passed / cluster.memory_rate, "muon": 0.0, "muon_sent": 0.0, "host": 0.0}
     if prices.config.optim.offload:
         found["optimizer"] = passed / cluster.host_memory_rate
-        found["host"] = carried_bytes(units, sharding) / (cluster.host_rate * share.links)
+        found["host"] = offload_bytes(units, sharding) / (cluster.host_rate * share.links)
     for each in rounds(units, sharding):
         found["muon"] += sum(prices.compute(each.matrices[0].work))
         found["muon_sent"] += prices.transfers(each.sent(sharding.weight), 2)

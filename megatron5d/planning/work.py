@@ -74,7 +74,7 @@ class Work:
         return sum(gemm.flops for gemm in self.gemms) + self.core_flops
 
     def times(self, sequences: int) -> Work:
-        """Returns the same of a micro-batch of so many sequences: more rows and bytes, as many calls."""
+        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many calls."""
         sent = {
             key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
             for key, each in self.sent.items()

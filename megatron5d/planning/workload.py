@@ -145,7 +145,7 @@ class Workloads:
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
-    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for so many
+    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for this many
     layers."""
     passes = {
         op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)

@@ -118,9 +118,9 @@ class Fp8DispatchCodec:
         exponents = (q.scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
         return torch.cat((q.values.view(torch.uint8), exponents), 1)
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """Decodes bytes to `[n, h]` in `dtype`."""
-        groups = -(-wire.shape[1] // (GROUP + 1))  # h + ceil(h/128) bytes hold as many groups
-        values, exponents = wire.split([wire.shape[1] - groups, groups], 1)
+        groups = -(-encoded.shape[1] // (GROUP + 1))  # h + ceil(h/128) bytes hold as many groups
+        values, exponents = encoded.split([encoded.shape[1] - groups, groups], 1)
         scales = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
         return Quantized(values.contiguous().view(E4M3), scales, 1).dequantize(dtype)

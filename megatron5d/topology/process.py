@@ -51,7 +51,7 @@ def start_process(timeout_s: float, environment: Environment | None = None, stor
 
     Raises:
         ValueError: the node has no GPU for this local rank, the meeting point's host name does not resolve, or rank 0
-            cannot hold so many connections.
+            cannot hold that many connections.
         OSError: another process has the port at which the ranks are to meet.
         TimeoutError: some ranks did not appear; names them.
     """

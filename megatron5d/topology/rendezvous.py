@@ -101,7 +101,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 class Troubled(Exception):
-    """Some ranks cannot go on and have said so when they came; raised on every rank.
+    """Some ranks cannot continue and have said so when they came; raised on every rank.
 
     Args:
         troubles: what they said, at most 256 of them, the first that came first.
@@ -119,7 +119,7 @@ class Hello:
     Args:
         word: should be the same on all ranks.
         review: called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none.
-        trouble: why this rank cannot go on; "" where it can.
+        trouble: why this rank cannot continue; "" where it can.
     """
 
     word: str = ""
@@ -137,7 +137,7 @@ class Met(NamedTuple):
 RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
 SAY_WAITING_S = 20.0  # rank 0 names the ranks it waits for, at this interval
 _STARTS = "starts"  # in the store: how often the ranks were started
-TROUBLED_S = 30.0  # so long, once some rank has said that it cannot go on, others are waited for
+TROUBLED_S = 30.0  # so long, once some rank has said that it cannot continue, others are waited for
 _VERDICT = "verdict"  # of each start, set by rank 0 at its end: [ranks that did not come in time, troubles, remark]
 _WORD = "word"  # of each start, set by rank 0 at its beginning: what rank 0 said
 _DIGEST = "digest"  # of that
@@ -210,7 +210,7 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, he
         again, and without a part of its own a new start would count ranks of dead processes.
 
     Raises:
-        Troubled: some ranks cannot go on.
+        Troubled: some ranks cannot continue.
         TimeoutError: some ranks did not register in time; names them.
     """
     hello = hello or Hello()
@@ -297,7 +297,7 @@ def _wait_for_registrations(started: dist.Store, world: int, timeout_s: float) -
     """Returns the ranks that have not registered in time, as text; "" where all have.
 
     One or two requests count the ranks and the troubles; only after `SAY_WAITING_S` is each rank looked up. Once some
-    rank cannot go on, the others are given `TROUBLED_S`, as they may have ended by themselves.
+    rank cannot continue, the others are given `TROUBLED_S`, as they may have ended by themselves.
     """
     deadline = time.monotonic() + timeout_s
     troubled = False

@@ -94,7 +94,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     else:
         progress, changed, config = resume(checkpoint, sync, optimizer, model.weights(), config)
         trainer.guard.in_a_row = progress.skipped_in_a_row
-        notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
+        notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]

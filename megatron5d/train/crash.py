@@ -13,7 +13,7 @@ _OURS = Path(__file__).resolve().parents[1]
 
 
 def crash_message(error: Exception, rank: int, world: int) -> str | None:
-    """Returns one message for whoever started the run; None where only the call stack helps.
+    """Returns one message for the user; None where only the call stack helps.
 
     Files, disks, other ranks, memory that ran out and numbers that are no longer finite are for the user, and so is a
     ValueError of our own: it says what is wrong with what. One that comes out of a library is a mistake of ours.

@@ -172,7 +172,7 @@ def train_loader(
         steps_left: steps that the run will still make.
 
     Raises:
-        ValueError, OSError: on every rank, if one cannot read its files, or so many steps do not remain of an order
+        ValueError, OSError: on every rank, if one cannot read its files, or fewer steps remain of an order
             that has an end.
 
     Comm: that of `_opened`.

@@ -71,7 +71,9 @@ class Guard:
         told = f"{reason}, in {where}" if where else reason
         this_step = f"data.skip_steps=[{where.step}]" if where else "data.skip_steps"
         if not usable and config.on_nonfinite == "stop":
-            lower = "Lower optim.lr or optim.clip, go on from an earlier checkpoint, leave" if num_targets else "Leave"
+            lower = (
+                "Lower optim.lr or optim.clip, continue from an earlier checkpoint, leave" if num_targets else "Leave"
+            )
             raise FloatingPointError(
                 f"{told}. The weights are as before this step. {lower} this step out with {this_step}, or leave all "
                 "such steps out with optim.on_nonfinite=skip"
@@ -79,7 +81,7 @@ class Guard:
         if self.in_a_row > config.max_skipped:
             raise FloatingPointError(
                 f"{told}. This is step {self.in_a_row} in a row without an update, optim.max_skipped = "
-                f"{config.max_skipped}: lower optim.lr, go on from an earlier checkpoint, leave steps out with "
+                f"{config.max_skipped}: lower optim.lr, continue from an earlier checkpoint, leave steps out with "
                 f"{this_step}, or raise optim.max_skipped"
             )
         return reason

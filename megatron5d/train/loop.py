@@ -49,7 +49,7 @@ ABOUT_DATA = (epochs, unmarked_documents, small_vocabulary, repeated_validation,
 
 @dataclass
 class Outputs:
-    """What rank 0 holds while the run goes on; all empty on other ranks.
+    """What rank 0 holds during the run; all empty on other ranks.
 
     Args:
         lock: of checkpoint.dir; None where the run saves nothing.
@@ -95,7 +95,7 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
-    """Releases checkpoint.dir; while a save goes on in the background it stays locked until the process ends."""
+    """Releases checkpoint.dir; while a background save runs it stays locked until the process ends."""
     if outputs.lock is not None and not (outputs.saver is not None and outputs.saver.busy):
         outputs.lock.release()
 
@@ -335,4 +335,4 @@ def _failure_told(reporter: Reporter) -> Iterator[None]:
     try:
         yield
     except SaveFailed as error:
-        reporter.say(f"warning: {error}. Training goes on, and saves again at the next step of checkpoint.every")
+        reporter.say(f"warning: {error}. Training continues, and saves again at the next step of checkpoint.every")

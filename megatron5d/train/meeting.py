@@ -1,7 +1,7 @@
-"""The ranks meet before any process group is made: all go on, with rank 0's configuration, or all end and say why.
+"""The ranks meet before any process group is made: all continue, with rank 0's configuration, or all end and say why.
 
 Each rank composes and checks its configuration by itself. What it finds may be true of its node alone (a data file, a
-GPU, a variable of its environment), so a rank that cannot go on says so to the others instead of leaving them waiting.
+GPU, a variable of its environment), so a rank that cannot continue tells the others instead of leaving them waiting.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Meeting:
         Comm: that of `meet`; none at world 1 and where the ranks have met already.
 
         Raises:
-            SystemExit: on every rank, if one of them cannot go on.
+            SystemExit: on every rank, if one of them cannot continue.
             OSError, TimeoutError, ValueError: as `meet`.
         """
         if not self._needed:

@@ -25,7 +25,7 @@ def passed_over(config: Config, checkpoint: Path | None) -> str:
     if resume != "none" and Path(resume).resolve() in (checkpoint.resolve(), checkpoint.parent.resolve()):
         return ""
     instead = f"checkpoint.resume={resume}"
-    return f"goes on from {checkpoint}, which this job saved before it was started again, instead of {instead}"
+    return f"continues from {checkpoint}, which this job saved before it was started again, instead of {instead}"
 
 
 def broken_checkpoints(config: Config) -> list[str]:
@@ -44,7 +44,7 @@ def checkpoints_ahead(config: Config, step: int) -> list[str]:
         return []
     return [
         f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
-        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto goes on from this run's"
+        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto continues from this run's"
     ]
 
 

@@ -286,7 +286,7 @@ def checkpoint_faults(config: Config, world: int) -> list[Fault]:
         named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
     found = []
     for knob, folder, otherwise in named:
-        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a law reports a folder that does not exist
+        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a check reports a folder that does not exist
             fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
             found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
     return found

@@ -80,7 +80,7 @@ def test_nodes_with_checkpoint_folders_of_their_own_are_told_at_the_start(tmp_pa
     with pytest.raises(RankFailure, match=r"rank 1 on .* does not find in own what rank 0 writes there"):
         run_ranks(on_node, 2, "ab")
     assert run_ranks(on_node, 1, "a") == [0]
-    with pytest.raises(RankFailure, match=r"rank 0 goes on from own/step-00000001, and on .* rank 1 finds none"):
+    with pytest.raises(RankFailure, match=r"rank 0 continues from own/step-00000001, and on .* rank 1 finds none"):
         run_ranks(on_node, 2, "ab")
 
 
@@ -89,7 +89,7 @@ def test_a_second_run_in_the_same_place_is_told_and_changes_nothing(tmp_path, co
     place, log = tmp_path / "run" / "checkpoints", tmp_path / "run" / "log.jsonl"
     saving = [f"data.train=[{corpus}]", f"checkpoint.dir={place}", f"log.jsonl={log}", f"log.dir={tmp_path / 'run'}"]
     run_ranks(lambda rank, world: main([*EXPERIMENT, *saving]), 2)
-    (place / "step-00000003.tmp").mkdir()  # the first run goes on, and is about to save
+    (place / "step-00000003.tmp").mkdir()  # the first run continues, and is about to save
 
     def files():
         return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -138,7 +138,7 @@ def test_training_goes_on_after_a_save_that_failed(tmp_path, corpus, background,
     assert saved_steps(place) == [1, 3, 4] and not list(place.glob("*.tmp"))
     said = "".join(capfd.readouterr())
     assert "warning: the checkpoint of step 2 could not be written: rank 1: OSError: [Errno 28] No space left" in said
-    assert "__1_0.distcp" in said and "GB left" in said and "Training goes on" in said
+    assert "__1_0.distcp" in said and "GB left" in said and "Training continues" in said
     full[:] = [6]
     told = message_of([*arguments[len(EXPERIMENT) :], "train.steps=6"])
     assert "the checkpoint of step 6 could not be written" in told and saved_steps(place) == [1, 3, 4, 5]

@@ -62,7 +62,7 @@ def test_what_two_hundred_kills_leave_is_whole(tmp_path):
             assert (weights == step).all(), f"step {step} after kill {kill}"
         moved += any("." in path.name for path in tmp_path.iterdir() if path.is_dir())
     recover(tmp_path)
-    assert last > 20 and moved > 20, "most kills came while a save was going on"
+    assert last > 20 and moved > 20, "most kills came during a save"
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and "." in path.name]
     end = saved_steps(tmp_path)[-1] + 1
     Saver(tmp_path, KEEP).save(end, {}, {})

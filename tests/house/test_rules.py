@@ -49,6 +49,17 @@ PLANTED = [
     ("parameters_are_few", {"tools/plan.py": "def f(a, b, c, d, e, f, g, h, i): pass"}, "f has 9 positional"),
     ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """The sum."""'}, "f begins with 'The'"),
     ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """Bytes sent."""'}, "f begins with 'Bytes'"),
+    ("words_are_the_fields", {"tools/plan.py": "# in 8 bits\n"}, "plan.py:1: 'in 8 bits'"),
+    (
+        "words_are_the_fields",
+        {"conf/model/a.yaml": "# the mailbox\n"},
+        "conf/model/a.yaml:1: 'mailbox'; the field says",
+    ),
+    (
+        "words_are_the_fields",
+        {"README.md": "One matrix product.\n"},
+        "README.md:1: 'matrix product'; the field says GEMM",
+    ),
     ("no_global_statements", {"tools/plan.py": "def f():\n    global A, B\n"}, "tools/plan.py:2: global A, B"),
     ("no_global_arguments", {"tools/plan.py": "def get_args(): pass"}, "get_args"),
     ("names_say_something", {"megatron5d/model/utils.py": ""}, "'utils' names no subject"),
@@ -133,6 +144,7 @@ def test_every_rule_has_a_violation():
 
 
 ALLOWED = [
+    ("words_are_the_fields", {"megatron5d/planning/rank_memory.py": "boxes", "tools/a.py": "boxed = lawn = 8"}),
     ("functions_are_short", {"tools/plan.py": function(50), "kernels/a.py": function(120, "k", "@triton.jit")}),
     ("functions_are_short", {"kernels/a.py": function(120, "k", "@jit(do_not_specialize=[0])")}),
     ("parameters_are_few", {"tools/plan.py": "class A:\n    def f(self, a, b, c, d, e, f, g, h, *, i, j): pass"}),

@@ -172,10 +172,10 @@ def _grouped_fp8_weight_grad() -> None:
 def _overlap(size: int, transposed: bool) -> None:
     x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
     weight = meta(4096, 1792) if transposed else meta(1792, 4096)
-    addresses, boxes = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
+    addresses, buffers = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
     arrivals = Arrivals(flags, 1, Patience(900.0, flags.device))
     all_gather_gemm(x, weight, arrivals, 1, transposed)
-    out = PeerBuffers(boxes, list(flags.split(1)), addresses, addresses, flags)
+    out = PeerBuffers(buffers, list(flags.split(1)), addresses, addresses, flags)
     gemm_reduce_scatter(x, weight, out, 1, 1, transposed)
     sum_arrived(meta(size, 1024, 1792), arrivals)
     wait_flag(arrivals, 1)
@@ -194,7 +194,7 @@ def _moe() -> None:
     scores = meta(8192, 64, dtype=torch.float32, grad=True)
     forward_and_backward(moe.top_k(scores, 8))
     row = meta(8192 * 8, dtype=torch.int64)
-    where = moe.Places(row.view(8192, 8), row, meta(65, dtype=torch.int64))
+    where = moe.Permutation(row.view(8192, 8), row, meta(65, dtype=torch.int64))
     rows = moe.permute(meta(8192, 2048, grad=True), where)
     for probs in (None, meta(8192, 8, dtype=torch.float32, grad=True)):
         forward_and_backward(moe.unpermute(rows, where, probs))

@@ -133,7 +133,7 @@ def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_keeps_its_schedule(tmp_path, capfd):
-    """The curve goes on bit for bit, and the search is not done again."""
+    """The curve continues bit for bit, and the search is not done again."""
     corpus = write_corpus(tmp_path / "toy", vocab_size=61)
 
     def run(name, stop_after=0):

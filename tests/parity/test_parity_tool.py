@@ -67,7 +67,7 @@ def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
 
     monkeypatch.setattr(grad_sync, "_kind", kind)
     gradients, equal, record = found(capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full")
-    assert gradients == [lost] and "the mirrored rank" in record["tensors"][0]["summed_over"]
+    assert gradients == [lost] and "the replica's rank" in record["tensors"][0]["summed_over"]
     assert equal == {"parallel.pp=1", "pipeline.schedule=1f1b"}
 
 

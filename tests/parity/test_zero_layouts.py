@@ -37,13 +37,13 @@ def test_layers_that_autograd_differentiates():
 
 
 # gathered weights: freed after each pass, or kept until the step ends; sums: sent on at each micro-batch, or once
-REGATHER = {"per_microbatch": {"zero": 3}, "kept": MIXED, "per_step": PER_STEP}
+ZERO3_GATHER = {"per_microbatch": {"zero": 3}, "kept": MIXED, "per_step": PER_STEP}
 
 
-@pytest.mark.parametrize("regather", REGATHER)
+@pytest.mark.parametrize("zero3_gather", ZERO3_GATHER)
 @pytest.mark.parametrize("schedule", schedule_names())
-def test_pipelines(schedule, regather):
-    pipeline.check(schedule, 2, 4, dp=2, tied=True, **REGATHER[regather])
+def test_pipelines(schedule, zero3_gather):
+    pipeline.check(schedule, 2, 4, dp=2, tied=True, **ZERO3_GATHER[zero3_gather])
 
 
 # schedule -> what is beside pp = 2

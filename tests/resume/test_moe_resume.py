@@ -1,4 +1,4 @@
-"""A mixture of experts goes on from where it stopped: bit for bit on its layout, and on any other ep, etp and tp."""
+"""A mixture of experts continues from where it stopped: bit for bit on its layout, and on any other ep, etp and tp."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""tools/convert.py reshard: what it writes is what the ranks of the other layout would have written, and goes on."""
+"""tools/convert.py reshard: what it writes is what the ranks of the other layout would have written, and continues."""
 
 import dataclasses
 import json

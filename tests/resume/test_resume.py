@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped: bit for bit on its layout, exactly placed on another."""
+"""A resumed run is the run that never stopped: bit for bit on its layout, exactly placed on another."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A pipeline's checkpoint holds every tensor once, and any other layout goes on from it; evaluation is the same too."""
+"""A pipeline's checkpoint holds every tensor once, and any layout continues from it; evaluation is the same too."""
 
 from math import prod
 

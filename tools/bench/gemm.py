@@ -119,8 +119,8 @@ def scattered(device: str, size: int, m: int, n: int, k: int) -> Calls:
     """Benchmarks m rows for `size` ranks each."""
     x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
     terms, finished = random(device, size, m, n), torch.zeros_like(arrivals.flags)
-    boxes, views = list(terms.unbind()), list(arrivals.flags.split(1))
-    out = PeerBuffers(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    buffers, views = list(terms.unbind()), list(arrivals.flags.split(1))
+    out = PeerBuffers(buffers, views, addresses_of(buffers), addresses_of(views), finished)
     return {
         "ours": writing(lambda: gemm_reduce_scatter(x, weight, out, 1, 1), terms),
         "ours, the sum": lambda: sum_arrived(terms, arrivals),

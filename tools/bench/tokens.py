@@ -65,9 +65,9 @@ def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
     }  # fmt: skip
 
 
-def _routed(device: str, tokens: int, experts: int, k: int) -> tuple[Tensor, moe.Places]:
+def _routed(device: str, tokens: int, experts: int, k: int) -> tuple[Tensor, moe.Permutation]:
     values, chosen = torch.rand(tokens, experts, device=device).topk(k)
-    return values.contiguous(), moe.places(chosen, experts)
+    return values.contiguous(), moe.permutation(chosen, experts)
 
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
@@ -99,7 +99,7 @@ def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
     chosen = scores.topk(k).indices
     return {
         "ours": lambda: moe.top_k(scores, k),
-        "ours, places": lambda: tuple(vars(moe.places(chosen, experts)).values()),
+        "ours, permutation": lambda: tuple(vars(moe.permutation(chosen, experts)).values()),
         "torch": lambda: scores.topk(k),
     }
 

@@ -25,7 +25,7 @@ def upcycle(args: argparse.Namespace) -> int:
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)
     sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
-    weights = SavedWeights(folder, DTYPES["fp32"], twin)  # of a run in bf16 its masters, with which training goes on
+    weights = SavedWeights(folder, DTYPES["fp32"], twin)  # of a run in bf16 its masters, with which training continues
     tensors = upcycled_weights(weights, config.model, sparse, args.noise, args.seed)
     written = Config(model=sparse, precision=config.precision, data=config.data)
     folder = save_weights(args.out, dict(tensors), written)

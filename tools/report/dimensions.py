@@ -183,23 +183,23 @@ def grid_picture(sizes: Sizes) -> str:
     title = (
         f"{sizes.world} ranks: pp {sizes.pp} × dp {sizes.dp} × cp {sizes.cp} × tp {sizes.tp}; ep {sizes.ep} over cp, tp"
     )
-    box, parts = 60.0, [_text(10, 18, title, 13, "#1b1f24")]
+    cell, parts = 60.0, [_text(10, 18, title, 13, "#1b1f24")]
     shades = ("#c8443f", "#2a9d8f", "#8758b8", "#d98c1f")
     groups = list(expert.groups("ep"))
     for rank in range(sizes.world):
         pp, cp, tp = (dense.coordinate(rank, name) for name in ("pp", "cp", "tp"))
         dp = dense.coordinate(rank, "dp_replicate") * sizes.dp_shard + dense.coordinate(rank, "dp_shard")
-        x = 70 + dp * (sizes.tp * (box + 8) + 60) + tp * (box + 8)
-        y = 62 + pp * (sizes.cp * (box + 8) + 26) + cp * (box + 8)
+        x = 70 + dp * (sizes.tp * (cell + 8) + 60) + tp * (cell + 8)
+        y = 62 + pp * (sizes.cp * (cell + 8) + 26) + cp * (cell + 8)
         group = next(number for number, group in enumerate(groups) if rank in group)
-        parts.append(f'<rect x="{x}" y="{y}" width="{box}" height="{box}" rx="6" fill="#e8eef5" '
+        parts.append(f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="6" fill="#e8eef5" '
                      f'stroke="{shades[group % len(shades)]}" stroke-width="3"/>')  # fmt: skip
         parts.append(_text(x + 8, y + 20, str(rank), 14, "#1b1f24") + _text(x + 8, y + 36, f"cp {cp} tp {tp}", 10))
         if rank == dense.group(rank, "cp", "tp")[0] and pp == 0:
             parts.append(_text(x, 52, f"dp {dp}: its own sequences", 12, COLORS["zero"]))
         if rank == dense.group(rank, "dp_replicate", "dp_shard", "cp", "tp")[0]:
-            parts.append(_text(10, y + box, f"pp {pp}", 13, COLORS["pp"]))
-    bottom = 62 + sizes.pp * (sizes.cp * (box + 8) + 26)
+            parts.append(_text(10, y + cell, f"pp {pp}", 13, COLORS["pp"]))
+    bottom = 62 + sizes.pp * (sizes.cp * (cell + 8) + 26)
     told = "across: tp cuts matrices · down: cp cuts the sequence · frames of one color: ep shares out the experts"
     return _svg(640, bottom + 24, [*parts, _text(10, bottom + 10, told, 12)])
 

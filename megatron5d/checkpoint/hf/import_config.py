@@ -63,8 +63,7 @@ def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[s
 
 
 def _not_positive(config: dict[str, Any]) -> list[str]:
-    """Returns sizes that are no sizes, or that no folder of weights can have: tables of so many tensors would never
-    end."""
+    """Returns sizes that are no sizes, or that no folder of weights can have: such tables would never end."""
     sizes = (
         "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "n_embd", "n_head", "n_layer",
     )  # fmt: skip

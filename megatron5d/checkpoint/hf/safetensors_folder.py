@@ -42,7 +42,7 @@ class Entry:
         shape: shape on disk.
         transposed: on disk it is [in, out] (GPT-2's Conv1D) where ours is [out, in].
         expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
-        heads: on disk q, k and v of each of so many heads lie together (GPT-NeoX); None = all q, all k, all v, as ours.
+        heads: number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v.
         wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
     """
 

@@ -80,17 +80,13 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
     return folder
 
 
-def _stacked(model: ModelConfig) -> bool:
-    """Returns whether Megatron stacks the tensors of all layers: where all have the same."""
-    return len(moe_layers(model)) in (0, model.num_layers)
-
-
 def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
     """Returns, by Megatron's key, the tensors that it stacks, by layer or expert or both.
 
     The norm before a mixture has two names in Megatron-Core: one of its local modules, one of TransformerEngine's.
     """
-    stacked = len(moe_layers(model)) in (0, model.num_layers)  # else each layer has keys of its own
+    # Megatron stacks the tensors of all layers where all have the same; else each layer has keys of its own
+    stacked = len(moe_layers(model)) in (0, model.num_layers)
     places: defaultdict[str, dict[_Index, Entry]] = defaultdict(dict)
     for entry in entries(model):
         if not (match := _LAYER.match(entry.hf_name)):

@@ -232,7 +232,7 @@ def layout_sums_to_layers(c: Config, world: int) -> Faults:
 
 
 @check("parallel.zero3_gather", "parallel.zero")
-def regather_needs_sharded_weights(c: Config, world: int) -> Faults:
+def zero3_gather_needs_sharded_weights(c: Config, world: int) -> Faults:
     if c.parallel.zero3_gather == "per_step" and c.parallel.zero < 3:
         yield fault(
             f"parallel.zero3_gather = per_step says how long gathered weights stay, and under parallel.zero = "

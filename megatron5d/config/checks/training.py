@@ -83,7 +83,7 @@ def ramp_splits(c: Config, world: int) -> Faults:
     if behind := resumed_progress(c).get("consumed_samples"):  # another ramp would be another run
         fix = (
             f"fewer data-parallel ranks until {batch_schedule(c)[-1][0]} samples are taken ({behind} are), or "
-            f"train.gbs_ramp=null, which goes on with {c.train.gbs} sequences"
+            f"train.gbs_ramp=null, which continues with {c.train.gbs} sequences"
         )
     yield fault(f"train.gbs_ramp {sizes}; each batch must be a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp}", fix)
 

@@ -68,7 +68,7 @@ class Policy(NamedTuple):
     reserve: np.ndarray  # [2, C] share of the cap that an F leaves free: constant, and times the rank's position
     sticky: np.ndarray  # [2] of F and of I, while its stream is in the middle of a group
     group: np.ndarray  # [2] micro-batches in a group of F and of I, over p
-    ending: np.ndarray  # [1] cool-down begins when a rank has so many forwards left, over p, in micro-batches
+    ending: np.ndarray  # [1] cool-down begins when a rank has this many forwards left, over p, in micro-batches
 
 
 class Rules(NamedTuple):

@@ -39,7 +39,7 @@ REACH = 24
 """Positions within which a slot looks for a partner."""
 EQUAL = 1e-9
 ODDS = 1 << 20
-"""Chances are multiples of one in so many."""
+"""Probabilities are multiples of 1 / ODDS."""
 JUMP, PART, GIVE, JOIN = 0, 1, 2, 3
 
 

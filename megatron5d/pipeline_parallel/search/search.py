@@ -55,7 +55,7 @@ class SearchResult:
         overhead: makespan − the compute of the busiest rank.
         bubble: overhead / makespan.
         peak: `[num_ranks]` activations, in micro-batches of one rank's layers.
-        lower_bound: an overhead below which no Program of this placement goes with so many activations.
+        lower_bound: an overhead below which no Program of this placement fits in this many activations.
         placement: name of the placement.
         evaluations: list schedules tried.
         elapsed_s: time taken.
@@ -98,7 +98,7 @@ def _described(problem: Problem) -> bytes:
 
 
 def store(file: Path, result: SearchResult) -> None:
-    """Writes a result beside its place and renames it: it is there whole or not at all, whoever else writes it."""
+    """Writes a result beside its place and renames it: it is there whole or not at all, even if others write it."""
     program = result.program
     content = {
         **{name: value for name, value in vars(result).items() if name not in ("program", "peak")},

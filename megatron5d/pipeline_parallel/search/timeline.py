@@ -85,7 +85,7 @@ class Times(NamedTuple):
     free: np.ndarray  # [R] when a rank is done
     left: np.ndarray  # [R] compute that a rank has still to do
     cursor: np.ndarray  # [R] its next position
-    todo: np.ndarray  # [2R] ranks that may go on
+    todo: np.ndarray  # [2R] ranks that may continue
     ready: np.ndarray  # [V] when a value is made, or -1
     waiting: np.ndarray  # [V] the rank that waits for it, or -1
 

@@ -163,7 +163,7 @@ def harmless(what: str, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        say(f"WARNING: {what}: {type(error).__name__}: {error}; the training goes on")
+        say(f"WARNING: {what}: {type(error).__name__}: {error}; the training continues")
 
 
 class InBackground:
@@ -252,7 +252,7 @@ class Writers:
         again = isinstance(writer, JsonLines)
         what = "its records are kept and tried again at the next step" if again else "it gets no more records"
         if name not in self._failing:
-            self._say(f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training goes on, {what}")
+            self._say(f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training continues, {what}")
         self._failing.add(name)
         if not again:
             del self._writers[name]
@@ -330,7 +330,7 @@ class ProgressDisplay:
 
 
 def round_steps(steps: float) -> int:
-    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: every so many steps there is a line.
+    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: the steps between two lines.
 
     Steps of two runs can then be compared, which those of a clock cannot.
     """

@@ -42,7 +42,7 @@ def no_layer_figures(balance):
     balance.Balancer.layer_figures = lambda self, *args: {}
 
 
-def objects_through_the_store(agreement):
+def objects_through_the_store(all_ranks):
     """torch sends the lengths of pickled objects through kernels."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store

@@ -107,7 +107,7 @@ def test_grouped_fp8_weight_grad(counts):
 def test_permute_and_back(n, k, experts, h, dtype):
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     choices = torch.stack([torch.randperm(experts)[:k] for _ in range(n)])
-    where = moe.places(choices, experts)
+    where = moe.permutation(choices, experts)
     x, probs = torch.randn(n, h).to(dtype).requires_grad_(), torch.rand(n, k).requires_grad_()
     rows = moe.permute(x, where)
     order = sorted((int(e), t, j) for t in range(n) for j, e in enumerate(choices[t]))
@@ -127,7 +127,7 @@ def test_permute_and_back(n, k, experts, h, dtype):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_that_never_came_count_as_zeros(weighted, missing):
     n, k, h = 20, 2, 130
-    where = moe.places(torch.randint(0, 5, (n, k)), 5)
+    where = moe.permutation(torch.randint(0, 5, (n, k)), 5)
     rows, probs = torch.randn(n * k - missing, h).requires_grad_(), torch.rand(n, k).requires_grad_()
     leaves = (rows, probs) if weighted else (rows,)
     whole = torch.cat((rows, torch.zeros(missing, h)))[where.place]
@@ -141,7 +141,7 @@ def test_rows_that_never_came_count_as_zeros(weighted, missing):
 def test_what_sums_without_weights_keep():
     """No row: the weights have been applied in the experts."""
     kept = []
-    where = moe.places(torch.randint(0, 5, (20, 2)), 5)
+    where = moe.permutation(torch.randint(0, 5, (20, 2)), 5)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         moe.unpermute(torch.randn(40, 8).requires_grad_(), where)
     assert not kept
@@ -149,7 +149,7 @@ def test_what_sums_without_weights_keep():
 
 def test_numbers_of_choices_go_with_their_rows():
     chosen, values = torch.tensor([[2, 0], [1, 2], [0, 1]]), torch.arange(6.0).view(3, 2).requires_grad_()
-    by_row = moe.permute_choices(values, moe.places(chosen, 3))
+    by_row = moe.permute_choices(values, moe.permutation(chosen, 3))
     assert by_row.tolist() == [1, 4, 2, 5, 0, 3]
     (grad,) = torch.autograd.grad(by_row, values, torch.arange(6.0))
     assert grad.tolist() == [[4, 0], [2, 5], [1, 3]]
@@ -169,7 +169,7 @@ def test_top_k(n, experts, k):
 def test_top_k_ties_and_impossible_scores():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
     assert moe.top_k(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 2]]
-    scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])  # experts that exist, and NaN goes on
+    scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])  # experts that exist, and NaN continues
     values, indices = moe.top_k(scores, 2)
     assert indices.tolist() == [[0, 1], [1, 2]] == scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist()
     assert values.isnan().tolist() == [[True, True], [True, False]] and values[1, 1] == 7

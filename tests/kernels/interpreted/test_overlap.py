@@ -67,27 +67,27 @@ def until(done, patience_s):
         time.sleep(0.005)
 
 
-def late(boxes, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
+def late(buffers, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
     """The other rank: it comes when the GEMM has done its own chunk and waits."""
     if flag_first:
         raise_flags([flags[:1]], flags, epoch)
     until(done, patience_s)
-    boxes[0].copy_(chunk)
+    buffers[0].copy_(chunk)
     raise_flags([flags[:1]], flags, epoch)
 
 
 def gathered(module, rows, n, k, transposed, epochs=(1, 2), **how):
-    """Largest relative error of `all_gather_gemm` over uses of the same boxes and flags."""
-    boxes, flags, done, worst = shared(SIZE, rows, k), *(shared(SIZE, dtype=torch.int32) for _ in range(2)), 0.0
+    """Largest relative error of `all_gather_gemm` over uses of the same buffers and flags."""
+    buffers, flags, done, worst = shared(SIZE, rows, k), *(shared(SIZE, dtype=torch.int32) for _ in range(2)), 0.0
     flags.fill_(epochs[0] - 1)
     for epoch in epochs:
         x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if transposed else (n, k)).bfloat16()
-        boxes[0].fill_(float("nan"))
-        boxes[RANK].copy_(x[RANK])
+        buffers[0].fill_(float("nan"))
+        buffers[RANK].copy_(x[RANK])
         flags[RANK] = epoch
         done.zero_()
-        with beside(lambda x=x, epoch=epoch: late(boxes, flags, x[0], epoch, done, **how)):
-            y = module.all_gather_gemm(boxes, weight, arrivals(flags, epoch), RANK, transposed)
+        with beside(lambda x=x, epoch=epoch: late(buffers, flags, x[0], epoch, done, **how)):
+            y = module.all_gather_gemm(buffers, weight, arrivals(flags, epoch), RANK, transposed)
             done.fill_(1)
         want = x.double() @ (weight if transposed else weight.t()).double()
         worst = max(worst, torch.nan_to_num((y.double() - want).norm() / want.norm(), 9.0).item())
@@ -99,39 +99,39 @@ def test_gathered(rows, n, k, transposed):
     assert gathered(gather, rows, n, k, transposed) < 5e-3
 
 
-def test_gathered_through_boxes_with_gaps_and_without_a_kernel():
+def test_gathered_through_buffers_with_gaps_and_without_a_kernel():
     """Boxes may lie apart; float64 takes the plain path, which waits for the same flags."""
     flags, wide = shared(SIZE, dtype=torch.int32), shared(SIZE, 7, 24)
     x, weight = torch.randn(SIZE, 5, 16).bfloat16(), torch.randn(8, 16).bfloat16()
-    boxes = wide.flatten(1)[:, :80].unflatten(1, (5, 16))
-    boxes.copy_(x)
+    buffers = wide.flatten(1)[:, :80].unflatten(1, (5, 16))
+    buffers.copy_(x)
     flags.fill_(3)
     want = x.double() @ weight.double().t()
-    assert (gather.all_gather_gemm(boxes, weight, arrivals(flags, 3), 0).double() - want).norm() < 5e-3 * want.norm()
+    assert (gather.all_gather_gemm(buffers, weight, arrivals(flags, 3), 0).double() - want).norm() < 5e-3 * want.norm()
     assert torch.allclose(gather.all_gather_gemm(x.double(), weight.double(), arrivals(flags, 3), 0), want)
 
 
-def owner(box, flag, seen, epoch):
-    """The other rank: it copies its box at the moment that the flag comes."""
+def owner(buffer, flag, seen, epoch):
+    """The other rank: it copies its buffer at the moment that the flag comes."""
     wait_flag(arrivals(flag, epoch), 0)
-    seen.copy_(box)
+    seen.copy_(buffer)
 
 
 def scattered(module, rows, n, k, transposed, uses=2):
     """Largest relative error of what the owner finds, and of the own sum."""
-    boxes = [shared(rows, n) for _ in range(SIZE)]
+    buffers = [shared(rows, n) for _ in range(SIZE)]
     flags, seen = shared(SIZE, dtype=torch.int32), shared(rows, n)
     finished, worst = torch.zeros(SIZE, dtype=torch.int32), 0.0
     views = list(flags.split(1))
-    out = module.PeerBuffers(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    out = module.PeerBuffers(buffers, views, addresses_of(buffers), addresses_of(views), finished)
     for epoch in range(1, uses + 1):
         x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if transposed else (n, k)).bfloat16()
-        for box in boxes:
-            box.fill_(float("nan"))
-        with beside(lambda epoch=epoch: owner(boxes[0], flags[:1], seen, epoch)), allow_memory(*boxes, flags):
+        for buffer in buffers:
+            buffer.fill_(float("nan"))
+        with beside(lambda epoch=epoch: owner(buffers[0], flags[:1], seen, epoch)), allow_memory(*buffers, flags):
             module.gemm_reduce_scatter(x, weight, out, epoch, RANK, transposed)
         want = x.double() @ (weight if transposed else weight.t()).double()
-        mine = module.sum_arrived(torch.stack((boxes[RANK], seen)), arrivals(flags, epoch)).double()
+        mine = module.sum_arrived(torch.stack((buffers[RANK], seen)), arrivals(flags, epoch)).double()
         for got, wanted in ((seen.double(), want[0]), (mine, want.sum(0))):
             worst = max(worst, torch.nan_to_num((got - wanted).norm() / wanted.norm(), 9.0).item())
         assert not finished.any() and flags.tolist() == [epoch, epoch]
@@ -205,7 +205,7 @@ FAULTS = {
         "    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n"
         "    raise_flag(tl.load(flag_addresses_ptr + owner).to(tl.pointer_type(tl.int32)), epoch)\n",
     ),
-    "another's box": (
+    "another's buffer": (
         scatter,
         scattered,
         "tl.load(buffer_addresses_ptr + owner)",

@@ -332,7 +332,7 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
     (at_0, none_0, seen_0, torn_0, shut_0), (at_1, none_1, other, torn_1, shut_1) = ranks
     assert at_0 == at_1 == tmp_path / "whole" / "step-00000001"
     assert none_0 is none_1 is None and seen_0 == other
-    assert "rank 0 goes on from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
+    assert "rank 0 continues from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
     assert torn_1 == f"rank 0: {torn_0}" and "empty has no files.json" in torn_0
     assert shut_0 == shut_1 and "rank 1 cannot look there: " in shut_1 and "File name too long" in shut_1
 
@@ -372,7 +372,7 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
 
     def seen(rank, world):
         monkeypatch.setattr("megatron5d.checkpoint.load.MANIFEST", "files.json" if rank == 0 else "run.json")
-        with pytest.raises(ValueError, match="rank 0 goes on from .*step-00000001, and on .* rank 1 finds none"):
+        with pytest.raises(ValueError, match="rank 0 continues from .*step-00000001, and on .* rank 1 finds none"):
             agreed_checkpoint(str(tmp_path), "auto")
 
     run_ranks(seen, 2)

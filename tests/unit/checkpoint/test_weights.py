@@ -52,7 +52,7 @@ def test_what_a_save_in_the_background_writes_is_a_copy(whole):
     tensor, copies = ShardedTensor((7, 3), [((0, 0), whole[:4]), ((4, 0), whole[4:])], torch.bfloat16), HostCopies()
     before, taken = whole.clone(), copies.take({"w": tensor})["w"].parts
     whole.zero_()
-    assert torch.equal(torch.cat(list(taken.values())), before), "training goes on in its own memory"
+    assert torch.equal(torch.cat(list(taken.values())), before), "training continues in its own memory"
     again = copies.take({"w": tensor})["w"].parts
     assert not torch.cat(list(again.values())).any()
     assert [one.data_ptr() for one in again.values()] == [one.data_ptr() for one in taken.values()], "memory is kept"

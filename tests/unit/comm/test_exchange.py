@@ -38,8 +38,8 @@ class Send(nn.Module):
 
 class Use(nn.Module):
     def forward(self, state, batch, defer):
-        x, ticket, exchange = state
-        y = exchange.finish(ticket).square().sum() + x.sum()
+        x, handle, exchange = state
+        y = exchange.finish(handle).square().sum() + x.sum()
         self.held = exchange._rows is not None
         return y
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron5d.comm import failures as lost
+from megatron5d.comm import failures
 from megatron5d.comm.collectives import all_reduce, start_shift
 from megatron5d.comm.failures import CollectiveError, P2PError, silent_ranks
 from megatron5d.comm.p2p import TensorMeta, open_channels
@@ -25,7 +25,7 @@ STARTS = {
 
 @pytest.mark.parametrize("op", STARTS)
 def test_the_rank_that_hangs_is_named(monkeypatch, op):
-    monkeypatch.setattr(lost, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(failures, "PATIENCE_S", 1.0)
 
     def fn(rank, world):
         axis = build_mesh(resolve(world, tp=2), rank, timeout_s=2.0)["tp"]
@@ -47,7 +47,7 @@ def test_the_rank_that_hangs_is_named(monkeypatch, op):
 
 def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
     """Rank 1 hangs, rank 0 waits for it over tp, rank 2 for rank 0 over dp; rank 3 comes when all is over."""
-    monkeypatch.setattr(lost, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(failures, "PATIENCE_S", 1.0)
 
     def fn(rank, world):
         mesh = build_mesh(resolve(world, tp=2), rank, timeout_s=2.0)
@@ -69,7 +69,7 @@ def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
 
 def test_a_message_that_does_not_come_names_the_rank_behind(monkeypatch):
     """Rank 1 hangs in its computation, rank 0 waits for it over tp, rank 2 for a message of rank 0's."""
-    monkeypatch.setattr(lost, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(failures, "PATIENCE_S", 1.0)
 
     def fn(rank, world):
         mesh = build_mesh(resolve(world, tp=2, pp=2), rank, timeout_s=2.0)
@@ -98,12 +98,12 @@ def test_what_fails_at_once_names_its_axis():
     with pytest.raises(
         CollectiveError, match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$"
     ):
-        lost.finish(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
+        failures.finish(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
 
 
 def test_one_rank_looks_for_all_of_a_long_line(monkeypatch):
     """Of 16,384 ranks that each asked for all others, no store would answer in time."""
-    monkeypatch.setattr(lost, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(failures, "PATIENCE_S", 0.2)
     world, asked, kept = 16384, Counter(), dist.HashStore()
 
     class Store:
@@ -111,7 +111,7 @@ def test_one_rank_looks_for_all_of_a_long_line(monkeypatch):
             asked[name] += 1
             return getattr(kept, name)
 
-    monkeypatch.setattr(lost, "default_store", Store)
+    monkeypatch.setattr(failures, "default_store", Store)
     for rank in range(world):
         if rank not in (5, 9000):
             kept.set(f"megatron5d/lost/answers/{rank}", "")

@@ -27,15 +27,15 @@ def test_channels_between_the_same_ranks_do_not_wait_for_each_other():
 
     def on_rank(rank, world):
         ends = open_channels(links, axis_of(rank, world))
-        outboxes = [end for end in ends if isinstance(end, SendChannel)]
-        inboxes = [end for end in ends if isinstance(end, ReceiveChannel)]
-        for inbox in reversed(inboxes):
+        senders = [end for end in ends if isinstance(end, SendChannel)]
+        receivers = [end for end in ends if isinstance(end, ReceiveChannel)]
+        for receiver in reversed(receivers):
             for _ in range(3):
-                inbox.post(FORM)
-        for channel, outbox in enumerate(outboxes):
+                receiver.post(FORM)
+        for channel, sender in enumerate(senders):
             for i in range(3):
-                outbox.send(torch.full((3,), 100.0 * rank + 10 * channel + i))
-        got = [[int(inbox.take()[0]) for _ in range(3)] for inbox in reversed(inboxes)]
+                sender.send(torch.full((3,), 100.0 * rank + 10 * channel + i))
+        got = [[int(receiver.take()[0]) for _ in range(3)] for receiver in reversed(receivers)]
         for end in ends:
             end.finish()
         return got

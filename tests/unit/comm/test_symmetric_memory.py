@@ -1,4 +1,4 @@
-"""Boxes in each other's memory: ranks that are slow at different times, boxes used again, and faults that show."""
+"""Buffers in each other's memory: ranks that are slow at different times, buffers used again, and faults that show."""
 
 import dataclasses
 import errno
@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import RankFailure, run_ranks
 
-from megatron5d.comm import symmetric_memory as mailbox
 from megatron5d.comm import symmetric_memory as segments
+from megatron5d.comm import symmetric_memory as symmetric
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
 from megatron5d.kernels.symm_mem_flags import Patience
@@ -31,11 +31,11 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
     """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in even ones."""
     ledger = Ledger()
     ledger.timing = True
-    box = SymmetricBuffers(build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0)
+    buffer = SymmetricBuffers(build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0)
     for epoch in range(1, num_exchanges + 1):
-        width = 7 if 5 <= epoch < 8 else 3  # boxes that grow in the middle, and serve what is smaller, too
+        width = 7 if 5 <= epoch < 8 else 3  # buffers that grow in the middle, and serve what is smaller, too
         mine = content(rank, epoch, width)
-        exchange = box.exchange([(part.shape, part.dtype) for part in mine])
+        exchange = buffer.exchange([(part.shape, part.dtype) for part in mine])
         if rank == slow and epoch % 2:
             time.sleep(pause_s)
         exchange.push(mine)
@@ -45,8 +45,8 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
                 time.sleep(pause_s)
             for got, want in zip(exchange.wait(source), content(source, epoch, width), strict=True):
                 assert torch.equal(got, want), f"exchange {epoch}: rank {rank} read {got[0, 0]} from rank {source}"
-    assert ledger.take_waits()["tp"] > 0, "waits for a box were not timed"
-    return box.epoch
+    assert ledger.take_waits()["tp"] > 0, "waits for a buffer were not timed"
+    return buffer.epoch
 
 
 def test_no_file_is_left_behind(monkeypatch):
@@ -56,34 +56,34 @@ def test_no_file_is_left_behind(monkeypatch):
         converse(rank, world, 1, 0, 0.0)
         return [os.path.exists(name) for _, name in made]
 
-    assert run_ranks(on_rank, 2) == [[False, False]] * 2  # flags alone, then boxes
+    assert run_ranks(on_rank, 2) == [[False, False]] * 2  # flags alone, then buffers
 
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_ranks_read_what_was_sent_in_this_exchange(slow):
-    assert run_ranks(converse, 3, 9, slow, 0.02) == [5] * 3  # exchanges since the boxes grew
+    assert run_ranks(converse, 3, 9, slow, 0.02) == [5] * 3  # exchanges since the buffers grew
 
 
 def told_before_sent(self, tensors, holder):
     flag = self.signals()[holder]
-    mailbox.raise_flags([flag], flag, self.epoch)
+    symmetric.raise_flags([flag], flag, self.epoch)
     time.sleep(0.05)
     self._write(tensors, holder)
 
 
-def waits_for_any_exchange(arrivals, source, true=mailbox.wait_flag):
+def waits_for_any_exchange(arrivals, source, true=symmetric.wait_flag):
     true(dataclasses.replace(arrivals, epoch=1), source)
 
 
-def has_one_set_of_boxes(self, box, layout, true=BufferExchange.__init__):
-    true(self, box, layout)
-    self._slot, self.arrivals = 0, dataclasses.replace(self.arrivals, flags=box.flags(box.axis.rank, 0))
+def has_one_set_of_buffers(self, buffer, layout, true=BufferExchange.__init__):
+    true(self, buffer, layout)
+    self._slot, self.arrivals = 0, dataclasses.replace(self.arrivals, flags=buffer.flags(buffer.axis.rank, 0))
 
 
 FAULTS = {
     "told before sent": (BufferExchange, "_send", told_before_sent),
-    "a flag of an earlier exchange counts": (mailbox, "wait_flag", waits_for_any_exchange),
-    "one set of boxes": (BufferExchange, "__init__", has_one_set_of_boxes),
+    "a flag of an earlier exchange counts": (symmetric, "wait_flag", waits_for_any_exchange),
+    "one set of buffers": (BufferExchange, "__init__", has_one_set_of_buffers),
 }
 
 
@@ -103,28 +103,28 @@ NAMED = (
 def test_a_rank_that_never_sends_is_named():
     def quiet(rank, world):
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-        box = SymmetricBuffers(tp, CPU, 0.2)
-        exchange = box.exchange([(torch.Size([2]), torch.float32)])
+        buffer = SymmetricBuffers(tp, CPU, 0.2)
+        exchange = buffer.exchange([(torch.Size([2]), torch.float32)])
         assert exchange.arrivals.patience.limit_s == 0.1, "of the whole, torch's collectives would give up first"
         if rank == 0:
             exchange.push([torch.zeros(2)])
             with pytest.raises(TimeoutError, match=NAMED):
                 exchange.wait(1)
-            box.patience.note.fill_((1 << 32) + 2)  # as a kernel says the same
+            buffer.patience.note.fill_((1 << 32) + 2)  # as a kernel says the same
             with pytest.raises(TimeoutError, match=NAMED):
-                box.exchange([(torch.Size([2]), torch.float32)])
+                buffer.exchange([(torch.Size([2]), torch.float32)])
 
     run_ranks(quiet, 2)
 
 
 def test_a_host_that_is_stuck_behind_its_device_ends(monkeypatch, capfd):
     """The thread that listens ends the process where the main one does not come by."""
-    monkeypatch.setattr(mailbox, "_LISTEN_S", 0.02)
-    monkeypatch.setattr(mailbox, "_GRACE_S", 0.1)
+    monkeypatch.setattr(symmetric, "_LISTEN_S", 0.02)
+    monkeypatch.setattr(symmetric, "_GRACE_S", 0.1)
     child = os.fork()
     if child == 0:
         patience = Patience(1.0, CPU)
-        threading.Thread(target=mailbox.end_if_stuck, args=(patience,), daemon=True).start()
+        threading.Thread(target=symmetric.end_if_stuck, args=(patience,), daemon=True).start()
         time.sleep(0.1)
         patience.note.fill_((5 << 32) + 1)
         time.sleep(60)
@@ -160,8 +160,8 @@ def test_shared_memory_that_is_full_on_one_rank_is_refused_everywhere(monkeypatc
 
 
 def test_memory_is_counted_without_memory():
-    box = SymmetricBuffers(Axis("tp", (0, 1), 0), torch.device("meta"), 120.0)
-    exchange = box.exchange([(torch.Size([100, 4]), torch.bfloat16)])
+    buffer = SymmetricBuffers(Axis("tp", (0, 1), 0), torch.device("meta"), 120.0)
+    exchange = buffer.exchange([(torch.Size([100, 4]), torch.bfloat16)])
     exchange.push([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
     assert exchange.wait(1)[0].shape == (100, 4)
-    assert box.buffer_bytes == 1024 and exchange.receive_buffer(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024
+    assert buffer.buffer_bytes == 1024 and exchange.receive_buffer(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024

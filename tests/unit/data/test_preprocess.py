@@ -315,7 +315,7 @@ def test_bad_lines_stop_the_run_or_are_counted(tmp_path, tokenizer_file, corpus_
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert f"{corpus_file}:251: field 'text' is a int, not a string" in refused.stderr
     assert not (tmp_path / "o.idx").exists()
-    counted = summary_of(*arguments, "--skip-bad")  # the refused run goes on
+    counted = summary_of(*arguments, "--skip-bad")  # the refused run continues
     assert (counted["bad_lines"], counted["documents"]) == (2, 398)
 
 

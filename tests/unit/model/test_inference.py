@@ -79,7 +79,7 @@ def test_sampling_is_a_function_of_the_seed(predictor):
 
 
 def test_beyond_the_position_table(predictor):
-    """Logits of a longer row are refused; text goes on with the last tokens that fit."""
+    """Logits of a longer row are refused; text continues with the last tokens that fit."""
     with pytest.raises(ValueError, match="max_positions = 11"):
         predictor.logits(torch.zeros(1, 12, dtype=torch.long))
     assert len(list(predictor.sample([1], 20))) == 20

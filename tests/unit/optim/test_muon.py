@@ -101,7 +101,7 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
     orders = [
         [
             (each.shard.name, each.cut.name, [matrix.spec.name for matrix in each.matrices])
-            for each in muon.Muon(some, config.optim, mesh)._assemblies
+            for each in muon.Muon(some, config.optim, mesh)._gathers
         ]
         for some in (buckets, buckets[::-1])
     ]

@@ -165,8 +165,8 @@ def test_a_step_that_leaves_something_behind_is_refused():
 
 
 @pytest.mark.parametrize("schedule", schedule_names())
-def test_receipts_hold_in_every_possible_order(schedule):
-    """By brute force: what a receipt proves is among everything that must have happened before its message arrived."""
+def test_send_completions_hold_in_every_possible_order(schedule):
+    """By brute force: what a send completion proves must have happened before its message arrived."""
     program = build_program(schedule, PP, M)
     before = happened_before(program)
     told = 0
@@ -234,21 +234,21 @@ def happened_before(program):
 
 
 def test_sent_tensors_are_freed_during_the_step():
-    """1F1B with many micro-batches: what waits for its receipt is bounded by the pipeline's depth, not by the step."""
+    """1F1B with many micro-batches: tensors in flight are bounded by the pipeline's depth, not by the step."""
 
     def on_rank(rank, world):
         pipeline = OurPipeline(build_program("1f1b", 2, 24), unchecked_axis(rank, world))
         alive, most = [], 0
-        outboxes = [end for end in pipeline.executor._ends if hasattr(end, "send")]
-        for outbox in outboxes:
+        senders = [end for end in pipeline.executor._ends if hasattr(end, "send")]
+        for sender in senders:
 
-            def send(x, whole=outbox.send):
+            def send(x, whole=sender.send):
                 nonlocal most
                 whole(x)
                 alive.append(weakref.ref(x))
                 most = max(most, sum(each() is not None for each in alive))
 
-            outbox.send = send
+            sender.send = send
         pipeline.step()
         return most, sum(each() is not None for each in alive)
 

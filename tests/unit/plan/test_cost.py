@@ -16,7 +16,7 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import cluster_called, cluster_of
-from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
+from megatron5d.planning.dp_traffic import Sharding, offload_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
 from megatron5d.planning.predict import Estimator, prediction_of
 from megatron5d.planning.step_time import Prices
@@ -210,7 +210,7 @@ def test_what_an_update_moves_is_counted_by_hand():
     sharding = Sharding(config, planned_mesh(sizes_of(config, 4)))
     unit = Unit({}, Elements(200), matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
     assert [[each.elements for each in one.matrices] for one in rounds([unit], sharding)] == [[50, 40, 30, 20], [10]]
-    assert carried_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
+    assert offload_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
     copies = Unit({}, copied={"tp": 100})  # each rank sums the slices that it owns
     assert {key: each for key, each in sharding.reduced([copies]).items() if each} == {("tp", "all_reduce"): 50 * 4}
 

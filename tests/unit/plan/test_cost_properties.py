@@ -41,7 +41,7 @@ def model() -> Config:
     )
 
 
-def lawful(config: Config) -> bool:
+def valid(config: Config) -> bool:
     if run_checks(config, WORLD, files=False):
         return False
     try:
@@ -53,11 +53,11 @@ def lawful(config: Config) -> bool:
 
 @pytest.fixture(scope="module")
 def layouts() -> list[Config]:
-    """Any lawful ones, the same in every run."""
+    """Any valid ones, the same in every run."""
     draw, found = random.Random(1), list[Config]()
     while len(found) < COUNT:
         config = changed(model(), {key: draw.choice(values) for key, values in DRAWN.items()})
-        found += [config] if lawful(config) else []
+        found += [config] if valid(config) else []
     return found
 
 

@@ -71,7 +71,7 @@ class Counted:
     elsewhere: int  # sum of its places on the other axes
     kinds: tuple[int, int, int]  # weights and their FP8 copies, gradients, optimiser
     resident: int
-    boxes: int  # that other ranks write into
+    symmetric: int  # that other ranks write into
     inputs: int  # of a step
     peak: int  # of a step, above what stays
     activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
@@ -196,7 +196,7 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
         # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter;
         # and torch 2.11 keeps the byte of a barrier
         assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 1)
-        assert mine.boxes == real.boxes
+        assert mine.symmetric == real.symmetric
         assert mine.inputs == real.inputs
         assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.001)
         assert mine.host == pytest.approx(real.host, rel=0.02)

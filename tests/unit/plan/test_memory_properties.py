@@ -40,16 +40,16 @@ def model() -> Config:
     )
 
 
-def lawful(config: Config, world: int = WORLD) -> bool:
+def valid(config: Config, world: int = WORLD) -> bool:
     return not run_checks(config, world, files=False) and not pipeline_faults(config, world)
 
 
 def drawn(seed: int) -> Config:
-    """Any lawful layout, the same for each seed."""
+    """Any valid layout, the same for each seed."""
     draw = random.Random(seed)
     while True:
         config = changed(model(), {key: draw.choice(values) for key, values in DRAWN.items()})
-        if lawful(config):
+        if valid(config):
             return config
 
 
@@ -74,7 +74,7 @@ def test_what_is_computed_again_or_waits_on_the_host_takes_no_more(seed):
     config = drawn(seed)
     plain = first_and_last(config)
     for change in ({"recompute.mode": "selective"}, {"recompute.mode": "full"}, AWAY, {"optim.offload": True}):
-        assert lawful(changed(config, change)), change
+        assert valid(changed(config, change)), change
         assert not_more(first_and_last(changed(config, change)), plain), change
 
 
@@ -84,9 +84,9 @@ def test_more_ranks_keep_no_more_each(seed):
     config = drawn(seed)
     sharded = changed(config, {"parallel.zero": 3})
     wider = changed(sharded, {"train.gbs": 32})
-    if lawful(sharded):
+    if valid(sharded):
         assert not_more(first_and_last(wider, 2 * WORLD), first_and_last(sharded), of=state_bytes)
     cut = changed(config, {"parallel.tp": 2 * config.parallel.tp, "parallel.zero": min(2, config.parallel.zero)})
-    if lawful(cut):
+    if valid(cut):
         whole = changed(cut, {"parallel.tp": config.parallel.tp})
         assert not_more(first_and_last(cut), first_and_last(whole), of=lambda memory: memory.weights)

@@ -1,4 +1,4 @@
-"""The search for layouts: lawful, fitting, in the user's bounds, never worse than what was given, and sparing."""
+"""The search for layouts: valid, fitting, in the user's bounds, never worse than what was given, and sparing."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def proposed(change, have=790_000_000, **kept):
 def test_what_is_proposed_does_not_depend_on_what_is_not_fixed():
     one, many = (proposed({"train.mbs": mbs, "parallel.zero": 0}, tp=1, pp=1, ep=1) for mbs in (1, 16))
     assert one == many and {each["recompute.mode"] for each in one} >= {"full"}
-    partly = {"recompute.mode": "full", "recompute.num_layers": 1}  # a law refuses that with `none`
+    partly = {"recompute.mode": "full", "recompute.num_layers": 1}  # a check refuses that with `none`
     found = proposed(partly, have=2_000_000_000, tp=1, pp=2, ep=1)
     assert {each["recompute.mode"] for each in found} >= {"selective", "full"}
     parted = {"parallel.cp": 2, "parallel.cp_method": "two_level", "parallel.cp_inner": 2, "parallel.ep": 4}

@@ -129,7 +129,7 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(("recipe", "powers_of_two"), RECIPES)
 def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
-    """A micro-batch may leave a rank's experts without a row: the step goes on, and their gradients are zero."""
+    """A micro-batch may leave a rank's experts without a row: the step continues, and their gradients are zero."""
     config = ModelConfig(num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation=activation)
     experts = Experts(config, "experts", Axis("ep"), Axis("etp"), dtype=torch.float32, device="cpu")
     for parameter in experts.parameters():

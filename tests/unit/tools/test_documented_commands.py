@@ -1,4 +1,4 @@
-"""Every command that the documents show is understood: its flags by the program's parser, its overrides by the laws."""
+"""Every command in the documents is valid: its flags for the program's parser, its overrides for the checks."""
 
 import argparse
 import contextlib
@@ -45,7 +45,7 @@ COMMANDS = [
 ]
 
 
-def follow_laws(overrides, world):
+def pass_checks(overrides, world):
     load_config(overrides, world=world, model_from_hf=lambda folder: {}, files=False)
 
 
@@ -73,13 +73,13 @@ def check_python(words, monkeypatch):
         assert all((ROOT / word).exists() for word in words[2:])
     elif words[0] == "pretrain.py":
         with contextlib.suppress(SystemExit):  # after --help and --cfg
-            follow_laws(words[1:], 1)
+            pass_checks(words[1:], 1)
     else:
         name = words[1] if words[0] == "-m" else words[0].removesuffix(".py").replace("/", ".")
         arguments = words[2:] if words[0] == "-m" else words[1:]
         options = parsed(name, arguments, monkeypatch)
         if getattr(options, "overrides", None):
-            follow_laws(options.overrides, options.world or 8)
+            pass_checks(options.overrides, options.world or 8)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -87,7 +87,7 @@ def test_the_command_is_understood(words, monkeypatch, capsys):
     program, *rest = words
     if any(REFUSED in word for word in words):
         with pytest.raises(ConfigError) as refused:
-            follow_laws(rest[2:], int(rest[1]))
+            pass_checks(rest[2:], int(rest[1]))
         shown = (ROOT / "docs" / "configuration.md").read_text()
         assert all(line in shown for line in str(refused.value).splitlines())
     elif program == "python":
@@ -95,14 +95,14 @@ def test_the_command_is_understood(words, monkeypatch, capsys):
     elif program == "sbatch":
         (at,) = (i for i, word in enumerate(rest) if word.endswith(".sbatch"))
         nodes, gpus = (int(word.split("=")[1]) for word in rest[:at])
-        follow_laws(rest[at + 1 :], nodes * gpus)
+        pass_checks(rest[at + 1 :], nodes * gpus)
     elif program == "bash" and rest[0] == "launch/local.sh":
         if rest[1].isdigit():
-            follow_laws(rest[2:], int(rest[1]))
+            pass_checks(rest[2:], int(rest[1]))
     elif program == "bash":
         assert (ROOT / rest[0]).exists()
     else:
-        follow_laws(words, None)
+        pass_checks(words, None)
 
 
 def test_commands_are_found():

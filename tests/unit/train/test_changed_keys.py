@@ -1,4 +1,4 @@
-"""A run that goes on with other values than it was saved with says which."""
+"""A run that continues with other values than it was saved with says which."""
 
 import json
 from dataclasses import replace

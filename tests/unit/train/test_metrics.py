@@ -231,7 +231,7 @@ def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path):
         writers.write({"step": step})
     writers.close(0)
     (told,) = said
-    assert "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training goes on" in told
+    assert "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training continues" in told
     assert broken.left and [record["step"] for record in lines(tmp_path / "log.jsonl")] == [1, 2, 3]
 
 
@@ -296,7 +296,7 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path, small_disk
         writers.write({"step": step})
         assert path.read_bytes().endswith(b"}\n")  # whole lines alone
     assert [record["step"] for record in lines(path)] == [1, 2, 3] and len(said) == 1
-    assert f"log.jsonl = {path}, step 4: OSError: [Errno 28]" in said[0] and "training goes on" in said[0]
+    assert f"log.jsonl = {path}, step 4: OSError: [Errno 28]" in said[0] and "training continues" in said[0]
     small_disk[0] = 10**6
     writers.write({"step": 7})
     assert [record["step"] for record in lines(path)] == [*range(1, 8)] and "is written again" in said[1]

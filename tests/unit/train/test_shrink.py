@@ -1,4 +1,4 @@
-"""Small configurations for the parity check: lawful, tiny, with every feature; and what can be turned off of them."""
+"""Small configurations for the parity check: valid, tiny, with every feature; and what can be turned off of them."""
 
 import dataclasses
 from pathlib import Path

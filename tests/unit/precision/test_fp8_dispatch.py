@@ -18,9 +18,9 @@ def test_a_row_is_its_values_and_a_byte_a_group(shape, dtype):
     rows = (torch.randn(shape) * torch.logspace(-20, 20, shape[1])).to(dtype)
     rows[:1, :1] = 0
     codec = Fp8DispatchCodec()
-    wire = codec.encode(rows)
-    assert wire.dtype == torch.uint8 and wire.shape == (shape[0], shape[1] + -(-shape[1] // 128))
-    back = codec.decode(wire, dtype)
+    encoded = codec.encode(rows)
+    assert encoded.dtype == torch.uint8 and encoded.shape == (shape[0], shape[1] + -(-shape[1] // 128))
+    back = codec.decode(encoded, dtype)
     assert back.dtype == dtype
     assert torch.equal(back, quantize_rows(rows, powers_of_two=True).dequantize(dtype))
     assert torch.equal(codec.decode(codec.encode(back), dtype), back)  # a second hop loses nothing
