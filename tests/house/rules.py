@@ -245,13 +245,14 @@ RETIRED = {
     r"fp8_turn\w*|TURNED|\w+_turned": "transpose",
     r"(mail|in|out)?box(es)?|Mailbox": "symmetric-memory buffer, send or receive channel",
     r"(tp|cp|ep|dp|pp) lines?|lines? of ranks|lines_of|\w+_LINES(?<!_BAD_LINES)(?<!_LOADED_LINES)": "process group",
-    r"LineLost|PeerLost|(Group)?Passage|Relay|(Direct|Node)?Trip|Places|Inbox|Outbox|Whole": "its own, now gone",
+    r"LineLost|PeerLost|(Group)?Passage|Relay|(Direct|Node)?Trip|Places|Inbox|Outbox": "its own, now gone",
     r"ticket|receipts?|stand_in|carried_by|eight_bits|collective_notes|forked_ranks|flat_memory": "handle, completion",
     r"assembl(y|ies)|arms?|hollow\w*|wire|mirrored rank|arithmetic\.py": "gather, islands, fake CUDA, encoded, replica",
     r"goes on|brings back|hands on|handed on|whoever|comes home|so many": "continues, restores, passes",
 }
 KEPT = {  # file: the retired words that it needs
     "megatron5d/planning/rank_memory.py": ("boxes",),  # a key of JSON records
+    "docs/memory.md": ("boxes",),  # the same
     "megatron5d/pipeline_parallel/draw.py": ("box",),  # of an SVG
 }
 
@@ -260,7 +261,7 @@ def words_are_the_fields(source: Source) -> list[str]:
     """Returns where the product, its configuration and its guides use a word that nobody else in the field does."""
     words = [(re.compile(rf"\b({old})\b"), new) for old, new in RETIRED.items()]
     texts = {file.path: file.text for file in source.code}
-    for name in ("conf/**/*.yaml", "README.md", "CONTRIBUTING.md"):
+    for name in ("conf/**/*.yaml", "README.md", "CONTRIBUTING.md", "docs/**/*.md"):
         texts |= {path.relative_to(source.root).as_posix(): path.read_text() for path in source.root.glob(name)}
     return [
         f"{path}:{number}: {match[0]!r}; the field says {new}"

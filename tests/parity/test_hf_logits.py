@@ -96,6 +96,10 @@ DENSE = {
         final_logit_softcapping=None,
         layer_types=["full_attention", "full_attention", "sliding_attention"],
     ),
+    "seed_oss": lambda: transformers.SeedOssConfig(**TINY, head_dim=12),
+    "seed_oss, biases": lambda: transformers.SeedOssConfig(
+        **TINY, head_dim=12, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
     "gpt_neox, one after the other, no biases": lambda: transformers.GPTNeoXConfig(
         **NEOX, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new", rotary_pct=0.5
@@ -129,6 +133,10 @@ SPARSE = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**GLM),
     "glm4_moe, qk norm, biases, groups": lambda: transformers.Glm4MoeConfig(
         **GLM | {"head_dim": 16, "use_qk_norm": True, "n_group": 4, "topk_group": 2}, attention_bias=True
+    ),
+    "dots1": lambda: transformers.Dots1Config(**GLM, n_shared_experts=2, norm_topk_prob=True),
+    "dots1, biases, groups, windows": lambda: transformers.Dots1Config(
+        **GLM, attention_bias=True, n_shared_experts=1, n_group=4, topk_group=2, sliding_window=5, max_window_layers=1
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, rope_parameters=YARN_MSCALE),
     "deepseek_v2, groups": lambda: transformers.DeepseekV2Config(

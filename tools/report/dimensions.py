@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megatron5d.config.load import CONF
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.draw import draw_svg
 from megatron5d.pipeline_parallel.registry import build_program
@@ -230,9 +231,27 @@ def _svg(width: float, height: float, parts: list[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">\n{body}\n</svg>\n'
 
 
+def published_table() -> str:
+    """Returns a table of the layouts in conf/experiment/published, whose headers name devices and source."""
+    rows = ["| experiment=published/… | devices | tp | pp | cp | ep | dp | ZeRO | batch | tokens | source |",
+            "|" + "---|" * 11]  # fmt: skip
+    for file in sorted((CONF / "experiment" / "published").glob("*.yaml")):
+        found = re.search(r" on (\d+) \w+ \((.+)\)\.\n", file.read_text())
+        assert found is not None, file
+        world = int(found[1])
+        config = planned_config([f"experiment=published/{file.stem}"], world)
+        p, train = config.parallel, config.train
+        sizes = (world, p.tp, p.pp, p.cp, p.ep, world // (p.tp * p.pp * p.cp), p.zero, train.gbs, train.seq_len)
+        rows.append(f"| {file.stem} | {' | '.join(f'{size:,}' for size in sizes)} | {found[2]} |")
+    return "\n".join(rows)
+
+
 def write_docs(docs: Path) -> list[Path]:
     """Writes the generated tables and pictures below `docs`; returns the files."""
-    pages = {docs / "parallelism.md": {"table": master_table()}}
+    pages = {
+        docs / "parallelism.md": {"table": master_table()},
+        docs / "parallelism" / "combining.md": {"published": published_table()},
+    }
     pictures = {}
     for example in EXAMPLES:
         now, _ = with_and_without(example)

@@ -18,10 +18,12 @@ DENSE = (
     "olmo2",
     "gemma",
     "gemma2",
-)  # Llama, but for biases, windows, norms, packing
+    "seed_oss",
+)  # Llama but for biases, windows, norms, packing
 PARTLY_ROTATED = ("glm4_moe", "gpt_neox")
 GEMMA = ("gemma", "gemma2")
-WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "gemma2", "gpt_oss")  # whose layers may differ in what they see
+# families whose layers may differ in what they see
+WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1", "gemma2", "gpt_oss")
 _DECODER_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
     "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
@@ -55,6 +57,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN_DEFAULTS | {"head_dim": None},
     "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
+    "seed_oss": _DECODER_DEFAULTS | {
+        "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "mlp_bias": False,
+        "attention_bias": True, "attention_out_bias": False,
+    },
     "olmo2": _DECODER_DEFAULTS | {
         "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
         "max_position_embeddings": 2048, "mlp_bias": False, "rms_norm_eps": 1e-5,
@@ -100,6 +107,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "use_qk_norm": False, "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,
     },
+    "dots1": _DECODER_DEFAULTS | {
+        "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "num_hidden_layers": 62,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 2048,
+        "mlp_bias": False, "moe_intermediate_size": 1408, "n_routed_experts": None, "n_shared_experts": None,
+        "num_experts_per_tok": None, "first_k_dense_replace": 0, "norm_topk_prob": False, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62,
+        "layer_types": None,
+    },
     "deepseek_v2": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
         "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "mlp_bias": False,
         "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None,
@@ -129,6 +144,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
 }  # fmt: skip
+RENAMED = {"kimi_k2": "deepseek_v3"}  # model_types whose own code is that of another family
 # Other spellings that transformers reads.
 ALIASES = {
     "gpt2": {
@@ -142,6 +158,7 @@ ALIASES = {
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "qwen2_moe": {"num_experts": "num_local_experts"},
     "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "dots1": {"num_local_experts": "n_routed_experts"},
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
@@ -198,6 +215,8 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt_oss": _DECODER_COMPUTED | {"mlp_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "qwen2_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
     "glm4_moe": {"hidden_act": ("silu", "swish"), "mlp_bias": (False,)},
+    "seed_oss": _DECODER_COMPUTED,
+    "dots1": _DECODER_COMPUTED | {"mlp_bias": (False,)},
     "gpt_neox": {"hidden_act": tuple(GELU)},
     "gpt2": {
         "activation_function": tuple(GELU),

@@ -20,6 +20,7 @@ from megatron5d.checkpoint.hf.families import (
     GEMMA,
     GPT_OSS_YARN,
     PARTLY_ROTATED,
+    RENAMED,
     SAME,
     WINDOW_BY_LAYER,
 )
@@ -41,7 +42,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
     config = read_json(path)
-    family = config.get("model_type")
+    family = config["model_type"] = RENAMED.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
     for other, key in ALIASES.get(family, {}).items():
@@ -193,11 +194,13 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2") or config.get("use_qk_norm", False),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "dots1") or config.get("use_qk_norm", False),
         "qk_norm_all_heads": family == "olmo2",
         "block_norm": "post" if family == "olmo2" else "pre",
         "qkv_bias": biased,
-        "attention_out_bias": biased and family not in ("qwen2", "qwen2_moe", "glm4_moe"),
+        "attention_out_bias": config.get(
+            "attention_out_bias", biased and family not in ("qwen2", "qwen2_moe", "glm4_moe")
+        ),
         "mlp_bias": config["mlp_bias"],
         **_windows(config, refused),
         **routing_fields(config, refused),

@@ -73,8 +73,8 @@ def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
     return [Entry(f"{ours}.{name}", (0, shape[0]), f"{theirs}.{hf}.weight", shape) for name, hf, shape in parts]
 
 
-SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", *LATENT)
-LIKE_DEEPSEEK = (*LATENT, "glm4_moe")  # in experts and routers
+SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", *LATENT)
+LIKE_DEEPSEEK = (*LATENT, "glm4_moe", "dots1")  # in experts and routers
 # the module on disk that holds router and experts, and the names of an expert's matrices: gate, up, down
 _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -131,7 +131,7 @@ def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     v3, first, experts = config["model_type"] != "deepseek_v2", config["first_k_dense_replace"] or 0, 0
     if first < config["num_hidden_layers"]:
-        experts = config["n_routed_experts"]
+        experts = config["n_routed_experts"] or 0
     if experts and not config["num_experts_per_tok"]:
         refused.append(f"num_experts_per_tok = {config['num_experts_per_tok']}: at least 1 is supported")
     groups = v3 or config["topk_method"] == "group_limited_greedy"

@@ -11,6 +11,7 @@ from runs import whole_tensors
 from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_family
+from megatron5d.checkpoint.hf.families import RENAMED
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
 from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import save_folder
@@ -278,11 +279,18 @@ V2_LITE = V2 | {
     "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
     "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
 }  # fmt: skip
+KIMI = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"} | {
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "rope_scaling": YARN_40 | {"beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "parameters"),
     [
+        ("kimi_k2", KIMI, 1_026_408_232_448),
         ("deepseek_v3", V3, 671_026_419_200),
         ("deepseek_v2", V2, 235_741_434_880),
         ("deepseek_v2_lite", V2_LITE, 15_706_484_224),
@@ -294,7 +302,9 @@ def test_our_file_is_the_release(name, settings, parameters, tmp_path):
     model, ours = read_model_config(tmp_path), load_config([f"model={name}"]).model
     ahead = settings.get("num_nextn_predict_layers", 0)
     assert replace(model, name=name, init_std=ours.init_std, num_mtp_layers=ahead) == ours
-    stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, settings["model_type"])}
+    family = RENAMED.get(settings["model_type"], settings["model_type"])
+    stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, family)}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": family}))
     assert sum(stored.values()) == parameters
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))

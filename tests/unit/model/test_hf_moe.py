@@ -200,6 +200,22 @@ RELEASED = {
         "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
     },
+    "dots_llm1": {
+        "model_type": "dots1", "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 32768,
+        "max_window_layers": 62, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+        "num_hidden_layers": 62, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_theta": 10000000,
+        "routed_scaling_factor": 2.5, "sliding_window": None, "tie_word_embeddings": False, "topk_group": 1,
+        "torch_dtype": "bfloat16", "vocab_size": 152064,
+    },
+    "seed_oss_36b": {
+        "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27648,
+        "max_position_embeddings": 524288, "mlp_bias": False, "num_attention_heads": 80, "num_hidden_layers": 64,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 10000000.0, "tie_word_embeddings": False,
+        "rope_scaling": {"rope_type": "default"}, "torch_dtype": "bfloat16", "vocab_size": 155136,
+    },
 }  # fmt: skip
 RELEASED["mixtral_8x22b"] = RELEASED["mixtral_8x7b"] | {
     "hidden_size": 6144, "intermediate_size": 16384, "max_position_embeddings": 65536, "num_attention_heads": 48,
