@@ -236,7 +236,7 @@ def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str
 
 
 def gpt_oss_entries(config: ModelConfig, i: int) -> list[Entry]:
-    """The router and the experts of a layer, in stacks: `[E, in, out]` on disk, where gate and up alternate."""
+    """Lists the router and the experts of a layer, in stacks: `[E, in, out]` on disk, where gate and up alternate."""
     h, f, e = config.hidden_size, config.expert_hidden_size, config.num_experts
     ours, theirs, rows = f"layers.{i}", f"model.layers.{i}.mlp", (0, e)
     experts, up, down = f"{ours}.experts", f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
