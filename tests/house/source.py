@@ -10,7 +10,7 @@ from pathlib import Path
 
 CODE = ("megatron5d", "kernels", "tools", "launch", "pretrain.py")  # what users run; the tests come on top
 SKIPPED = {"__pycache__"}
-LINKED = ("kernels", "tools", "pretrain.py")  # found in the package through links: megatron5d.kernels and so on
+LINKED = ("kernels", "tools")  # found in the package through links: megatron5d.kernels and so on
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Source:
         return [
             File(path.relative_to(self.root).as_posix(), path.read_text())
             for path in paths
-            if path.is_file() and not path.is_symlink() and not SKIPPED & set(path.parts)
+            if path.is_file() and not SKIPPED & set(path.parts)
         ]
 
     @cached_property

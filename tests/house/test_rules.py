@@ -85,8 +85,8 @@ PLANTED = [
     ("floors_hold", {"megatron5d/attic/a.py": ""}, "the room megatron5d/attic has no floor"),
     (
         "floors_hold",
-        {"megatron5d/model/a.py": "from megatron5d.pretrain import main"},
-        "imports megatron5d.pretrain (floor 9)",
+        {"megatron5d/model/a.py": "from pretrain import main"},
+        "imports pretrain (floor 9)",
     ),
     (
         "no_circles",
