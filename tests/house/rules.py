@@ -38,7 +38,7 @@ FLOORS = {
     "launch": 9,
 }
 TOP_LEVEL = {
-    *(".ci", ".git", ".gitignore", ".mypy.ini", ".pre-commit-config.yaml", ".pytest.ini", ".ruff.toml"),
+    *(".ci", ".git", ".github", ".gitignore", ".mypy.ini", ".pre-commit-config.yaml", ".pytest.ini", ".ruff.toml"),
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md"),
     *(".mkdocs.yml", "pyproject.toml", "setup.py", "pretrain.py"),
     *("conf", "docs", "kernels", "launch", "megatron5d", "tests", "tools"),
