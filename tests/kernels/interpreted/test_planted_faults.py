@@ -122,8 +122,8 @@ FAULTS = {
     "too few heads": (
         "rope",
         rope_of_projection,
-        "qkv[:, :, a : a + g]\n",
-        "qkv[:, :, a : a + g].clone()\n",
+        "qkv[:, :, heads[0] : sum(heads)]\n",
+        "qkv[:, :, heads[0] : sum(heads)].clone()\n",
     ),
     "not rotated back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
     "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),
