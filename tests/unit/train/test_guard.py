@@ -84,7 +84,7 @@ def test_a_run_stops_and_names_where_it_first_was_not_finite(tmp_path, corpus):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, zero):
     """A resumed one too, to the same bits: bias correction counts updates, not steps."""
-    saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=2, keep=0)
+    saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=2, keep="0")
     config = config_of(tmp_path, corpus, zero, on_nonfinite="skip", max_skipped=1)
     config = dataclasses.replace(config, checkpoint=saved)
     straight = run_ranks(poisoned_run, WORLD, config, {2, 4})  # never two in a row
@@ -214,7 +214,7 @@ def test_a_batch_without_a_target_is_named(tmp_path, masked):
 
 
 def test_skipped_steps_are_counted_over_a_restart(tmp_path):
-    saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=1, keep=0)
+    saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=1, keep="0")
     config = dataclasses.replace(masked_config(tmp_path, on_nonfinite="skip", max_skipped=1), checkpoint=saved)
     for _ in range(2):
         with pytest.raises(RankFailure, match=r"in step 3 .*step 2 in a row without an update"):
