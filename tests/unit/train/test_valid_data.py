@@ -226,9 +226,9 @@ def test_a_resumed_run_keeps_the_mixture_with_which_it_began(corpus, tmp_path, m
     whole = {weights: losses(weights, weights, 8) for weights in ("equal", "size")}
     assert whole["equal"] != whole["size"]
 
-    def older(progress, config, commit):
+    def older(progress, config, commit, **more):
         del config["data"]["weights"]
-        return run_record(progress, config, commit)
+        return run_record(progress, config, commit, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr("megatron5d.train.loop.run_record", older)
