@@ -32,7 +32,14 @@ KINDS = [*PIECES, "tokenizer.json", "tiktoken", "vocab.json and merges.txt", "te
 FAMILIES = {
     "llama": "tiny", "mistral": "tiny model.attention_window=8", "qwen2": "tiny model.qkv_bias=true",
     "qwen3": "tiny_qwen3", "gpt2": "tiny_gpt2", "mixtral": "tiny_mixtral", "qwen3_moe": "tiny_qwen3_moe",
-    "deepseek_v2": "deepseek_v2_lite", "deepseek_v3": "tiny_deepseek",
+    "deepseek_v2": "deepseek_v2_lite", "deepseek_v3": "tiny_deepseek", "glm4_moe": "tiny_moe",
+    "olmo2": "tiny model.qk_norm=true model.qk_norm_all_heads=true model.block_norm=post",
+    "gpt_neox": "tiny_gpt2 model.position=rope model.parallel_block=two_norms model.tie_embeddings=false",
+    "qwen2_moe": "tiny_mixtral model.qkv_bias=true model.shared_ffn_hidden_size=32 model.shared_expert_gate=true "
+    "model.norm_topk_prob=false",
+    "gemma": "gemma2_2b model.block_norm=pre model.attention_window=null model.window_layers=null "
+    "model.query_pre_attn_scalar=null model.attention_softcap=0 model.logit_softcap=0",
+    "gemma2": "gemma2_2b", "gpt_oss": "gpt_oss_20b",
 }  # fmt: skip
 
 
