@@ -16,8 +16,9 @@ from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster, cluster_called
 from megatron5d.planning.predict import planned_config
 from megatron5d.tools.report.collect import Asked, differences, layout_record
+from megatron5d.tools.report.losses import find_records
 from megatron5d.tools.report.page import page_of
-from megatron5d.tools.report.runs import CHARTS, run_record
+from megatron5d.tools.report.runs import CHARTS, read_run
 from megatron5d.tools.report.sources import SOURCES
 
 
@@ -56,7 +57,7 @@ def write_report(question: Question, out: Path, json_file: Path | None = None) -
 
 def report_of(question: Question) -> dict[str, Any]:
     """Returns all numbers of a report as one JSON object; see `write_report`."""
-    runs = [_run(folder) for folder in question.runs]
+    runs = [read_run(log) for folder in question.runs for log in find_records(folder)]
     world = question.world or next((run["world"] for run in runs if run["world"]), None)
     if world is None:
         raise ValueError("a report needs --world N: the number of ranks")
@@ -79,15 +80,6 @@ def report_of(question: Question) -> dict[str, Any]:
 
 def _name(config: Config, question: Question) -> str:
     return question.runs[0].resolve().name if question.runs else config.model.name or "custom"
-
-
-def _run(folder: Path) -> dict[str, Any]:
-    logs = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))
-    if len(logs) != 1:
-        raise ValueError(f"{folder} holds {len(logs)} .jsonl files, and a run has one: name the log itself")
-    log = logs[0]
-    saved = [int(step.name.removeprefix("step-")) for step in sorted(log.parent.glob("checkpoints/step-*"))]
-    return run_record(log.resolve().parent.name, log.read_text(errors="replace").splitlines(), saved)
 
 
 def _config(question: Question, overrides: Sequence[str], world: int) -> Config:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron5d.checkpoint.folder import saved_steps
 from megatron5d.config.json_file import parse_json
 
 CHARTS = (
@@ -21,6 +23,12 @@ CHARTS = (
     ("expert_load", "load of the busiest expert, of an even share"),
 )
 MOST_POINTS = 600
+
+
+def read_run(log: Path) -> dict[str, Any]:
+    """Returns `run_record` of a run's log and of the checkpoints beside it."""
+    lines = log.read_text(errors="replace").splitlines()
+    return run_record(log.resolve().parent.name, lines, saved_steps(log.parent / "checkpoints"))
 
 
 def run_record(name: str, records: Iterable[str], saved: Iterable[int] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megatron5d.config.load import keys_given
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.layout_search import Candidate, LayoutSearch
 from megatron5d.planning.predict import unplanned_config
-from megatron5d.tools.report.runs import run_record
+from megatron5d.tools.report.runs import read_run
 
 AXES = ("tp", "cp", "pp", "ep", "zero")
 
@@ -62,7 +62,7 @@ def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
     """
     records = []
     for log in logs:
-        run = run_record(log.parent.name, log.read_text(errors="replace").splitlines())
+        run = read_run(log)
         last = {field: points[-1][1] for field, points in run["fields"].items()}
         records.append({"name": run["name"], "world": run["world"], "mfu": last.get("mfu"),
                         "tokens_per_s_per_gpu": last.get("tokens_per_s_per_gpu"),
