@@ -2,8 +2,8 @@
 
 A block of keys of one KV head meets the queries of its group of heads that may see it. Under a causal mask the first
 block meets all of them and the last hardly any, and with few heads a rank has fewer blocks than the GPU processors:
-one program a block would take four times as long as need be (Llama 3 8B, tp 8, 8,192 tokens). So the units of all
-blocks stand in one row, ordered by batch entry, block, head and query, and program p takes units [p·share, (p+1)·share)
+one program a block would take four times as long as need be (Llama 3 8B, tp 8, 8,192 tokens). So the tiles of all
+blocks stand in one row, ordered by batch entry, block, head and query, and program p takes tiles [p·share, (p+1)·share)
 of it (stream-K: Osama et al., arXiv:2301.03598), however masks, documents and positions distribute them. A block within
 one share is stored at once. Of one that is cut each program stores its part in float32, and `_sum_parts_kernel` adds
 the parts up in the order of the queries: the same bits every time.
@@ -27,8 +27,7 @@ from megatron5d.kernels.flash_attention.tiles import capped, tile
 
 ROWS = 16  # that a program adds up
 LARGEST_CUT = 128  # head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block
-UNIT = tl.constexpr(128)  # queries in which work is counted; a multiple of every block of queries
-LEAST_UNITS = tl.constexpr(2)  # of a share: below them loading keys and adding up parts takes longer
+LEAST_QUERIES = tl.constexpr(256)  # of a share: below them loading keys and adding up parts takes longer
 
 
 @jit
@@ -94,16 +93,16 @@ def _collect_queries(
 
 
 @jit
-def _units(
+def _num_tiles(
     spans_ptr, span_stride, batch, block, num_queries, window,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SPANS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Counts the units of queries that a block of keys meets; one for a block that none sees, which stores zeros."""
+    """Counts the tiles of queries that a block of keys meets; one for a block that none sees, which stores zeros."""
     start, _, _, stop = query_range(
         spans_ptr, span_stride, batch, block, num_queries, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
     )
-    return tl.maximum((stop - start + UNIT - 1) // UNIT, 1)
+    return tl.maximum((stop - start + BLOCK_M - 1) // BLOCK_M, 1)
 
 
 @jit
@@ -111,24 +110,24 @@ def _shares(
     spans_ptr, span_stride, sizes, blocks, num_batch, shares,
     FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Returns the units of all heads before each entry (a block of keys of a batch entry), in it, and of a share."""
+    """Returns the tiles of all heads before each entry (a block of keys of a batch entry), in it, and of a share."""
     lane = tl.arange(0, ENTRIES)
     real = lane < num_batch * blocks
     known = tl.where(real, lane, 0)
-    units = _units(
+    tiles = _num_tiles(
         spans_ptr, span_stride, known // blocks, known % blocks, sizes[0], sizes[5],
         FLAGS[0], FLAGS[1], FLAGS[6], BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    units = tl.where(real, units * sizes[2], 0)
-    ends = tl.cumsum(units, 0)
-    share = tl.maximum(tl.cdiv(tl.sum(units, 0), shares), LEAST_UNITS)
-    return ends - units, units, share
+    tiles = tl.where(real, tiles * sizes[2], 0)
+    ends = tl.cumsum(tiles, 0)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), shares), LEAST_QUERIES // BLOCK_M)
+    return ends - tiles, tiles, share
 
 
 @jit
-def _entry_of(place, before, units):
+def _entry_of(place, before, tiles):
     """Returns the entry to which a tile belongs, and the first tile of that entry."""
-    entry = tl.sum((before + units <= place).to(tl.int32), 0)
+    entry = tl.sum((before + tiles <= place).to(tl.int32), 0)
     return entry, tl.max(tl.where(before <= place, before, 0), 0)
 
 
@@ -234,12 +233,12 @@ def _key_value_kernel(
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
         _store(outputs, dk, dv, key, num_keys, (batch, num_batch, k_head, num_k_heads), dims, natural_scale)
         return
-    before, units, share = _shares(
+    before, tiles, share = _shares(
         spans_ptr, span_stride, sizes, blocks, num_batch, tl.num_programs(0), FLAGS, BLOCK_M, BLOCK_N, ENTRIES
     )
     first = program * share
-    last = tl.minimum(first + share, tl.sum(units, 0))
-    entry, origin = _entry_of(first, before, units)
+    last = tl.minimum(first + share, tl.sum(tiles, 0))
+    entry, origin = _entry_of(first, before, tiles)
     place = first
     while place < last:  # one head of queries at a time; few numbers live through the GEMMs, which need all registers
         batch = entry // blocks
@@ -247,11 +246,11 @@ def _key_value_kernel(
         span = query_range(
             spans_ptr, span_stride, batch, block, sizes[0], sizes[5], CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
         )
-        length = tl.maximum((span[3] - span[0] + UNIT - 1) // UNIT, 1)
+        length = tl.maximum((span[3] - span[0] + BLOCK_M - 1) // BLOCK_M, 1)
         head = (place - origin) // length
-        low = span[0] + (place - origin - head * length) * UNIT
+        low = span[0] + (place - origin - head * length) * BLOCK_M
         end = tl.minimum(last, origin + (head + 1) * length)
-        high = low + (end - place) * UNIT
+        high = low + (end - place) * BLOCK_M
         mine = (low, _cut(span[1], low, high), _cut(span[2], low, high), _cut(span[3], low, high))
         keys = _keys(sources, layouts, mask, num_keys, batch, block, head // group, FLAGS, BLOCK_N, D, DV, REACH)
         dk, dv = _collect_head(
@@ -299,14 +298,14 @@ def _sum_parts_kernel(
     """Adds up some rows of the block that begins in this program's share and ends in a later one, if there is one."""
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)
-    before, units, share = _shares(
+    before, tiles, share = _shares(
         spans_ptr, span_stride, sizes, blocks, num_batch, tl.num_programs(0), FLAGS, BLOCK_M, BLOCK_N, ENTRIES
     )
     last = (program + 1) * share
-    if last >= tl.sum(units, 0):
+    if last >= tl.sum(tiles, 0):
         return
-    entry, origin = _entry_of(last - 1, before, units)
-    length = tl.sum(tl.where(before == origin, units, 0), 0) // sizes[2] * group
+    entry, origin = _entry_of(last - 1, before, tiles)
+    length = tl.sum(tl.where(before == origin, tiles, 0), 0) // sizes[2] * group
     start = origin + (last - 1 - origin) // length * length
     stop = start + length
     if (start < program * share) | (stop == last):
@@ -332,6 +331,7 @@ def launch_keys(before: tuple, rest: tuple, config: dict, outputs: tuple[Tensor,
         grid = (entries * (rest[2][2] // group),)
         _key_value_kernel[grid](*before, outputs, *rest, outputs[0], ENTRIES=1, CUT=False, **config)
         return
+    assert entries * cdiv(rest[2][0], config["BLOCK_M"]) * rest[2][2] < 2**31, "tiles are counted in 32 bits"
     shares, width = num_processors(device), config["D"] + config["DV"]
     parts = torch.empty(2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=device)
     config["ENTRIES"] = next_power_of_2(entries)
