@@ -145,7 +145,7 @@ class NormRequest(NamedTuple):
 
     @property
     def key(self) -> dict[str, int]:
-        return {"width": self.width}
+        return {"centred": int(self.centred), "width": self.width}
 
 
 class _Process:

@@ -21,7 +21,6 @@ from megatron5d.kernels.choice import (
     NormRequest,
     Request,
     Settings,
-    capability_of,
     chosen,
     family_of,
     library,
@@ -34,7 +33,10 @@ E4M3 = torch.float8_e4m3fn
 
 def capability_here() -> int:
     """Returns that of this process's NVIDIA GPU, 90 for sm_90; 0 without one."""
-    return capability_of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def requests_of(config: Config, capability: int) -> list[Request]:
