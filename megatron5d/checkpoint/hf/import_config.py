@@ -42,6 +42,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
     config = read_json(path)
+    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):  # beside a vision tower
+        config = config["text_config"] | {"model_type": "gemma3_text"}
     family = config["model_type"] = RENAMED.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
@@ -57,6 +59,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """Settings that are neither null nor of their default's type; a whole number is a float, too."""
     kinds = {key: type(value) for key, value in defaults.items() if value is not None}
+    kinds |= {key: list for key in ("layer_types", "mlp_layer_types", "mlp_only_layers") if key in defaults}
     return [
         f"{key} = {config[key]!r} is no {kind.__name__}"
         for key, kind in kinds.items()
@@ -174,6 +177,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns Llama, and what differs by options alone: biases, norms, latents, windows, experts."""
     hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
+    local = _local_rope_base(config, refused) if family == "gemma3_text" else None
     theta, scaling = _rope(config, refused)
     if family == "phi3" and scaling.type != "none":
         refused.append(f"rope_type = {scaling.type!r}: transformers makes longrope of it, which is not supported")
@@ -186,6 +190,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
             "rope_interleaved": False,
             "rotary_percent": _rotary_share(config),
         }
+    windows = _windows(config, refused)
     biased = config.get("qkv_bias", family == "qwen2" or config["attention_bias"])
     return {
         **attention,
@@ -194,7 +199,8 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "dots1") or config.get("use_qk_norm", False),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "dots1", "hy_v3", "gemma3_text")
+        or config.get("use_qk_norm", False),
         "qk_norm_all_heads": family == "olmo2",
         "block_norm": "post" if family == "olmo2" else "pre",
         "qkv_bias": biased,
@@ -202,9 +208,10 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
             "attention_out_bias", biased and family not in ("qwen2", "qwen2_moe", "glm4_moe")
         ),
         "mlp_bias": config["mlp_bias"],
-        **_windows(config, refused),
+        **windows,
         **routing_fields(config, refused),
         **(_gemma(config) if family in GEMMA else {}),
+        **({"window_rope_theta": local if windows["attention_window"] else None} if local else {}),
         **({"activation": "swiglu_clamped", "attention_sinks": True} if family == "gpt_oss" else {}),
     }
 
@@ -285,6 +292,8 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     # in some families the even layers below `first` slide; in others those from there on
     alternates = config["model_type"] in ("qwen2_moe", "gemma2", "gpt_oss")
     slides = [i % 2 == 0 and i < first if alternates else i >= first for i in layers]
+    if config["model_type"] == "gemma3_text":
+        slides = [bool((i + 1) % (config["sliding_window_pattern"] or 6)) for i in layers]
     kinds = config["layer_types"] or [
         "sliding_attention" if window is not None and slides[i] else "full_attention" for i in layers
     ]
@@ -337,6 +346,19 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
         return theta, _yarn(rope, config["max_position_embeddings"], original, refused)
     frequencies: dict[str, Any] = {key: float(rope[key]) for key in needed[kind]}
     return theta, RopeScaling(type=kind, original_max_positions=original, **frequencies)
+
+
+def _local_rope_base(config: dict[str, Any], refused: list[str]) -> float:
+    """Returns the base in Gemma 3's sliding layers, and leaves the other layers' settings in `config`."""
+    by_layer = config.get("rope_parameters") or {}
+    if not isinstance(by_layer, dict) or not all(isinstance(each, dict) for each in by_layer.values()):
+        refused.append(f"rope_parameters = {by_layer!r}: only full_attention's and sliding_attention's are supported")
+        return 0.0
+    local = by_layer.get("sliding_attention", {})
+    if local.get("rope_type", "default") != "default":
+        refused.append(f"rope_type = {local['rope_type']!r} of sliding_attention: only default is supported")
+    config["rope_parameters"] = by_layer.get("full_attention")
+    return local.get("rope_theta") or config["rope_local_base_freq"]
 
 
 def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
+_TEXT = "language_model."  # before the names of a text model that stands beside a vision tower
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
 
 
@@ -165,6 +166,9 @@ def _table(
             )
     if not any(name.startswith(prefix) for name in stored.tensors):
         entries = [replace(entry, hf_name=entry.hf_name.removeprefix(prefix)) for entry in entries]
+    if any(name.startswith(_TEXT) for name in stored.tensors):
+        entries = [replace(entry, hf_name=_TEXT + entry.hf_name) for entry in entries]
+        ignored = [rf"^(?!{re.escape(_TEXT)})", *ignored]
     if config.tie_embeddings and HEAD in stored.tensors:
         ignored.append(f"^{HEAD}$")
         embedding = next(entry for entry in entries if entry.name == "embedding.weight")
@@ -182,7 +186,9 @@ def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
     counts = {
         i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in prediction_layers(config, stored)
     }
-    return [
+    seen = sum(not name.startswith(_TEXT) for name in stored.tensors)
+    vision = [f"{stored.folder}: the {seen} tensors of what is not its language model are not read"]
+    return (vision if 0 < seen < len(stored.tensors) else []) + [
         f"{stored.folder}: the {count} tensors of multi-token prediction layer {i} are not read; "
         f"model.num_mtp_layers={i + 1 - config.num_layers} reads and trains them"
         for i, count in counts.items()
