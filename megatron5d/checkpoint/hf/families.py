@@ -20,6 +20,7 @@ DENSE = (
     "seed_oss",
 )  # Llama but for biases, windows, norms, packing
 PARTLY_ROTATED = ("glm4_moe", "gpt_neox")
+QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "dots1", "hy_v3", "gemma3_text")
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # families whose layers may differ in what they see
 WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1", "gemma2", "gemma3_text", "gpt_oss")

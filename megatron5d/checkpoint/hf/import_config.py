@@ -20,6 +20,7 @@ from megatron5d.checkpoint.hf.families import (
     GEMMA,
     GPT_OSS_YARN,
     PARTLY_ROTATED,
+    QK_NORM,
     RENAMED,
     SAME,
     WINDOW_BY_LAYER,
@@ -77,7 +78,10 @@ def _not_positive(config: dict[str, Any]) -> list[str]:
         for key in sizes
         if key in config and not (isinstance(config[key], int) and config[key] > 0)
     ]
-    experts, layers = ("num_local_experts", "n_routed_experts"), ("num_hidden_layers", "n_layer", *_AHEAD)
+    experts, layers = (
+        ("num_local_experts", "n_routed_experts"),
+        ("num_hidden_layers", "n_layer", "num_nextn_predict_layers"),
+    )
     counts = [[(key, config.get(key)) for key in keys] for keys in (experts, layers)]
     (most_experts, e), (most_layers, n) = (
         max(((key, count) for key, count in found if isinstance(count, int)), key=lambda each: each[1], default=("", 1))
@@ -89,7 +93,6 @@ def _not_positive(config: dict[str, Any]) -> list[str]:
     return wrong
 
 
-_AHEAD = ("num_nextn_predict_layers",)
 _MOST_TENSORS = 1_000_000
 
 
@@ -199,8 +202,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "dots1", "hy_v3", "gemma3_text")
-        or config.get("use_qk_norm", False),
+        "qk_norm": family in QK_NORM or config.get("use_qk_norm", False),
         "qk_norm_all_heads": family == "olmo2",
         "block_norm": "post" if family == "olmo2" else "pre",
         "qkv_bias": biased,
@@ -351,11 +353,10 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
 def _local_rope_base(config: dict[str, Any], refused: list[str]) -> float:
     """Returns the base in Gemma 3's sliding layers, and leaves the other layers' settings in `config`."""
     by_layer = config.get("rope_parameters") or {}
-    if not isinstance(by_layer, dict) or not all(isinstance(each, dict) for each in by_layer.values()):
+    if not isinstance(by_layer, dict) or any(not isinstance(each, dict) for each in by_layer.values()):
         refused.append(f"rope_parameters = {by_layer!r}: only full_attention's and sliding_attention's are supported")
         return 0.0
-    local = by_layer.get("sliding_attention", {})
-    if local.get("rope_type", "default") != "default":
+    if (local := by_layer.get("sliding_attention", {})).get("rope_type", "default") != "default":
         refused.append(f"rope_type = {local['rope_type']!r} of sliding_attention: only default is supported")
     config["rope_parameters"] = by_layer.get("full_attention")
     return local.get("rope_theta") or config["rope_local_base_freq"]

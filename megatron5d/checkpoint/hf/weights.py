@@ -164,11 +164,11 @@ def _table(
                 f"{stored.folder} stores {copy.hf_name} and it is not {original.hf_name}, which the multi-token "
                 "prediction layers of this model share; set model.num_mtp_layers=0 to leave them out"
             )
-    if not any(name.startswith(prefix) for name in stored.tensors):
-        entries = [replace(entry, hf_name=entry.hf_name.removeprefix(prefix)) for entry in entries]
     if any(name.startswith(_TEXT) for name in stored.tensors):
         entries = [replace(entry, hf_name=_TEXT + entry.hf_name) for entry in entries]
-        ignored = [rf"^(?!{re.escape(_TEXT)})", *ignored]
+        ignored.append(rf"^(?!{re.escape(_TEXT)})")
+    elif not any(name.startswith(prefix) for name in stored.tensors):
+        entries = [replace(entry, hf_name=entry.hf_name.removeprefix(prefix)) for entry in entries]
     if config.tie_embeddings and HEAD in stored.tensors:
         ignored.append(f"^{HEAD}$")
         embedding = next(entry for entry in entries if entry.name == "embedding.weight")
