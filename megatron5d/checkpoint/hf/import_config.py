@@ -27,7 +27,7 @@ from megatron5d.checkpoint.hf.families import (
 )
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
-from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
+from megatron5d.checkpoint.hf.safetensors_folder import unknown_quantisation
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 
@@ -142,33 +142,13 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
         f"{key} = {config[key]!r}: only {' or '.join(map(repr, values))} is supported"
         for key, values in COMPUTED[family].items()
         if key in config and config[key] not in values
-    ] + _unknown_quantisation(config)
+    ] + unknown_quantisation(config)
     fields = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family, _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
         raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
     same = {ours: config[theirs] for ours, theirs in SAME[family].items()}
     return {"name": Path(folder).resolve().name, **same, **fields}
-
-
-def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
-    """Returns what is not as in FP8 releases that checkpoint/hf/safetensors_folder.py reads; null is a folder
-    without."""
-    given = config.get("quantization_config")
-    if given is None:
-        return []
-    if not isinstance(given, dict):
-        return [f"quantization_config = {given!r}: only an object of settings is supported"]
-    if given.get("quant_method") == "mxfp4":
-        return ["quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
-                "model with transformers' Mxfp4Config(dequantize=True) and save it"]  # fmt: skip
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    found = {"fmt": "e4m3"} | given
-    return [
-        f"quantization_config.{key} = {found.get(key)!r}: only {value!r} is supported"
-        for key, value in wanted.items()
-        if found.get(key) != value
-    ]
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
