@@ -183,10 +183,8 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         return fields | {"sliding_window": config.attention_window}
     if family in LATENT:
         return fields | mla_settings(config, family) | routing_settings(config, family)
-    if family == "olmo2":
-        return fields
-    if family == "gemma":
-        return fields | {"hidden_act": "gelu_pytorch_tanh"}
+    if family in ("olmo2", "gemma"):
+        return fields | ({"hidden_act": "gelu_pytorch_tanh"} if family == "gemma" else {})
     if family == "glm4_moe":
         rotated = {"partial_rotary_factor": config.rotary_percent}
         fields |= rotated | {"rope_parameters": fields["rope_parameters"] | rotated, "use_qk_norm": config.qk_norm}
@@ -198,9 +196,7 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     assert family in WINDOW_BY_LAYER
     windowed = [i for i in range(config.num_layers) if window_of(config, i)]
     fields |= {
-        "sliding_window": config.attention_window
-        if family not in GEMMA
-        else config.attention_window or config.max_positions,
+        "sliding_window": config.attention_window or (config.max_positions if family in GEMMA else None),
         "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in range(config.num_layers)],
     }
     if family == "gemma3_text":
