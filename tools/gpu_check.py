@@ -70,6 +70,16 @@ def by_importance(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: rank[name])
 
 
+def compiles(provider: str) -> bool:
+    """Says whether a provider is compiled by torch, which takes longer than all others' calls."""
+    return "compile" in provider or "flex" in provider
+
+
+def launches(provider: str) -> bool:
+    """Says the opposite."""
+    return not compiles(provider)
+
+
 def device_facts() -> dict[str, Any]:
     """Returns what there is, and what a copy and a GEMM reach."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -131,8 +141,8 @@ def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
     """Does pieces, `<section>: <name>`, telling of each result: the worker of `in_turn`."""
     for piece in pieces:
         section, _, name = piece.partition(": ")
-        if section == "benchmarks":
-            for provider, figures in measure(BENCHMARKS[name], 2, 30):
+        if section in ("benchmarks", "compiled"):
+            for provider, figures in measure(BENCHMARKS[name], 2, 30, compiles if section == "compiled" else launches):
                 tell((piece, {provider: figures}))
         else:
             made = {"device": lambda _: device_facts(), "addmm": lambda name: addmm(*ADDMM[name]),
@@ -165,7 +175,11 @@ def training(book: Book, deadline: float) -> None:
         until = time.monotonic() + (deadline - time.monotonic()) / (len(variants) - i)
         code, said = ended(command, until)
         rows = json.loads(file.read_text())["rows"] if file.exists() else {}
-        book.put("training", name, rows.get(case) or {"unavailable": said or f"it ended with {code}"})
+        book.put(
+            "training",
+            name,
+            rows.get(case) or {"unavailable": said or ("the time is up" if code is None else f"it ended with {code}")},
+        )
 
 
 def tuned(book: Book, deadline: float, write: bool) -> None:
@@ -182,8 +196,8 @@ def tuned(book: Book, deadline: float, write: bool) -> None:
             "--minutes",
             f"{min(120, left - 15) / 60}",
         ]
-        ended_with, said = ended([*command, *([] if write else ["--dry-run"])], deadline, lines=4)
-        book.put("tuning", operation, {"said": said or f"it ended with {ended_with}"})
+        _, said = ended([*command, *([] if write else ["--dry-run"])], deadline, lines=4)
+        book.put("tuning", operation, {"said": said or "the time is up"})
 
 
 def check(book: Book, minutes: float, write: bool) -> None:
@@ -197,7 +211,8 @@ def check(book: Book, minutes: float, write: bool) -> None:
         for tool in ("memcheck", "racecheck"):
             command = [sys.executable, str(TOOLS / "gpu_check.py"), "--run", row]
             book.put("sanitizer", f"{tool}: {row}", sanitizer(tool, command, until["benchmarks"]))
-    _fill(book, in_turn(work, [f"benchmarks: {row}" for row in rows], SILENCE_S, until["benchmarks"]))
+    timed = [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
+    _fill(book, in_turn(work, timed, SILENCE_S, until["benchmarks"]))
     capability = book.found.get("device", {}).get("facts", {}).get("capability")
     if write and capability and (file := write_orders(book.found.get("benchmarks", {}), capability)):
         book.put("device", "order of libraries", {"written": str(file)})
@@ -210,12 +225,13 @@ def _fill(book: Book, told: Iterator[tuple]) -> None:
     unreached: dict[str, list[str]] = {}
     for piece, result in told:
         section, _, name = piece.partition(": ")
+        section = "benchmarks" if section == "compiled" else section
         if isinstance(result, str) and result.startswith("not reached"):
             unreached.setdefault(section, []).append(name)
         else:
             book.put(section, name, {"unavailable": result} if isinstance(result, str) else result)
     for section, names in unreached.items():
-        book.put(section, "not reached", {"rows": "; ".join(names)})
+        book.put(section, "not reached", {"rows": "; ".join(dict.fromkeys(names))})
 
 
 def main() -> int:
