@@ -255,6 +255,17 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """Which implementation computes an operation on a GPU; what a library does not take, Triton does."""
+
+    attention: str = "auto"  # auto | triton | cudnn | fa4
+    fp8: str = "auto"  # auto | triton | torch: GEMMs with scales
+    grouped: str = "auto"  # auto | triton | torch: GEMMs of experts
+    norm: str = "auto"  # auto | triton | torch
+    deterministic: bool = True  # only what gives the same bits each time, which cuDNN's backward does not
+
+
+@dataclass(frozen=True)
 class RecomputeConfig:
     """What is recomputed in the backward instead of being saved."""
 
@@ -367,6 +378,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -76,6 +76,8 @@ WORDS: dict[str, Sequence[str]] = {
     "precision.dtype": ("fp64", "fp32", "bf16"),
     "precision.fp8": ("none", "tensorwise", "blockwise"),
     "precision.grad_dtype": ("fp32", "bf16"),
+    "kernels.attention": ("auto", "triton", "cudnn", "fa4"),
+    **dict.fromkeys(("kernels.fp8", "kernels.grouped", "kernels.norm"), ("auto", "triton", "torch")),
     "recompute.mode": ("none", "selective", "full"),
     "data.weights": ("size", "equal"),
     "data.order": ("shuffled", "sequential", "megatron"),
