@@ -197,6 +197,7 @@ class TrainConfig:
     mtp_loss: float = 0.1  # coefficient of the mean loss of the multi-token prediction layers
     eval_every: int = 0  # steps between evaluations; 0 = only at the end of training
     eval_batches: int = 8  # global batches of the validation data per evaluation
+    cuda_graph: str = "none"  # none | phases: on a GPU, phases are captured in the second step, then replayed
     stop_after: int = 0  # stop with a checkpoint after this step, while schedules still plan for all steps; 0 = never
 
 
@@ -251,6 +252,17 @@ class PrecisionConfig:
         True  # fp32 copies of bf16 weights are updated; False: bf16 weights, with stochastic rounding
     )
     grad_dtype: str = "fp32"  # main gradients and their reduction: fp32 | bf16 (fp64 with dtype=fp64)
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Which implementation computes an operation on a GPU; what a library does not take, Triton does."""
+
+    attention: str = "auto"  # auto | triton | cudnn | fa4
+    fp8: str = "auto"  # auto | triton | torch: GEMMs with scales
+    grouped: str = "auto"  # auto | triton | torch: GEMMs of experts
+    norm: str = "auto"  # auto | triton | torch
+    deterministic: bool = True  # only what gives the same bits each time, which cuDNN's backward does not
 
 
 @dataclass(frozen=True)
@@ -366,6 +378,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     data: DataConfig = field(default_factory=DataConfig)
