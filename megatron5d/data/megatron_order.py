@@ -81,33 +81,45 @@ def build_sample_order(
 
 def _shuffled_epochs(ids: np.ndarray, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
     """Returns the document index: `ids` repeated for all epochs and shuffled, the last epoch perhaps separately."""
-    parts = [epochs - 1, 1] if last_apart else [epochs]
-    tiled = [np.tile(ids, repeats) for repeats in parts]
-    for part in tiled:
-        random.shuffle(part)
-    return np.concatenate(tiled)
+    index = np.tile(ids, epochs)
+    border = len(index) - len(ids) * last_apart
+    _shuffle(index[:border], random)
+    _shuffle(index[border:], random)
+    return index
+
+
+def _shuffle(part: np.ndarray, random: np.random.RandomState) -> None:
+    """Shuffles in place; in 8 bytes, which numpy swaps faster, where those stay in the cache."""
+    wide = part.astype(np.int64) if len(part) <= 1 << 19 else part
+    random.shuffle(wide)
+    part[:] = wide
 
 
 def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int) -> np.ndarray:
     """Returns the sample index: where token j·seq_len of the shuffled stream is, for each sample j and the end."""
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    starts = np.arange(total + 1, dtype=np.int64) * seq_len
-    # side="right" skips empty sequences and finds the one that holds the token
-    position = np.searchsorted(ends, starts, side="right")
+    lengths = lengths.astype(np.int32)  # aligned
+    ends = np.cumsum(lengths.take(document_index, mode="clip"), dtype=np.int64)
+    ended = np.searchsorted(ends, total * seq_len, side="right")
+    samples = ends[:ended] + (seq_len - 1)
+    samples //= seq_len  # the first that begins where each sequence ends, or behind it
+    position = np.bincount(samples, minlength=total + 1)
+    np.cumsum(position, out=position)  # sequences that have ended; empty ones are skipped
     position[0] = 0  # as Megatron does, even if the first sequence is empty
-    before = np.where(position > 0, ends[position - 1], 0)
+    before = ends[position - 1]
+    before[: np.searchsorted(position, 1)] = 0
     largest = max(len(document_index), int(lengths.max()))
-    dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    return np.stack([position, starts - before], axis=1).astype(dtype)
+    index = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    index[:, 0] = position
+    np.subtract(np.arange(0, (total + 1) * seq_len, seq_len), before, out=index[:, 1], casting="unsafe")
+    return index
 
 
 def _shuffled_range(total: int, first: int, random: np.random.RandomState) -> np.ndarray:
     """Returns the shuffle index: 0 ... total-1, of which the first `first` and the rest are shuffled separately."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(total, dtype=dtype)
-    random.shuffle(index[:first])
-    if first < total:
-        random.shuffle(index[first:])
+    _shuffle(index[:first], random)
+    _shuffle(index[first:], random)
     return index
 
 

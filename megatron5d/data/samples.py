@@ -187,8 +187,7 @@ def _blend(
     inputs = {"version": INDEX_VERSION, "kind": "megatron blend", "weights": weights, "size": size}
     blend = cached_arrays(folder, inputs, ("ids", "numbers"), build)
     ids, numbers = blend["ids"], blend["numbers"]
-    for d, stream in enumerate(streams):
-        needed = int(np.count_nonzero(ids == d))
+    for d, (stream, needed) in enumerate(zip(streams, np.bincount(ids, minlength=len(streams)))):
         if needed > (stream.num_samples or 0):
             raise ValueError(
                 f"data.order=megatron: the blend takes {needed} samples of {sources[d].prefix}, which was built for "
@@ -287,7 +286,8 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
 
 CYCLE = 1 << 16  # samples after which our own mixture repeats; weights are exact to 1 / CYCLE
 SURPLUS = 0.005  # share by which Megatron draws more samples of each dataset of a blend than it expects to need
-COMPILE_ABOVE = 5_000_000  # comparisons; below, plain Python is faster than compiling
+LANE, WARM_UP = 256, 64  # samples of a blend that one lane computes, and before that to come into step
+STATES = 1 << 14  # of lanes and datasets that are computed side by side
 
 
 def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -330,6 +330,10 @@ def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -
 def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
 
+    Many stretches are computed side by side. The rule forgets where it began, within a few samples: two states that are
+    both near the exact shares become one. So each stretch begins from a guess a little earlier, and the result is exact
+    once every one begins as the one before has ended; those that do not are computed again.
+
     Args:
         weights: one per dataset, normalised.
         size: samples of the blend.
@@ -338,30 +342,55 @@ def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.
         dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number within the dataset
         int64 `[size]`.
     """
-    dtype = np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32
-    datasets, numbers = np.zeros(size, dtype), np.zeros(size, np.int64)
-    shares, taken = np.array(weights, np.float64), np.zeros(len(weights), np.int64)
-    if size * len(weights) > COMPILE_ABOVE:
-        try:
-            import numba
-
-            numba.njit(_fill_blend)(shares, taken, datasets, numbers)
-            return datasets, numbers
-        except ImportError:
-            pass  # the same loop uncompiled: a tenth of a microsecond per sample and dataset
-    _fill_blend(shares.tolist(), taken.tolist(), datasets, numbers)
+    shares, taken = np.array(weights, np.float64), np.zeros(len(weights))
+    datasets = np.empty(size, np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
+    numbers = np.empty(size, np.int64)
+    stride = LANE * max(1, STATES // len(weights))
+    for begin in range(0, size, stride):
+        part = slice(begin, min(begin + stride, size))
+        taken = _blend_part(shares, taken, begin, datasets[part], numbers[part])
     return datasets, numbers
 
 
-def _fill_blend(weights, taken, datasets, numbers) -> None:
-    """Fills `datasets` and `numbers`; `taken` counts samples by dataset. Plain loops, so that numba can compile it."""
-    for i in range(len(datasets)):
-        at = max(float(i), 1.0)
-        chosen, lag = 0, weights[0] * at - taken[0]
-        for d in range(1, len(weights)):
-            other = weights[d] * at - taken[d]
-            if other > lag:
-                chosen, lag = d, other
-        datasets[i] = chosen
-        numbers[i] = taken[chosen]
-        taken[chosen] += 1
+def _blend_part(
+    shares: np.ndarray, before: np.ndarray, begin: int, datasets: np.ndarray, numbers: np.ndarray
+) -> np.ndarray:
+    """Fills a part of a blend from sample `begin` on, when `before` are taken; returns what is after it."""
+    first = np.arange(begin, begin + len(datasets), LANE)
+    taken = _near(shares, first - WARM_UP)
+    taken[:, 1:] = _run_lanes(shares, taken[:, 1:], first[1:] - WARM_UP, WARM_UP)[2]
+    taken[:, 0] = before
+    found, ends = np.empty((2, len(first), LANE), np.int64), taken.copy()
+    wrong = np.arange(len(first))  # lanes to compute: all, then those that did not begin where the one before ended
+    while len(wrong):
+        *choices, ends[:, wrong] = _run_lanes(shares, taken[:, wrong], first[wrong], LANE)
+        found[:, wrong] = np.transpose(choices, (0, 2, 1))
+        wrong = 1 + np.flatnonzero((taken[:, 1:] != ends[:, :-1]).any(0))
+        taken[:, wrong] = ends[:, wrong - 1]
+    datasets[:], numbers[:] = found.reshape(2, -1)[:, : len(datasets)]
+    return ends[:, -1]
+
+
+def _near(shares: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Returns samples of each dataset that may have been taken before each sample of `at`: exact shares, rounded."""
+    exact = shares[:, None] * at
+    taken = np.floor(exact)
+    rank = np.argsort(np.argsort(taken - exact, axis=0, kind="stable"), axis=0)
+    return taken + (rank < at - taken.sum(0))
+
+
+def _run_lanes(
+    shares: np.ndarray, taken: np.ndarray, first: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken after them."""
+    taken = taken.copy()
+    datasets, numbers = np.empty((2, count, len(first)), np.int64)
+    at, flat, lanes = first.astype(np.float64), taken.reshape(-1), np.arange(len(first))  # flat: a view
+    for i in range(count):
+        lags = shares[:, None] * np.maximum(at, 1.0)
+        lags -= taken
+        place = lags.argmax(axis=0, out=datasets[i]) * len(first) + lanes
+        numbers[i] = before = flat[place]
+        flat[place] = before + 1
+        at += 1.0
+    return datasets, numbers, taken
