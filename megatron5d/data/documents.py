@@ -227,7 +227,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         for unit in todo:
             yield unit, tokenize_unit(unit, recipe)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(recipe,))
     waiting: deque[tuple[Unit, Future[Tokenized]]] = deque()
     try:
         for unit in todo:
@@ -246,8 +246,8 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _follow_parent() -> None:
-    """Ignores interrupts, which the parent handles, and exits when the parent dies."""
+def _begin(recipe: Recipe) -> None:
+    """Loads the tokenizer, ignores interrupts, which the parent handles, and exits when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -257,3 +257,4 @@ def _follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos).encode_all([])

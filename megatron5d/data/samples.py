@@ -12,21 +12,24 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
 from megatron5d.config.derived import Source, source_of, split_shares
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.sample_order import PackedStream, hash_key
-
-if TYPE_CHECKING:
-    from megatron5d.data.megatron_order import MegatronStream
+from megatron5d.data.sample_order import (
+    MegatronStream,
+    PackedStream,
+    SampleOrder,
+    build_sample_order,
+    cached_arrays,
+    hash_key,
+)
 
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 
 
-Stream = Union[PackedStream, "MegatronStream"]
+Stream = PackedStream | MegatronStream
 
 
 class Samples:
@@ -178,7 +181,6 @@ def _blend(
     sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
 ) -> Samples:
     """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
-    from megatron5d.data.megatron_order import cached_arrays
 
     def build() -> dict[str, np.ndarray]:
         ids, numbers = megatron_blend(weights, size)
@@ -204,8 +206,6 @@ def _megatron_stream(
     seed: int,
     folder: Path,
 ) -> MegatronStream:
-    from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
-
     sequences = split_range(*split_part, dataset.num_sequences)
 
     def build() -> dict[str, np.ndarray]:

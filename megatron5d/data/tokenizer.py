@@ -179,7 +179,7 @@ class Tokenizer:
     eod: int | None  # id of the end-of-document token; None = it has none
     bos: int | None  # id of the begin-of-text token; None = it has none
     adds_bos: bool  # texts begin with `bos` for the model that the files belong to; `encode` does not add it
-    engine: str  # what encodes many texts, in words
+    engine: str  # of `encode_all`, in words
     _names: dict[int, str]
 
     def encode(self, text: str) -> list[int]:
@@ -187,7 +187,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of many texts, those of `encode`; may take seconds to begin, and less for each text."""
+        """Returns the ids that `encode` does; may take seconds to begin, and less for each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
@@ -336,9 +336,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        if isinstance(self._fast, str):
-            return super().encode_all(texts)
-        found = [self._fast.encode(text) for text in texts]
+        fast = self._fast
+        found = [None if isinstance(fast, str) else fast.encode(text) for text in texts]
         return [self.encode(text) if ids is None else ids for text, ids in zip(texts, found)]
 
     @cached_property

@@ -150,7 +150,7 @@ def test_without_tiktoken_the_exact_engine_encodes(trained, tmp_path, monkeypatc
     trained._model.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert tokenizer.engine == "tokenizers; not tiktoken: the package tiktoken is not installed"
+    assert tokenizer.engine == "tokenizers; no tiktoken: the package tiktoken is not installed"
     assert tokenizer.encode_all(CORPUS) == trained.encode_all(CORPUS)
 
 
