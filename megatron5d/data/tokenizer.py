@@ -350,9 +350,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def engine(self) -> str:  # type: ignore[override]
-        return (
-            f"tokenizers; not tiktoken: {self._fast}" if isinstance(self._fast, str) else "tiktoken, ids proved equal"
-        )
+        return f"tokenizers; no tiktoken: {self._fast}" if isinstance(self._fast, str) else "tiktoken, ids proved equal"
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
