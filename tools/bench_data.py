@@ -194,7 +194,7 @@ def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) 
     count, blended = int(tokens // SEQ_LEN), len(prefixes) > 1
 
     class Tokenizer:
-        eod, unique_identifiers = 0, {}  # type: ignore[var-annotated]
+        eod, vocab_size, unique_identifiers = 0, VOCAB, {}  # type: ignore[var-annotated]
 
     def theirs() -> Any:
         shutil.rmtree(cache, ignore_errors=True)
