@@ -15,8 +15,9 @@ All of them are the identity on an axis of size 1. Gathers and scatters run alon
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,36 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 
 TEXT_BYTES = 128  # of a text that one rank sends the others
 
+T = TypeVar("T")
 Op = Callable[[Tensor, Axis], Tensor]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class UnderWay:
+    """What a graph under capture has started and must have seen the end of before it ends itself."""
+
+    def __init__(self) -> None:
+        self._waits: list[weakref.WeakMethod] | None = None  # None = nothing is being captured
+
+    def note(self, wait: Callable[[], object]) -> None:
+        """Takes note of a method that waits for what has been started."""
+        if self._waits is not None:
+            self._waits.append(weakref.WeakMethod(wait))
+
+    def ended(self, work: Callable[[], T]) -> T:
+        """Returns `work()`, once all that it has started has ended. Not nested."""
+        self._waits = []
+        try:
+            result = work()
+            for wait in self._waits:
+                if (alive := wait()) is not None:
+                    alive()
+            return result
+        finally:
+            self._waits = None
+
+
+UNDER_WAY = UnderWay()  # one in a process, whose threads share it: autograd runs backwards in threads of its own
 
 
 class Pending:
@@ -52,6 +81,8 @@ class Pending:
         self._result = result
         self._work, self._of = work, of
         self._keep = keep  # the input must outlive the transfer
+        if work is not None:
+            UNDER_WAY.note(self.wait)
 
     def wait(self) -> Tensor:
         """Waits for the result; may be called again.
