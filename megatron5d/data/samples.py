@@ -7,29 +7,25 @@ run).
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
 from megatron5d.config.derived import Source, source_of, split_shares
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.sample_order import (
-    MegatronStream,
-    PackedStream,
-    SampleOrder,
-    build_sample_order,
-    cached_arrays,
-    hash_key,
-)
+from megatron5d.data.sample_order import PackedStream, hash_key
+
+if TYPE_CHECKING:
+    from megatron5d.data.megatron_order import MegatronStream
 
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 
 
-Stream = PackedStream | MegatronStream
+Stream = Union[PackedStream, "MegatronStream"]
 
 
 class Samples:
@@ -153,6 +149,7 @@ def _megatron_samples(
     list without weights is mixed by size, each dataset once. A run that takes more than that is beyond Megatron: it
     continues as if the sizes were written as weights.
     """
+    from megatron5d.data.megatron_order import SURPLUS, megatron_sizes
 
     def stream(d: int, wanted: int | None) -> MegatronStream:
         return _megatron_stream(datasets[d], split_part, seq_len, wanted, seed, folder)
@@ -181,6 +178,7 @@ def _blend(
     sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
 ) -> Samples:
     """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
+    from megatron5d.data.megatron_order import cached_arrays, megatron_blend
 
     def build() -> dict[str, np.ndarray]:
         ids, numbers = megatron_blend(weights, size)
@@ -206,6 +204,8 @@ def _megatron_stream(
     seed: int,
     folder: Path,
 ) -> MegatronStream:
+    from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
+
     sequences = split_range(*split_part, dataset.num_sequences)
 
     def build() -> dict[str, np.ndarray]:
@@ -285,9 +285,6 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
 
 
 CYCLE = 1 << 16  # samples after which our own mixture repeats; weights are exact to 1 / CYCLE
-SURPLUS = 0.005  # share by which Megatron draws more samples of each dataset of a blend than it expects to need
-LANE, WARM_UP = 256, 64  # samples of a blend that one lane computes, and before that to come into step
-STATES = 1 << 14  # of lanes and datasets that are computed side by side
 
 
 def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -314,83 +311,3 @@ def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarr
     rank = np.arange(cycle) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.lexsort((ids, (rank + 0.5) / counts[ids]))
     return ids[order].astype(np.int32), rank[order], counts
-
-
-def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> list[int]:
-    """Returns the samples that Megatron requests from each dataset of a blend.
-
-    Args:
-        weights: one per dataset, normalised.
-        num_samples: of the whole blend.
-        surplus: share added to each; 0 gives what the blend is expected to take.
-    """
-    return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
-
-
-def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
-
-    Many stretches are computed side by side. The rule forgets where it began, within a few samples: two states that are
-    both near the exact shares become one. So each stretch begins from a guess a little earlier, and the result is exact
-    once every one begins as the one before has ended; those that do not are computed again.
-
-    Args:
-        weights: one per dataset, normalised.
-        size: samples of the blend.
-
-    Returns:
-        dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number within the dataset
-        int64 `[size]`.
-    """
-    shares, taken = np.array(weights, np.float64), np.zeros(len(weights))
-    datasets = np.empty(size, np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
-    numbers = np.empty(size, np.int64)
-    stride = LANE * max(1, STATES // len(weights))
-    for begin in range(0, size, stride):
-        part = slice(begin, min(begin + stride, size))
-        taken = _blend_part(shares, taken, begin, datasets[part], numbers[part])
-    return datasets, numbers
-
-
-def _blend_part(
-    shares: np.ndarray, before: np.ndarray, begin: int, datasets: np.ndarray, numbers: np.ndarray
-) -> np.ndarray:
-    """Fills a part of a blend from sample `begin` on, when `before` are taken; returns what is after it."""
-    first = np.arange(begin, begin + len(datasets), LANE)
-    taken = _near(shares, first - WARM_UP)
-    taken[:, 1:] = _run_lanes(shares, taken[:, 1:], first[1:] - WARM_UP, WARM_UP)[2]
-    taken[:, 0] = before
-    found, ends = np.empty((2, len(first), LANE), np.int64), taken.copy()
-    wrong = np.arange(len(first))  # lanes to compute: all, then those that did not begin where the one before ended
-    while len(wrong):
-        *choices, ends[:, wrong] = _run_lanes(shares, taken[:, wrong], first[wrong], LANE)
-        found[:, wrong] = np.transpose(choices, (0, 2, 1))
-        wrong = 1 + np.flatnonzero((taken[:, 1:] != ends[:, :-1]).any(0))
-        taken[:, wrong] = ends[:, wrong - 1]
-    datasets[:], numbers[:] = found.reshape(2, -1)[:, : len(datasets)]
-    return ends[:, -1]
-
-
-def _near(shares: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns samples of each dataset that may have been taken before each sample of `at`: exact shares, rounded."""
-    exact = shares[:, None] * at
-    taken = np.floor(exact)
-    rank = np.argsort(np.argsort(taken - exact, axis=0, kind="stable"), axis=0)
-    return taken + (rank < at - taken.sum(0))
-
-
-def _run_lanes(
-    shares: np.ndarray, taken: np.ndarray, first: np.ndarray, count: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken after them."""
-    taken = taken.copy()
-    datasets, numbers = np.empty((2, count, len(first)), np.int64)
-    at, flat, lanes = first.astype(np.float64), taken.reshape(-1), np.arange(len(first))  # flat: a view
-    for i in range(count):
-        lags = shares[:, None] * np.maximum(at, 1.0)
-        lags -= taken
-        place = lags.argmax(axis=0, out=datasets[i]) * len(first) + lanes
-        numbers[i] = before = flat[place]
-        flat[place] = before + 1
-        at += 1.0
-    return datasets, numbers, taken

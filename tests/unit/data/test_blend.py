@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from megatron5d.config.derived import Source, source_of
-from megatron5d.data import samples
-from megatron5d.data.samples import megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
+from megatron5d.data import megatron_order
+from megatron5d.data.megatron_order import megatron_blend, megatron_sizes
+from megatron5d.data.samples import mixing_cycle, normalised, split_range
 
 
 def test_sources_are_weight_and_prefix():
@@ -102,9 +103,9 @@ def test_stretches_computed_side_by_side_are_the_greedy_rule(kind, monkeypatch):
     weights = normalised(random.dirichlet(np.full([2, 3, 4, 9, 20, 4][kind], [1, 1, 0.05, 0.2, 0.1, 1][kind])) + 1e-6)
     expected = greedy(weights, 5000)
     if kind == 5:
-        monkeypatch.setattr(samples, "_near", lambda shares, at: np.zeros((len(shares), len(at))))
+        monkeypatch.setattr(megatron_order, "_near", lambda shares, at: np.zeros((len(shares), len(at))))
     for states in (1, 40, 1 << 14):
-        monkeypatch.setattr(samples, "STATES", states)
+        monkeypatch.setattr(megatron_order, "STATES", states)
         for size in (1, 255, 257, 5000):
             ids, numbers = megatron_blend(weights, size)
             assert list(zip(ids.tolist(), numbers.tolist())) == expected[:size]

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from megatron5d.data import sample_order as index_cache
+from megatron5d.data import megatron_order as index_cache
 from megatron5d.data.indexed_dataset import IndexedWriter
-from megatron5d.data.sample_order import build_sample_order
+from megatron5d.data.megatron_order import build_sample_order
 from megatron5d.data.samples import open_samples
 
 

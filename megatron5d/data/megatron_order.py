@@ -1,0 +1,331 @@
+"""The order of Megatron's GPTDataset, exactly: the tokens of sample i, for a seed and a number of samples.
+
+The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the run needs, and
+shuffled. A sample begins every seq_len tokens of that stream, and the samples are shuffled again. No Python loop runs
+over tokens, documents or samples: an index over 10⁹ tokens takes a tenth of a second.
+
+Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (core 0.16).
+
+Arrays that are built once per node and mapped by every rank, under a name made of all they were built from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron5d.data.indexed_dataset import IndexedDataset
+
+LAST_EPOCH_THRESHOLD = 0.80  # a last epoch of which a smaller share is needed is shuffled separately
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The three indices that Megatron stores, with its dtypes."""
+
+    document_index: np.ndarray  # int32 [epochs·sequences]: sequences in the order in which they are read
+    sample_index: np.ndarray  # int32 or int64 [samples + 1, 2]: (position in document_index, offset in that sequence)
+    shuffle_index: np.ndarray  # uint32 or int64 [samples]: sample i is number shuffle_index[i] of sample_index
+
+
+def build_sample_order(
+    lengths: np.ndarray, sequences: tuple[int, int], seq_len: int, num_samples: int | None, seed: int
+) -> SampleOrder:
+    """Builds Megatron's document, sample and shuffle index.
+
+    Args:
+        lengths: tokens of each sequence of the whole dataset, int32.
+        sequences: (begin, end) of the split's sequences.
+        seq_len: tokens of a sample, without the extra one.
+        num_samples: samples that the run needs; None = one epoch.
+        seed: of numpy's RandomState, 0 … 2³² − 1.
+
+    Returns:
+        The order; it has at least num_samples samples.
+
+    Raises:
+        ValueError: the split has no tokens, or fewer than seq_len + 1 where one epoch is asked for.
+    """
+    ids = np.arange(*sequences, dtype=np.int32)
+    tokens_per_epoch = int(np.sum(lengths[sequences[0] : sequences[1]], dtype=np.int64))
+    if tokens_per_epoch == 0 or (num_samples is None and tokens_per_epoch <= seq_len):
+        raise ValueError(
+            f"its {len(ids)} documents hold {tokens_per_epoch} tokens, a sample needs train.seq_len + 1 = {seq_len + 1}"
+        )
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
+    total = (epochs * tokens_per_epoch - 1) // seq_len
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
+    last_apart = False  # the last epoch is shuffled separately
+    if epochs > 1:
+        assert num_samples is not None
+        samples_per_epoch = (tokens_per_epoch - 1) // seq_len
+        last_apart = num_samples - before_last < int(LAST_EPOCH_THRESHOLD * samples_per_epoch)
+
+    # The order of these random draws is part of the format.
+    random = np.random.RandomState(seed)
+    document_index = _shuffled_epochs(ids, epochs, last_apart, random)
+    sample_index = _cut_samples(lengths, document_index, seq_len, total)
+    shuffle_index = _shuffled_range(total, before_last if last_apart else total, random)
+    return SampleOrder(document_index, sample_index, shuffle_index)
+
+
+def _shuffled_epochs(ids: np.ndarray, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
+    """Returns the document index: `ids` repeated for all epochs and shuffled, the last epoch perhaps separately."""
+    index = np.tile(ids, epochs)
+    border = len(index) - len(ids) * last_apart
+    _shuffle(index[:border], random)
+    _shuffle(index[border:], random)
+    return index
+
+
+def _shuffle(part: np.ndarray, random: np.random.RandomState) -> None:
+    """Shuffles in place; in 8 bytes, which numpy swaps faster, where those stay in the cache."""
+    wide = part.astype(np.int64) if len(part) <= 1 << 19 else part
+    random.shuffle(wide)
+    part[:] = wide
+
+
+def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int) -> np.ndarray:
+    """Returns the sample index: where token j·seq_len of the shuffled stream is, for each sample j and the end."""
+    lengths = lengths.astype(np.int32)  # aligned
+    ends = np.cumsum(lengths.take(document_index, mode="clip"), dtype=np.int64)
+    ended = np.searchsorted(ends, total * seq_len, side="right")
+    samples = ends[:ended] + (seq_len - 1)
+    samples //= seq_len  # the first that begins where each sequence ends, or behind it
+    position = np.bincount(samples, minlength=total + 1)
+    np.cumsum(position, out=position)  # sequences that have ended; empty ones are skipped
+    position[0] = 0  # as Megatron does, even if the first sequence is empty
+    before = ends[position - 1]
+    before[: np.searchsorted(position, 1)] = 0
+    largest = max(len(document_index), int(lengths.max()))
+    index = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    index[:, 0] = position
+    np.subtract(np.arange(0, (total + 1) * seq_len, seq_len), before, out=index[:, 1], casting="unsafe")
+    return index
+
+
+def _shuffled_range(total: int, first: int, random: np.random.RandomState) -> np.ndarray:
+    """Returns the shuffle index: 0 ... total-1, of which the first `first` and the rest are shuffled separately."""
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    index = np.arange(total, dtype=dtype)
+    _shuffle(index[:first], random)
+    _shuffle(index[first:], random)
+    return index
+
+
+class MegatronStream:
+    """The samples of one dataset in Megatron's order.
+
+    Args:
+        dataset: where the tokens are.
+        order: its three indices.
+        seq_len: tokens of a sample, without the extra one.
+    """
+
+    def __init__(self, dataset: IndexedDataset, order: SampleOrder, seq_len: int) -> None:
+        self.dataset, self.order, self.seq_len = dataset, order, seq_len
+        self.num_samples = len(order.shuffle_index)
+
+    def tokens(self, k: int) -> np.ndarray:
+        """Returns the ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
+        return np.concatenate([self.dataset.tokens(start, count) for start, count in self._pieces(k)])
+
+    def document_starts(self, k: int) -> np.ndarray:
+        """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
+        counts = [count for _, count in self._pieces(k)]
+        return np.cumsum(counts[:-1], dtype=np.int64)
+
+    def _pieces(self, k: int) -> list[tuple[int, int]]:
+        """Returns (first token in the file, number of tokens) of each sequence that the sample takes tokens from."""
+        self.dataset.check_index()
+        j = int(self.order.shuffle_index[k])
+        (first, offset), (last, end) = self.order.sample_index[j].tolist(), self.order.sample_index[j + 1].tolist()
+        pieces = []
+        for sequence in self.order.document_index[first : last + 1].tolist():
+            start = self.dataset.sequence_start(sequence)
+            pieces.append([start, self.dataset.sequence_start(sequence + 1) - start])
+        pieces[-1][1] = end + 1  # the label of the last input
+        pieces[0] = [pieces[0][0] + offset, pieces[0][1] - offset]
+        return [(start, count) for start, count in pieces if count]
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def cached_arrays(
+    folder: str | os.PathLike[str], inputs: dict, names: Collection[str], build: Callable[[], Arrays]
+) -> Arrays:
+    """Returns `build()`, from disk where somebody has built it before.
+
+    Many ranks may call this at once: one builds under a lock while the others wait, and where the file system has no
+    locks all build and the first to rename wins. A folder gets its final name when it is whole; where files have been
+    deleted from it since, as clusters do on scratch file systems, it is built again.
+
+    Args:
+        folder: of the cache; made when missing.
+        inputs: everything the arrays depend on, as JSON values.
+        names: of the arrays.
+        build: makes the arrays.
+
+    Returns:
+        name -> array; mapped read-only where the folder can be written, else in memory.
+
+    Raises:
+        ValueError: what was built before is damaged; names its folder.
+    """
+    folder = Path(folder)
+    text = json.dumps(inputs, sort_keys=True)
+    target = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
+    if _has_all(target, names):
+        return _load(target, names)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_suffix(".lock")):
+            if not _has_all(target, names):
+                shutil.rmtree(target, ignore_errors=True)
+                _store(target, build(), text)
+    except OSError as error:
+        warnings.warn(
+            f"data.cache_dir: {folder} cannot be written ({error}); every rank builds its own sample index in memory",
+            stacklevel=2,
+        )
+        return build()
+    return _load(target, names)
+
+
+def _has_all(target: Path, names: Collection[str]) -> bool:
+    return all((target / f"{name}.npy").is_file() for name in names)
+
+
+def _load(target: Path, names: Collection[str]) -> Arrays:
+    try:
+        return {name: np.load(target / f"{name}.npy", mmap_mode="r") for name in names}
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"data.cache_dir: {target} is damaged ({error}); remove it, and it is built again") from error
+
+
+def _store(target: Path, arrays: Arrays, inputs: str) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        temporary.chmod(0o755)  # mkdtemp makes it private, but the cache is shared with other users of the data
+        for name, array in arrays.items():
+            with (temporary / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())  # a loss of power could otherwise keep the name and lose the content
+        (temporary / "inputs.json").write_text(inputs)
+        os.rename(temporary, target)
+    except OSError:
+        if not target.is_dir():  # else another rank was first, which is as good
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds an advisory lock that dies with its process; does nothing where there are no locks."""
+    with path.open("a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass  # renaming is atomic anyway: the lock only saves work
+        yield
+
+
+SURPLUS = 0.005  # share by which Megatron draws more samples of each dataset of a blend than it expects to need
+LANE, WARM_UP = 256, 64  # samples of a blend that one lane computes, and before that to come into step
+STATES = 1 << 14  # of lanes and datasets that are computed side by side
+
+
+def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> list[int]:
+    """Returns the samples that Megatron requests from each dataset of a blend.
+
+    Args:
+        weights: one per dataset, normalised.
+        num_samples: of the whole blend.
+        surplus: share added to each; 0 gives what the blend is expected to take.
+    """
+    return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
+
+
+def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
+
+    Many stretches are computed side by side. The rule forgets where it began, within a few samples: two states that are
+    both near the exact shares become one. So each stretch begins from a guess a little earlier, and the result is exact
+    once every one begins as the one before has ended; those that do not are computed again.
+
+    Args:
+        weights: one per dataset, normalised.
+        size: samples of the blend.
+
+    Returns:
+        dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number within the dataset
+        int64 `[size]`.
+    """
+    shares, taken = np.array(weights, np.float64), np.zeros(len(weights))
+    datasets = np.empty(size, np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
+    numbers = np.empty(size, np.int64)
+    stride = LANE * max(1, STATES // len(weights))
+    for begin in range(0, size, stride):
+        part = slice(begin, min(begin + stride, size))
+        taken = _blend_part(shares, taken, begin, datasets[part], numbers[part])
+    return datasets, numbers
+
+
+def _blend_part(
+    shares: np.ndarray, before: np.ndarray, begin: int, datasets: np.ndarray, numbers: np.ndarray
+) -> np.ndarray:
+    """Fills a part of a blend from sample `begin` on, when `before` are taken; returns what is after it."""
+    first = np.arange(begin, begin + len(datasets), LANE)
+    taken = _near(shares, first - WARM_UP)
+    taken[:, 1:] = _run_lanes(shares, taken[:, 1:], first[1:] - WARM_UP, WARM_UP)[2]
+    taken[:, 0] = before
+    found, ends = np.empty((2, len(first), LANE), np.int64), taken.copy()
+    wrong = np.arange(len(first))  # lanes to compute: all, then those that did not begin where the one before ended
+    while len(wrong):
+        *choices, ends[:, wrong] = _run_lanes(shares, taken[:, wrong], first[wrong], LANE)
+        found[:, wrong] = np.transpose(choices, (0, 2, 1))
+        wrong = 1 + np.flatnonzero((taken[:, 1:] != ends[:, :-1]).any(0))
+        taken[:, wrong] = ends[:, wrong - 1]
+    datasets[:], numbers[:] = found.reshape(2, -1)[:, : len(datasets)]
+    return ends[:, -1]
+
+
+def _near(shares: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Returns samples of each dataset that may have been taken before each sample of `at`: exact shares, rounded."""
+    exact = shares[:, None] * at
+    taken = np.floor(exact)
+    rank = np.argsort(np.argsort(taken - exact, axis=0, kind="stable"), axis=0)
+    return taken + (rank < at - taken.sum(0))
+
+
+def _run_lanes(
+    shares: np.ndarray, taken: np.ndarray, first: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken after them."""
+    taken = taken.copy()
+    datasets, numbers = np.empty((2, count, len(first)), np.int64)
+    at, flat, lanes = first.astype(np.float64), taken.reshape(-1), np.arange(len(first))  # flat: a view
+    for i in range(count):
+        lags = shares[:, None] * np.maximum(at, 1.0)
+        lags -= taken
+        place = lags.argmax(axis=0, out=datasets[i]) * len(first) + lanes
+        numbers[i] = before = flat[place]
+        flat[place] = before + 1
+        at += 1.0
+    return datasets, numbers, taken
