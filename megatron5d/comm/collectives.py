@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron5d.comm.failures import finish
 from megatron5d.kernels.dispatch import first_order
+from megatron5d.topology.all_ranks import gather_json
 from megatron5d.topology.axis import Axis
 
 # torch 2.13 renamed these two; earlier versions have only the old names.
@@ -167,15 +168,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(mine: Any, axis: Axis) -> list[Any]:
-    """Gathers an object of each rank of the axis, in their order, for set-up; without a group all are `mine`.
+    """Gathers what JSON holds from each rank of the axis, in their order, for set-up; without a group all are `mine`.
 
-    Comm: all_gather_object, outside the ledger.
+    Comm: as `gather_json`, outside the ledger.
     """
-    if axis.group is None:
-        return [mine] * axis.size
-    gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, mine, group=axis.group)
-    return gathered
+    return [mine] * axis.size if axis.group is None else gather_json(mine, axis.group)
 
 
 def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> str:
