@@ -15,7 +15,10 @@ from runs import write_corpus
 
 ROOT = Path(__file__).parents[2]
 FAKE_CUDA = ROOT / "tests/fake_cuda/run.py"
-SMALL = ["train.steps=3", "train.seq_len=1024", "train.gbs=4", "precision.dtype=bf16", "log.every=1"]
+SMALL = [
+    "train.steps=3", "train.seq_len=1024", "train.gbs=4", "precision.dtype=bf16", "log.every=1",
+    "kernels.attention=triton",  # there is no cuDNN
+]  # fmt: skip
 DENSE = ["model=llama3_1b", "model.num_layers=2"]
 EXPERTS = ["model=qwen3_30b_a3b", "model.num_layers=4", "model.num_experts=16", "moe.planned_imbalance=1.0"]
 GRAPHS = "train.cuda_graph=phases"  # the second step captures, the third replays
