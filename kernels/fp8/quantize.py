@@ -121,7 +121,7 @@ def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE
     return (x * factor).to(DTYPE), scale
 
 
-@jit
+@jit(do_not_specialize=["rows"])  # those of experts change with every batch of tokens
 def _quantize_kernel(
     x_ptr, values_ptr, scales_ptr, rows, columns, x_stride,
     LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr,
