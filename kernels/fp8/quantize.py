@@ -303,7 +303,7 @@ def _fp8_transpose_kernel(
         for j in tl.static_range(16):
             row = 16 * tl.arange(0, GROUP // 16) + j
             factor = tl.load(scales_ptr + row * column_groups, row < (last - first).to(tl.int32), other=0.0)
-            wide += (slices[j].to(tl.float32) * factor[:, None],)
+            wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
         amax = largest(largest_of(wide), 0)[None, :]
         slices = ()
         for j in tl.static_range(16):
