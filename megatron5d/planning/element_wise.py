@@ -16,11 +16,12 @@ from torch import Tensor, nn
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
 _REDUCING = (torch.ops.aten.mean.dim, torch.ops.aten.logsumexp.default)
 
 
 def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Runs an operation of the meta device, if it is element-wise and makes one new tensor, or joins tensors.
+    """Runs an operation of the meta device, if it makes one new tensor element by element, or is another simple one.
 
     Args:
         func: the operation, as `__torch_dispatch__` is given it.
@@ -34,11 +35,13 @@ def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tens
         return _joined(func is _JOINING[1], *args)
     if func in _REDUCING and args[0].is_meta and not kwargs:
         return torch.ops.aten.sum.dim_IntList(*args)  # of the same shape and dtype
+    if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
+        return torch.empty(args[0].shape, dtype=args[3], device="meta")
     if not _is_simple(func) or type(args[0]) not in (Tensor, nn.Parameter, float, int):
         return None
     if func._schema.is_mutable:
         return args[0] if args[0].is_meta else None
-    given, on_meta = [], False
+    given, on_meta = list[tuple](), False
     for value in args:
         if isinstance(value, Tensor):
             on_meta |= value.is_meta
@@ -93,8 +96,10 @@ def _output(func: Any, named: tuple, *given: tuple) -> tuple[Sequence[int], Sequ
         torch.ones((1,) * len(value), dtype=kind) if isinstance(kind, torch.dtype) else value
         for kind, value, _ in given
     ]
-    shape = torch.broadcast_shapes(*(shape for shape, _ in tensors))
-    contiguous = ("memory_format", torch.contiguous_format) in named
+    rank = max(len(shape) for shape, _ in tensors)
+    sizes = zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape, _ in tensors))
+    shape = [next((size for size in each if size != 1), 1) for each in sizes]  # broadcast; torch's imports sympy
+    contiguous = func in _CONTIGUOUS or ("memory_format", torch.contiguous_format) in named
     order = range(len(shape)) if contiguous else _order(shape, [_expanded(each, shape) for each in tensors])
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):

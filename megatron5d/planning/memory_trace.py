@@ -38,8 +38,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
         if isinstance(value, (list, tuple)):
             yield from _tensors(value)
         elif isinstance(value, Tensor):
-            inner = type(value) is not Tensor and is_traceable_wrapper_subclass(value)
-            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0]) if inner else (value,)
+            if type(value) is Tensor or not is_traceable_wrapper_subclass(value):
+                yield value
+            else:
+                yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
 
 
 @functools.cache
