@@ -37,7 +37,8 @@ def test_a_reader_that_leaves_ends_a_tool_quietly(tmp_path, unbuffered, merged):
     """As in `convert.py inspect PATH | head`: the exit code that a shell shows for SIGPIPE, and no word."""
     reads, writes = os.pipe()
     os.close(reads)
-    words = ["-u"] * unbuffered + [str(TOOLS[0].parent / "schedule.py"), *"show --schedule 1f1b --pp 2 --microbatches 4".split()]
+    shown = ["show", "--schedule=1f1b", "--pp=2", "--microbatches=4"]
+    words = ["-u"] * unbuffered + [str(TOOLS[0].parent / "schedule.py"), *shown]
     with open(tmp_path / "told", "wb") as told, open(writes, "wb") as nobody:
         run = subprocess.run([sys.executable, *words], stdout=nobody, stderr=nobody if merged else told)
     assert (run.returncode, (tmp_path / "told").read_text()) == (128 + signal.SIGPIPE, "")
