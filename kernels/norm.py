@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels import choice, dispatch, tuning
 from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
 
 
@@ -249,6 +249,8 @@ def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 / scale of each row."""
+    if (library := choice.norm(x, weight, centred)) is not None:
+        return library.forward(x, residual, weight, bias, eps, centred)
     shape, x = x.shape, rows_of(x)
     num_rows, width = x.shape
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -307,6 +309,8 @@ def norm_backward(
     Returns:
         dx `[..., h]`, dw and db `[h]` (None without a bias), in the dtypes of x, weight and bias.
     """
+    if (library := choice.norm(x, weight, centred, backward=True)) is not None:
+        return library.backward(dy, x, weight, bias, statistics, dtotal, centred)
     if not dispatch.runs_triton(x):
         leaves = (x, weight) if bias is None else (x, weight, bias)
         dx, dweight, *rest = dispatch.gradients_of(
@@ -387,7 +391,7 @@ def add_layer_norm(
 def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    if not dispatch.runs_triton(x):
+    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred)):
         total = x if residual is None else x + residual
         return norm_reference(total, weight, bias, eps=eps, centred=centred), total
     return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred)
