@@ -23,7 +23,7 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 from struct import pack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,6 +90,9 @@ def _header(save: Save, *table: int) -> bytes:
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
 
+W = TypeVar("W", bound="FileWriter")
+
+
 class FileWriter:
     """Writes a file of tensors part by part; a context manager, which closes it.
 
@@ -106,7 +109,7 @@ class FileWriter:
         self._table: list[list[Any]] = []
         self._at = HEADER_BYTES
 
-    def __enter__(self) -> FileWriter:
+    def __enter__(self: W) -> W:
         return self
 
     def __exit__(self, *error: object) -> None:
