@@ -36,14 +36,7 @@ def apex_adam() -> type | None:
 
 
 class FusedAdamW:
-    """The update of `torch.optim.AdamW(fused=True)`, whose constructor alone imports torch's compiler: a second.
-
-    Args:
-        param_groups: each with `params`, `lr` and `weight_decay`.
-        lr: their rate at first.
-        betas: decays of the moments.
-        eps: is added to the denominator.
-    """
+    """The update of `torch.optim.AdamW(fused=True)`, whose constructor alone imports torch's compiler: a second."""
 
     def __init__(self, param_groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         self.param_groups = [{"lr": lr, **group} for group in param_groups]
@@ -51,7 +44,7 @@ class FusedAdamW:
         self.betas, self.eps = betas, eps
 
     def step(self) -> None:
-        """Updates the tensors of all groups by their `.grad`."""
+        """Updates the tensors by their `.grad`."""
         for group in self.param_groups:
             states = [self.state[view] for view in group["params"]]
             if states:
