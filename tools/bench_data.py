@@ -14,7 +14,6 @@ import argparse
 import json
 import logging
 import multiprocessing
-import os
 import resource
 import shutil
 import sys
@@ -241,7 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     warnings.simplefilter("ignore")  # megatron-core announces what it would do with a GPU
     logging.disable(logging.WARNING)
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # or a forked pool waits for threads that only its parent has
     found = {}
     try:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
