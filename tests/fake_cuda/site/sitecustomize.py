@@ -20,6 +20,22 @@ def lively_steps(step):
         return step.replace(agree(self, *args), stop=False, skipped=None)
 
     step.Trainer._agree = agreed
+    accumulate, steps = step.Trainer.accumulate, Counter()
+
+    def accumulated(self, *args):
+        """From the second step on nothing is compiled, which would hold up all ranks."""
+        from triton import knobs
+
+        steps[self] += 1
+        if steps[self] == 2:
+            knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: tell_late(fn.name)
+        return accumulate(self, *args)
+
+    step.Trainer.accumulate = accumulated
+
+
+def tell_late(kernel):
+    print(f"FAKE CUDA FAULT: {kernel} is compiled after the first step", file=sys.stderr)
 
 
 def even_routing(dispatch):
@@ -68,7 +84,13 @@ def objects_through_the_store(all_ranks):
     all_ranks.broadcast_bytes, all_ranks.gather_json = broadcast_bytes, gather_json
 
 
+def no_cudnn(cudnn):
+    """It looks into the driver, and does not begin."""
+    cudnn.missing = lambda: "cuDNN does not begin on a GPU that computes nothing"
+
+
 AFTER_IMPORT = {
+    "megatron5d.kernels.providers.cudnn": no_cudnn,
     "megatron5d.train.step": lively_steps,
     "megatron5d.expert_parallel.dispatcher": even_routing,
     "megatron5d.expert_parallel.load_balancing": no_layer_figures,
