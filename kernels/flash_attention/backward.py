@@ -228,7 +228,8 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
         rest = (spans, stride, sizes, t, b, a // g, (d, dv_dim), rule.scale)
         return (*tiles, layouts, tuple(rows), mask), rest, {"REACH": mode, **constants, **config}
 
-    launch_keys(*prepared("attention_backward_keys", query_spans), (dk, dv))
+    before, rest, config = prepared("attention_backward_keys", query_spans)
+    launch_keys(before, rest, config, (dk, dv))
     before, rest, config = prepared("attention_backward_queries", key_spans)
     _query_kernel[(cdiv(s, config["BLOCK_M"]), a, b)](*before, dq, *rest, **config)
     return dq, dk, dv

@@ -152,7 +152,7 @@ def _quantize_blocks_kernel(
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     wide = ()
     for j in tl.static_range(16):
-        wide += (slices[j].to(tl.float32),)
+        wide += (slices[j].to(tl.float32),)  # type: ignore[assignment]
     if GIVEN:
         amax = tl.load(amax_ptr)
     else:
@@ -164,7 +164,7 @@ def _quantize_blocks_kernel(
         row = 16 * tl.arange(0, GROUP // 16)[:, None] + j
         cast, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + row * columns + column, cast, (row < rows - first_row) & (column < columns_left))
-        values += (cast,)
+        values += (cast,)  # type: ignore[assignment]
     first_word = row_group * (GROUP // 4)
     words_ptr += matrix * columns * row_words + first_word
     store_transposed(words_ptr, values, first_column, columns, row_words, row_words - first_word, GROUP)

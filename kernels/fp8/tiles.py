@@ -17,7 +17,7 @@ def row_slices(x_ptr, stride, first_row, first_column, rows, columns, GROUP: tl.
     row = 16 * tl.arange(0, GROUP // 16)[:, None]
     slices = ()
     for j in tl.static_range(16):
-        slices += (tl.load(x_ptr + (row + j) * stride + column, (row + j < rows) & (column < columns), other=0.0),)
+        slices += (tl.load(x_ptr + (row + j) * stride + column, (row + j < rows) & (column < columns), other=0.0),)  # type: ignore[assignment]
     return slices
 
 
@@ -48,8 +48,8 @@ def store_transposed(words_ptr, slices, first_column, columns, stride, count, GR
         word = slices[4 * j].to(tl.uint8, bitcast=True).to(tl.int32)
         for n in tl.static_range(1, 4):
             word |= slices[4 * j + n].to(tl.uint8, bitcast=True).to(tl.int32) << (8 * n)
-        words += (word,)
-    four = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        words += (word,)  # type: ignore[assignment]
+    four = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))  # type: ignore[misc]
     tile = tl.permute(tl.reshape(four, (GROUP // 16, GROUP, 4)), (1, 0, 2)).reshape(GROUP, GROUP // 4)
     words_ptr += first_column * stride
     column = tl.arange(0, GROUP)[:, None]
