@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron5d.autograd.offload import HostCopy
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 
 
 class RecomputedParts:
@@ -87,7 +87,7 @@ class RecomputedParts:
 KEEP_ALL = RecomputedParts()
 
 
-class _Part(torch.autograd.Function):
+class _Part(FirstOrderFunction):
     @staticmethod
     def forward(ctx, parts: RecomputedParts, fn, *inputs):
         ctx.parts, ctx.fn, ctx.leaves, ctx.outputs = parts, fn, None, None
@@ -99,7 +99,6 @@ class _Part(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, *grads):
         pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
         torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import Closure, hand_over_grads
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -93,7 +93,7 @@ class _InputGrad:
         self.grad: Tensor | None = None
 
 
-class _PhaseInput(torch.autograd.Function):
+class _PhaseInput(FirstOrderFunction):
     """Gives a phase its input and takes the gradient.
 
     Not a leaf of the graph, which would keep the input's values until the backward even where no operation needs them.
@@ -105,7 +105,6 @@ class _PhaseInput(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         ctx.input_grad.grad = grad
         return None, None, None
