@@ -180,7 +180,8 @@ def attention(
     rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
     _check(q, k, v, rule)
     rule = _open(rule, q.shape[0], k.shape[0])
-    if sinks is None and rule.is_plain and _runs_cpu_flash(q) and k.numel() and not dispatch.runs_triton(q):
+    on_cpu = _runs_cpu_flash(q) and not dispatch.runs_triton(q)
+    if on_cpu and sinks is None and rule.is_plain and q.numel() and k.numel():
         return plain.cpu_flash_forward(q, k, v, rule)  # differentiable as it is: every query sees a key
     return _Attention.apply(q, k, v, sinks, rule)
 

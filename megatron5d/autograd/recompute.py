@@ -231,6 +231,11 @@ class ActivationPolicy:
     host_bytes: int | None = None
     input_host_bytes: int | None = None
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the phase's graph keeps what autograd saves, as it is."""
+        return not self.parts.names and self.host_bytes is None
+
     @contextmanager
     def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
         """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
@@ -242,9 +247,6 @@ class ActivationPolicy:
             The copies on the host; the list is complete when the context ends.
         """
         found: list[HostCopy] = []
-        if not self.parts.names and self.host_bytes is None:
-            yield found
-            return
         copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
         weights: set[int] = set()  # ids of storages: on the meta device all of them have the same address
         if self.host_bytes is not None:
