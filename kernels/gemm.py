@@ -15,10 +15,13 @@ y = x Wᵀ gives dW = dyᵀ x. The main gradient is float32 while dy and x may b
 and its result is never rounded to bfloat16 on the way (Micikevicius et al., arXiv:1710.03740, sec. 3).
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels import choice, dispatch, tuning
+from megatron5d.kernels.choice import GroupedRequest
 from megatron5d.kernels.dispatch import (
     HALF_DTYPES,
     FirstOrderFunction,
@@ -200,7 +203,18 @@ def _fast(x: Tensor, weight: Tensor) -> bool:
     return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in HALF_DTYPES and weight.is_contiguous()
 
 
+def _library(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """Returns the file of the library that multiplies x by each expert's matrix transposed; None = ours."""
+    capability = choice.capability_of(x)
+    if not (capability and x.numel() and x.dtype == weight.dtype and x.stride(-1) == 1):
+        return None
+    experts, n, k = weight.shape
+    return choice.provider(GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k), choice.in_use())
+
+
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if (library := _library(x, weight)) is not None:
+        return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
         return launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
     return grouped_matmul_reference(x, weight, offsets)
@@ -217,6 +231,8 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         `[rows, k]`.
     """
+    if (library := _library(dy, weight.transpose(1, 2))) is not None:
+        return library.grouped_matmul(dy, weight.transpose(1, 2), offsets)
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
         return launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
     return grouped_matmul_reference(dy, weight.transpose(1, 2), offsets)

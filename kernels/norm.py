@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels import choice, dispatch, tuning
 from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
 
 
@@ -250,6 +250,8 @@ def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 / scale of each row."""
+    if (library := choice.norm(x, weight, centred)) is not None:
+        return library.forward(x, residual, weight, bias, eps, centred)
     shape, x = x.shape, rows_of(x)
     num_rows, width = x.shape
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -307,6 +309,8 @@ def norm_backward(
     Returns:
         dx `[..., h]`, dw and db `[h]` (None without a bias), in the dtypes of x, weight and bias.
     """
+    if (library := choice.norm(x, weight, centred, backward=True)) is not None:
+        return library.backward(dy, x, weight, bias, statistics, dtotal, centred)
     if not dispatch.runs_triton(x):
         leaves = (x, weight) if bias is None else (x, weight, bias)
         dx, dweight, *rest = dispatch.gradients_of(
@@ -387,7 +391,7 @@ def add_layer_norm(
 def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    if not dispatch.runs_triton(x):
+    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred)):
         total, wide = x if residual is None else x + residual, statistics_dtype(x.dtype)
         if centred:  # torch's own adds up the gradients of bfloat16 weights in bfloat16
             bias = None if bias is None else bias.to(wide)

@@ -28,7 +28,7 @@ MODELS = {
     "mla_plain_q": {**MLA, "kv_lora_rank": 6, "rope_interleaved": True},
     "mla_window_softcap": {
         **MLA, "q_lora_rank": 8, "kv_lora_rank": 6, "attention_window": 5, "attention_softcap": 3.0,
-        "attention_sinks": True,
+        "attention_sinks": True, "latent_norm_eps": 0.03, "window_rope_theta": 50.0,
     },
     "full": {"num_kv_heads": 2, "attention_causal": False},
     "full_window_sinks": {**MLA, "kv_lora_rank": 6, "attention_causal": False, "attention_window": 5,
@@ -45,6 +45,11 @@ MODELS = {
         "num_kv_heads": 2, "block_norm": "both", "norm_zero_centered": True, "activation": "geglu_tanh",
         "embedding_scale": 5.7, "query_pre_attn_scalar": 12, "attention_softcap": 3.0, "logit_softcap": 5.0,
         "attention_window": 5, "window_layers": [0], "tie_embeddings": True,
+    },
+    "gemma3_style": {
+        "num_kv_heads": 2, "block_norm": "both", "norm_zero_centered": True, "activation": "geglu_tanh",
+        "embedding_scale": 5.7, "query_pre_attn_scalar": 12, "qk_norm": True, "attention_window": 5,
+        "window_layers": [0], "window_rope_theta": 50.0, "tie_embeddings": True,
     },
     "gpt_oss_style": {
         "num_kv_heads": 2, "activation": "swiglu_clamped", "attention_sinks": True, "attention_window": 5,

@@ -20,8 +20,8 @@ def norm(x, w, name, c):
     return rms(x, w[f"{name}.weight"], c)
 
 
-def rms(x, weight, c):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c.norm_eps) * (weight + c.norm_zero_centered)
+def rms(x, weight, c, eps=None):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or c.norm_eps)) * (weight + c.norm_zero_centered)
 
 
 def linear(x, w, name):
@@ -29,11 +29,11 @@ def linear(x, w, name):
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def rotate(x, positions, c):
+def rotate(x, positions, c, theta):
     """x [b, heads, s, d], positions [b, s]; plain frequencies (stretched ones have their own tests)."""
     d = x.shape[-1] if c.attention == "mla" else c.rotary_dim
     x, rest = x[..., :d], x[..., d:]
-    inv = c.rope_theta ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
+    inv = theta ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
     angle = (positions[:, :, None] * inv)[:, None]  # [b, 1, s, d/2]
     cos, sin = angle.cos(), angle.sin()
     if c.rope_interleaved:
@@ -48,7 +48,7 @@ def split_heads(x, heads):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def grouped_heads(x, w, name, c, positions):
+def grouped_heads(x, w, name, c, positions, theta):
     a, g, d = c.num_heads, c.num_kv_heads, c.head_dim
     q, k, v, gate = linear(x, w, f"{name}.qkv").split([a * d, g * d, g * d, a * d * c.attention_gate], dim=-1)
     if c.qk_norm_all_heads:
@@ -57,26 +57,29 @@ def grouped_heads(x, w, name, c, positions):
     if c.qk_norm and not c.qk_norm_all_heads:
         q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
     if c.position == "rope":
-        q, k = rotate(q, positions, c), rotate(k, positions, c)
+        q, k = rotate(q, positions, c, theta), rotate(k, positions, c, theta)
     return q, *(t.repeat_interleave(a // g, dim=1) for t in (k, v)), gate
 
 
-def latent_heads(x, w, name, c, positions):
+def latent_heads(x, w, name, c, positions, theta):
     a, dn, dr, dv = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
     if c.q_lora_rank is None:
         q = linear(x, w, f"{name}.q")
     else:
-        q = linear(rms(linear(x, w, f"{name}.q_down"), w[f"{name}.q_norm.weight"], c), w, f"{name}.q_up")
+        latent = rms(linear(x, w, f"{name}.q_down"), w[f"{name}.q_norm.weight"], c, c.latent_norm_eps)
+        q = linear(latent, w, f"{name}.q_up")
     q_nope, q_pe = split_heads(q, a).split([dn, dr], dim=-1)
     c_kv, k_pe = linear(x, w, f"{name}.kv_down").split([c.kv_lora_rank, dr], dim=-1)
-    kv = linear(rms(c_kv, w[f"{name}.kv_norm.weight"], c), w, f"{name}.kv_up")
+    kv = linear(rms(c_kv, w[f"{name}.kv_norm.weight"], c, c.latent_norm_eps), w, f"{name}.kv_up")
     k_nope, v = split_heads(kv, a).split([dn, dv], dim=-1)
-    q_pe, k_pe = rotate(q_pe, positions, c), rotate(k_pe[:, None], positions, c).expand(-1, a, -1, -1)
+    q_pe, k_pe = rotate(q_pe, positions, c, theta), rotate(k_pe[:, None], positions, c, theta).expand(-1, a, -1, -1)
     return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v, None
 
 
 def attention(x, w, name, c, positions, documents, windowed):
-    q, k, v, gate = (latent_heads if c.attention == "mla" else grouped_heads)(x, w, name, c, positions)  # [b, a, s, d]
+    theta = c.window_rope_theta if windowed and c.window_rope_theta else c.rope_theta
+    heads = latent_heads if c.attention == "mla" else grouped_heads
+    q, k, v, gate = heads(x, w, name, c, positions, theta)  # [b, a, s, d]
     scores = q @ k.transpose(-1, -2) / math.sqrt(c.query_pre_attn_scalar or q.shape[-1])
     if c.attention_softcap:
         scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)

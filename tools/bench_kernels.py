@@ -2,6 +2,7 @@
 
     python tools/bench_kernels.py                    all rows, a table
     python tools/bench_kernels.py attention --json attention.json
+    python tools/bench_kernels.py --choose           and write which library `auto` takes on this GPU
     python tools/bench_kernels.py --list             the rows, without a GPU
 
 Needs torch and Triton only. Each figure is the median of many calls over several sets of inputs with a cold cache.
@@ -34,6 +35,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=50, help="timed calls a provider")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop, whatever is left")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--choose", action="store_true", help="write what kernels.*=auto goes by on this GPU")
     return parser.parse_intermixed_args()
 
 
@@ -44,6 +46,7 @@ if __name__ == "__main__":
 import torch
 import torch._functorch.config
 
+from megatron5d.kernels.choice import capability_of
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.harness import (
     Benchmark,
@@ -55,6 +58,7 @@ from megatron5d.tools.bench.harness import (
     peak_bytes,
     write_whole,
 )
+from megatron5d.tools.bench.libraries import asked_by, with_libraries, write_orders
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 SILENCE_S = 150.0  # of one provider: three compilations and all its calls
@@ -63,7 +67,7 @@ SILENCE_S = 150.0  # of one provider: three compilations and all its calls
 def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str, dict]]:
     """Measures milliseconds, rate and peak memory of each provider, or says why it has none."""
     try:
-        made = [benchmark.calls() for _ in range(sets)]
+        made = [with_libraries(benchmark.calls(), benchmark.families) for _ in range(sets)]
     except Exception as error:
         yield "inputs", because(error)
         if device_is_lost():
@@ -73,13 +77,15 @@ def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str
         try:
             ms = median_ms([calls[provider] for calls in made], repeats)
             memory = peak_bytes(made[0][provider])
+            request = asked_by(made[0][provider]) if provider in benchmark.families else None
         except Exception as error:  # a provider that this build lacks must not end the run
             yield provider, because(error)
             if device_is_lost():
                 raise
             continue
         rate = benchmark.work_of_a_call / ms / PER_MS[benchmark.unit]
-        yield provider, {"ms": ms, "rate": rate, "unit": benchmark.unit, "peak_bytes": memory}
+        asked = {} if request is None else {"way": request.way, "key": request.key}
+        yield provider, {"ms": ms, "rate": rate, "unit": benchmark.unit, "peak_bytes": memory, **asked}
 
 
 def because(error: Exception) -> dict[str, str]:
@@ -92,7 +98,9 @@ def work(sets: int, repeats: int, names: Sequence[str], tell: Callable[[tuple], 
     """Measures the device and the named rows, telling of each figure at once: the worker of `in_turn`."""
     torch._functorch.config.donated_buffer = False  # or what is compiled refuses to go back through its graph again
     limits = {"GB/s": copy_gb_s(), "TFLOP/s": gemm_tflop_s()}
-    tell((None, {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "limits": limits}))
+    capability = capability_of(torch.empty(0, device="cuda"))
+    about = {"device": torch.cuda.get_device_name(), "capability": capability, "torch": torch.__version__}
+    tell((None, {**about, "limits": limits}))
     for name in names:
         for provider, row in measure(BENCHMARKS[name], sets, repeats):
             tell((name, provider, row))
@@ -133,15 +141,17 @@ def main() -> int:
         return 2
     worker = functools.partial(work, args.sets, args.repeats)
     try:
-        report(in_turn(worker, wanted, SILENCE_S, time.monotonic() + 60 * args.minutes), args.json)
+        found = report(in_turn(worker, wanted, SILENCE_S, time.monotonic() + 60 * args.minutes), args.json)
     except KeyboardInterrupt:
         print("interrupted: what is above is what was measured", file=sys.stderr)
         return 130
+    if args.choose:
+        print(f"written: {write_orders(found['rows'], found.get('capability', 0))}")
     return 0
 
 
-def report(told: Iterator[tuple], file: Path | None) -> None:
-    """Prints rows as they end, and writes all that is known to the file with each figure.
+def report(told: Iterator[tuple], file: Path | None) -> dict[str, Any]:
+    """Prints rows as they end, writes all that is known to the file with each figure, and returns it.
 
     Args:
         told: `(None, what the device is)`, `(row, provider, figures)`, and `(row, why it ended early)`.
@@ -172,6 +182,7 @@ def report(told: Iterator[tuple], file: Path | None) -> None:
             write_whole(file, found)  # at once: a machine that is taken away has left what it found
     finally:
         show(printed)
+    return found
 
 
 if __name__ == "__main__":

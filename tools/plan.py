@@ -109,6 +109,7 @@ from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, m
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
+from megatron5d.train.kernel_choice import choice_text, names_of
 from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.preflight import fp8_faults
 
@@ -168,10 +169,15 @@ def _step(options: argparse.Namespace) -> int:
     _note_defaults(config)
     _check_fp8(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
+    capability = int(cluster.architecture.removeprefix("sm_")) if cluster.architecture.startswith("sm_") else 0
+    kernels = names_of(config, capability, here=False) if capability else {}
     if options.json:
-        print(json.dumps({"world": options.world, "device": asdict(cluster), **cost.record()}, indent=2))
+        record = {"world": options.world, "device": asdict(cluster), "kernels": kernels, **cost.record()}
+        print(json.dumps(record, indent=2))
     else:
         print(cost.table(cluster))
+        if kernels:
+            print(choice_text(config, capability, here=False))
     return 0
 
 

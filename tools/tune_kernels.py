@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron5d.kernels import tuning
+from megatron5d.kernels import choice, tuning
 from megatron5d.kernels.fp8.quantize import Quantized
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.harness import device_is_lost, median_ms
@@ -247,6 +247,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune_kernels measures on a GPU, and torch sees none here; --list prints the candidates", file=sys.stderr)
         return 2
+    choice.use(choice.Settings("triton", "triton", "triton", "triton"))  # whose tiles these are
     failed = 0
     for operation in wanted:
         try:

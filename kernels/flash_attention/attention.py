@@ -6,11 +6,13 @@ and then asks for the gradient of each block with the merged out and lse (Liu et
 """
 
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from megatron5d.kernels import dispatch
+from megatron5d.kernels import choice, dispatch
+from megatron5d.kernels.choice import AttentionRequest
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.flash_attention import plain
 from megatron5d.kernels.flash_attention.plain import AttentionRule
@@ -71,7 +73,21 @@ def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     return takes(q, v, rule)
 
 
+def _library(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: bool, backward: bool) -> ModuleType | None:
+    """Returns the file of the library that computes this (`providers/`); None = Triton, or the plain path."""
+    if not (capability := choice.capability_of(q)) or not k.numel():
+        return None
+    positions = rule.q_positions is not None or rule.k_positions is not None
+    request = AttentionRequest(
+        capability, backward, q.dtype, tuple(q.shape), tuple(k.shape), v.shape[3],
+        rule.causal, rule.window, rule.softcap, rule.documents is not None, positions, sinks,
+    )  # fmt: skip
+    return choice.provider(request, choice.in_use())
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    if (library := _library(q, k, v, rule, sinks is not None, False)) is not None:
+        return library.forward(q, k, v, rule, sinks, choice.in_use().deterministic)
     if _runs_triton(q, k, v, rule):
         from megatron5d.kernels.flash_attention import forward as triton_forward
 
@@ -84,6 +100,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor
 
 
 def _backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
+    if (library := _library(q, k, v, rule, False, True)) is not None:
+        return library.backward(dout, q, k, v, out, lse, rule, choice.in_use().deterministic)
     if _runs_triton(q, k, v, rule):
         from megatron5d.kernels.flash_attention import backward as triton_backward
 
@@ -180,7 +198,7 @@ def attention(
     rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
     _check(q, k, v, rule)
     rule = _open(rule, q.shape[0], k.shape[0])
-    on_cpu = _runs_cpu_flash(q) and not dispatch.runs_triton(q)
+    on_cpu = _runs_cpu_flash(q) and not (choice.capability_of(q) or dispatch.runs_triton(q))
     if on_cpu and sinks is None and rule.is_plain and q.numel() and k.numel():
         return plain.cpu_flash_forward(q, k, v, rule)  # differentiable as it is: every query sees a key
     return _Attention.apply(q, k, v, sinks, rule)

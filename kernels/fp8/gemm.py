@@ -15,7 +15,8 @@ The groups of the weight gradient begin anew with every expert (quantize.py), so
 import torch
 from torch import Tensor
 
-from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels import choice, dispatch, tuning
+from megatron5d.kernels.choice import Fp8Request
 from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, next_power_of_2, tl
 from megatron5d.kernels.fp8.quantize import GROUP, Quantized
 from megatron5d.kernels.gemm import ends_of, grouped_matmul_reference, launch_rows
@@ -135,6 +136,12 @@ def fp8_matmul(
     m, k = a.values.shape
     n = b.values.shape[0]
     dtype = out_dtype if accumulate_into is None else accumulate_into.dtype
+    if capability := choice.capability_of(a.values):
+        values, rows = (a.values, b.values), (a.rows_per_scale, b.rows_per_scale)
+        dtypes = (a.values.dtype, b.values.dtype)
+        request = Fp8Request(capability, (m, n, k), rows, dtypes, dtype, accumulate_into is not None)
+        if (library := choice.provider(request, choice.in_use())) is not None:
+            return library.fp8_matmul(values, (a.scales, b.scales), rows, dtype, accumulate_into)
     fast = dispatch.runs_triton(a.scales) and dtype != torch.float64 and bool(m and n and k)
     if not (fast and _reads(a.values) and _reads(b.values)):
         y = fp8_matmul_reference(a, b, dispatch.statistics_dtype(dtype))

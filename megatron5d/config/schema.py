@@ -50,6 +50,7 @@ class ModelConfig:
     activation: str = "swiglu"  # swiglu | geglu_tanh | swiglu_clamped (gpt-oss) | gelu | gelu_tanh
     position: str = "rope"  # rope | learned
     rope_theta: float = 10000.0
+    window_rope_theta: float | None = None  # base in layers with attention_window (Gemma 3); None = as in all layers
     rope_interleaved: bool = False  # False: half-split pairs (Llama); True: neighbouring pairs
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rotary_percent: float = 1.0  # share of head_dim that is rotated: its first features
@@ -76,6 +77,7 @@ class ModelConfig:
     qk_nope_head_dim: int = 128  # mla: features of a head without rotary position; head_dim is not used
     qk_rope_head_dim: int = 64  # mla: features with rotary position, even; their key is shared by all heads
     v_head_dim: int = 128  # mla: features of a head's value
+    latent_norm_eps: float | None = None  # mla: norm_eps of the latents' norms; None = norm_eps
     logit_softcap: float = 0.0  # logits become cap·tanh(logit/cap); 0 = off
     init_std: float = 0.02  # standard deviation of the initial matrices and embeddings
     init_scale_output: bool = True  # attention and MLP output matrices start with init_std / sqrt(2·num_layers)
@@ -252,6 +254,17 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """Which implementation computes an operation on a GPU; what a library does not take, Triton does."""
+
+    attention: str = "auto"  # auto | triton | cudnn | fa4
+    fp8: str = "auto"  # auto | triton | torch: GEMMs with scales
+    grouped: str = "auto"  # auto | triton | torch: GEMMs of experts
+    norm: str = "auto"  # auto | triton | torch
+    deterministic: bool = True  # only what gives the same bits each time, which cuDNN's backward does not
+
+
+@dataclass(frozen=True)
 class RecomputeConfig:
     """What is recomputed in the backward instead of being saved."""
 
@@ -364,6 +377,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.data_parallel.bucket import Bucket
+from megatron5d.topology.shard_spec import spec_of
 
 
 class BucketReduction:
@@ -119,3 +120,10 @@ class BidirectionalReduction(BucketReduction):
             self._start_shard_sum()
         else:
             self._sum_replicas()
+
+
+def reduction_of(bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int) -> BucketReduction:
+    """Returns the reduction of a bucket; arguments as in the two classes."""
+    if spec_of(bucket.parameters[0]).shared and not bucket.frozen:
+        return BidirectionalReduction(bucket, phases, per_microbatch, zero)
+    return BucketReduction(bucket, phases, per_microbatch)

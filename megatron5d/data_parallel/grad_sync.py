@@ -15,12 +15,6 @@ and added to the owned slice. Then at most two such buffers exist, one being fil
 elements are sent. With `reduce_per_step` the buffer stays until the step's last micro-batch, as under ZeRO-1, and Ψ
 elements are sent.
 
-With `dp_replicate` (HSDP) slices are distributed over dp_shard·cp, and their gradients summed over dp_replicate once a
-step. Gradients of experts are summed over edp, their slices distributed over edp_shard. If a bidirectional pipeline
-(DualPipe) holds a parameter on two ranks (`ShardSpec.shared`), both count as data parallel: under ZeRO-1 slices are
-distributed over the shard axes of both; under ZeRO-2 and 3 each rank is a replica of the other, since they reach a unit
-at different times. Gradients of copies (norms under sp) are summed last, on the slices.
-
 Bitwise equality. All stages add micro-batches into the main gradient in the same order and reduce the same buffers in
 the same slices. So ZeRO-1, 2 and 3 give the same bits if gradients are reduced once a step (one micro-batch, or
 `reduce_per_step`) and no stage is bidirectional. Reduced per micro-batch, the sum over ranks comes before the sum over
@@ -32,48 +26,18 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import start_all_reduce
-from megatron5d.data_parallel.bucket import Bucket, GatherFormat
-from megatron5d.data_parallel.grad_reduce import BidirectionalReduction, BucketReduction
+from megatron5d.data_parallel.bucket import GatherFormat
+from megatron5d.data_parallel.bucketing import make_buckets
+from megatron5d.data_parallel.grad_reduce import BidirectionalReduction, BucketReduction, reduction_of
 from megatron5d.data_parallel.weight_gather import GatheredWeights
-from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard_spec import ShardSpec, spec_of
-
-
-def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
-    """Returns the axes over which a bucket is sharded and replicated.
-
-    Args:
-        mesh: this rank's axes.
-        zero: ZeRO stage, 0 ... 3.
-        shared: `ShardSpec.shared` of the bucket's parameters.
-        expert: `ShardSpec.expert` of them.
-
-    Returns:
-        (shard, replicate): the ranks that own one slice each, and the ranks that own the same slice.
-    """
-    pair = f"_{shared}" if shared else ""
-    whole, shard, replicate = ("edp", "edp_shard", "edp_replicate") if expert else (
-        "dp_cp", "dp_shard_cp", "dp_replicate"
-    )  # fmt: skip
-    if zero == 0:
-        return Axis(shard), mesh[whole + pair]
-    if zero == 1:
-        return mesh[shard + pair], mesh[replicate]
-    return mesh[shard], mesh[replicate + pair]
-
-
-def _kind(parameter: nn.Parameter, gather_format: type[GatherFormat] | None) -> tuple[str, bool, bool]:
-    """Returns a parameter's kind: those of one kind are reduced over the same ranks and gathered in one format."""
-    spec = spec_of(parameter)
-    return spec.shared, spec.expert, gather_format is not None and gather_format.accepts(parameter)
+from megatron5d.topology.shard_spec import ShardSpec
 
 
 class GradSync:
@@ -90,6 +54,8 @@ class GradSync:
         gather_format: in which ZeRO-3 gathers the parameters that it accepts; they get their own buckets.
         separate: parameters for which it is true get their own buckets (those that another optimiser updates).
         frozen: the same for parameters that are never updated, and whose gradients are not reduced.
+
+    `uses` has the indices of the buckets that hold a phase's parameters.
     """
 
     def __init__(
@@ -98,11 +64,15 @@ class GradSync:
         separate: Callable[[ShardSpec], bool] = lambda spec: False,
         frozen: Callable[[ShardSpec], bool] = lambda spec: False,
     ) -> None:  # fmt: skip
-        self.zero, self.buckets, self._mesh = zero, list[Bucket](), mesh
-        self._uses: dict[nn.Module, list[int]] = {}  # phase -> buckets it reads and writes
-        self._ends: dict[nn.Module, set[int]] = {}  # phase -> buckets whose gradient of a micro-batch it completes
-        self._make_buckets(units, grad_dtype, gather_format if zero == 3 else None, separate, frozen)
-        self._reductions = [self._reduction(index, not reduce_per_step) for index in range(len(self.buckets))]
+        self.zero, self._mesh = zero, mesh
+        made = make_buckets(units, mesh, zero, grad_dtype, gather_format if zero == 3 else None, separate, frozen)
+        self.buckets, self.uses, self._ends = made
+        self._reductions = [
+            reduction_of(
+                bucket, [phase for phase, uses in self.uses.items() if index in uses], not reduce_per_step, zero
+            )
+            for index, bucket in enumerate(self.buckets)
+        ]
         self._under_way: list[BucketReduction] = []  # over the shard axis, in the order of their start
         self._turns: list[BidirectionalReduction] = []  # those that have not started, in the order of both ranks
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
@@ -110,38 +80,7 @@ class GradSync:
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self._connect_replicas()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
-        self.weights = GatheredWeights(self.buckets, self._uses, unit_of, gather_per_step)
-
-    def _make_buckets(
-        self, units: Sequence[Sequence[nn.Module]], grad_dtype: torch.dtype, gather_format: type[GatherFormat] | None,
-        separate: Callable[[ShardSpec], bool], frozen: Callable[[ShardSpec], bool],
-    ) -> None:  # fmt: skip
-        """Puts every parameter into a bucket, and notes which phases use which buckets."""
-        bucket_of: dict[nn.Parameter, int] = {}
-        for unit in units:
-            own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
-            specs = {parameter: spec_of(parameter) for parameter in own}
-            kinds = {p: (*_kind(p, gather_format), separate(spec), frozen(spec)) for p, spec in specs.items()}
-            for kind in sorted(set(kinds.values())):
-                shared, expert, formatted, _, fixed = kind
-                parameters = [parameter for parameter in own if kinds[parameter] == kind]
-                bucket_of |= dict.fromkeys(parameters, len(self.buckets))
-                axes = data_axes(self._mesh, self.zero, shared, expert)
-                chosen = gather_format if formatted else None
-                self.buckets.append(
-                    Bucket(parameters, *axes, grad_dtype, self.zero, gather_format=chosen, frozen=fixed)
-                )
-            earlier: set[int] = set()
-            for phase in unit:
-                self._uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
-                self._ends[phase] = set(self._uses[phase]) - earlier  # the first phase in a unit is last in a backward
-                earlier |= self._ends[phase]
-
-    def _reduction(self, index: int, per_microbatch: bool) -> BucketReduction:
-        bucket, phases = self.buckets[index], [phase for phase, uses in self._uses.items() if index in uses]
-        if spec_of(bucket.parameters[0]).shared and not bucket.frozen:
-            return BidirectionalReduction(bucket, phases, per_microbatch, self.zero)
-        return BucketReduction(bucket, phases, per_microbatch)
+        self.weights = GatheredWeights(self.buckets, self.uses, unit_of, gather_per_step)
 
     @property
     def _bidirectional(self) -> list[BidirectionalReduction]:
@@ -194,7 +133,7 @@ class GradSync:
 
     def _reduce(self, phase: nn.Module) -> None:
         """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, arrived."""
-        ends, both = self._ends[phase], [(index, self._reductions[index]) for index in self._uses[phase]]
+        ends, both = self._ends[phase], [(index, self._reductions[index]) for index in self.uses[phase]]
         due = [reduction for index, reduction in both if reduction.arrived(index in ends)]
         if due:
             self._finish_shard_sums()
@@ -258,10 +197,6 @@ class GradSync:
         """Waits until all gathers have finished."""
         self.weights.finish_gather()
 
-    def buckets_of(self, phase: nn.Module) -> Sequence[int]:
-        """Returns the indices of the buckets that hold the phase's parameters."""
-        return self._uses[phase]
-
     def drop(self) -> None:
         """Frees the temporary buffers (ZeRO-2 and 3), whatever they hold."""
         for bucket in self.buckets:
@@ -269,7 +204,3 @@ class GradSync:
                 bucket.drop_weights()
             if bucket.shards_grads:
                 bucket.drop_grads()
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which all parameters can be read, as `GatheredWeights.whole`."""
-        return self.weights.whole()

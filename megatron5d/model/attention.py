@@ -102,7 +102,7 @@ class SelfAttention(AttentionBranch):
         super().__init__(shared, layer)
         config, tp, name = shared.model, shared.tp, f"layers.{layer}.attention"
         h, a, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.config, self.rope = config, shared.rope
+        self.config, self.rope = config, shared.rope(layer)
         self.num_heads = tp.divide(a, "model.num_heads")  # a/tp
         self.num_kv_heads = max(1, g // tp.size)  # g/tp, at least one
         linear = {"sp": shared.sp, **shared.factory}

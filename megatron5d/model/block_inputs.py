@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.config.derived import window_of
+from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
 from megatron5d.topology.axis import Axis
@@ -59,13 +60,15 @@ class BlockInputs:
         """The dtype and the device of parameters."""
         return {"dtype": DTYPES[self.config.precision.dtype], "device": self.device}
 
-    @cached_property
-    def rope(self) -> RotaryTables | None:
-        """The tables of cos and sin; None without rotary positions."""
+    def rope(self, layer: int) -> RotaryTables | None:
+        """Builds the tables of cos and sin of a layer; None without rotary positions."""
         model = self.model
         if model.position != "rope":
             return None
-        return RotaryTables(model.rotary_dim, model.rope_theta, model.rope_scaling, **self.factory)
+        base = model.rope_theta, model.rope_scaling
+        if model.window_rope_theta is not None and window_of(model, layer) is not None:
+            base = model.window_rope_theta, RopeScaling()
+        return RotaryTables(model.rotary_dim, *base, **self.factory)
 
     @cached_property
     def context(self) -> ContextAttention | None:
@@ -102,8 +105,9 @@ class BlockInputs:
         return None if self.model.block_norm == "pre" else self.norm(f"{name}.post_norm")
 
     def norm(
-        self, name: str, size: int | None = None, kind: str | None = None, partial_grad: bool | None = None
-    ) -> Norm:
+        self, name: str, size: int | None = None, kind: str | None = None, partial_grad: bool | None = None,
+        eps: float | None = None,
+    ) -> Norm:  # fmt: skip
         """Builds a norm.
 
         Args:
@@ -111,8 +115,9 @@ class BlockInputs:
             size: of the last dim; None = the hidden size.
             kind: None = as `model.norm` says.
             partial_grad: as in Norm; None = with sp.
+            eps: None = as `model.norm_eps` says.
         """
         partial_grad = self.sp if partial_grad is None else partial_grad
         size = size or self.model.hidden_size
-        options = {"eps": self.model.norm_eps, "zero_centered": self.model.norm_zero_centered, **self.factory}
+        options = {"eps": eps or self.model.norm_eps, "zero_centered": self.model.norm_zero_centered, **self.factory}
         return Norm(kind or self.model.norm, size, name, self.tp, partial_grad=partial_grad, **options)

@@ -48,8 +48,9 @@ class MultiLatentAttention(AttentionBranch):
         super().__init__(shared, layer)
         config, h, name = shared.model, shared.model.hidden_size, f"layers.{layer}.attention"
         self.tp, self.sp, self.interleaved = shared.tp, shared.sp and shared.tp.size > 1, config.rope_interleaved
-        assert shared.rope is not None
-        self.rope = shared.rope
+        rope, eps = shared.rope(layer), config.latent_norm_eps
+        assert rope is not None
+        self.rope = rope
         self.compress = shared.config.parallel.cp_compress_kv and shared.context is not None  # latents travel over cp
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
@@ -64,9 +65,9 @@ class MultiLatentAttention(AttentionBranch):
         self.q_down = self.q_norm = None
         if q_rank:
             self.q_down = replicated_parameter((q_rank, h), f"{name}.q_down.weight", **down)
-            self.q_norm = shared.norm(f"{name}.q_norm", q_rank, "rmsnorm", partial_grad)
+            self.q_norm = shared.norm(f"{name}.q_norm", q_rank, "rmsnorm", partial_grad, eps)
         self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
-        self.kv_norm = shared.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad)
+        self.kv_norm = shared.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad, eps)
         q_name = f"{name}.q_up" if q_rank else f"{name}.q"
         self.q = ColumnParallelLinear(q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear)
         self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)

@@ -201,7 +201,7 @@ def _train_on_rank(
         record.hidden.append(take_hidden())
         if step + 1 < steps:  # gathering more would repair copies that were not sent
             record.weights.append(owned_slices(sync, "weight_slice") + _held(model.weights(), buffers=True))
-    with sync.whole_weights():
+    with sync.weights.whole():
         record.weights.append(_held(model.weights()))
     for key, tensor in run_tensors(sync, optimizer, (), writing=False).items():
         kind, _, name = key.removeprefix("optim.").partition(".")

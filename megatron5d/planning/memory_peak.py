@@ -88,7 +88,7 @@ class Replay(MemoryWatch):
     def allocate(self, action: Action, step: int, place: int) -> None:
         """Allocates the gradients of a bucket at its first weight gradient; `bucket` is its place among the phase's."""
         phase = self._steps[action.stage][action.op][step].phase
-        bucket = self._sync.buckets[self._sync.buckets_of(phase)[place]]
+        bucket = self._sync.buckets[self._sync.uses[phase][place]]
         if bucket.shards_grads:
             bucket.allocate_grads()
 

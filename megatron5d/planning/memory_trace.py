@@ -278,7 +278,7 @@ class Tracer:
             before, away, self._begun = watch.forget_peak(), host_bytes(), {}
             work.advance()
             rise, *later = (most - before for most in (*self._begun.values(), watch.peak_bytes))
-            places = [self._sync.buckets_of(phase).index(bucket) for bucket in self._begun] if self._sync else []
+            places = [self._sync.uses[phase].index(bucket) for bucket in self._begun] if self._sync else []
             delta, host = watch.live_bytes - before, host_bytes() - away
             steps.append(Step(type(phase).__name__, rise, delta, kind == "backward", host, tuple(zip(places, later))))
         before = watch.forget_peak()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.bucket import GatherFormat
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.kernels import choice
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
@@ -74,6 +75,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
 
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
+    choice.use(choice.Settings(**asdict(config.kernels)))
     ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
@@ -96,6 +98,10 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         trainer.guard.in_a_row = progress.skipped_in_a_row
         notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
+    if process.device.type == "cuda":
+        from megatron5d.train.kernel_choice import capability_here, choice_text
+
+        notes.append(choice_text(config, capability_here()))
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, layout, notes, padded)

@@ -189,4 +189,6 @@ def device_faults(config: Config, world: int) -> list[Fault]:
     if not HAS_TRITON and config.precision.dtype != "fp64":
         reason = f"precision.dtype = {config.precision.dtype} runs kernels on a GPU, and triton is not installed"
         return [Fault("gpu-needs-triton", ("precision.dtype",), reason, "pip install triton", local=True)]
-    return fp8_faults(config, tuning.architecture(torch.device("cuda")))
+    from megatron5d.train.kernel_choice import capability_here, kernel_faults  # on a GPU alone
+
+    return fp8_faults(config, tuning.architecture(torch.device("cuda"))) + kernel_faults(config, capability_here())

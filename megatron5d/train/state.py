@@ -252,7 +252,7 @@ def resume(
     began = record["config"].get("data", {}).get("weights", "equal")  # as it was before there was the key
     kept = began != config.data.weights and len(config.data.train) > 1
     config = replace(config, data=replace(config.data, weights=began))
-    told = ("model", "moe", "precision", "optim", "data", "train", "parallel", "pipeline", "recompute")
+    told = ("model", "moe", "precision", "optim", "data", "train", "parallel", "pipeline", "recompute", "kernels")
     changed = changed_keys(record["config"], config, told)
     changed += [f"data.weights = {began}, as it began"] * kept
     architecture = [line for line in changed if line.startswith(("model.", "moe.balance ", "optim.freeze "))]

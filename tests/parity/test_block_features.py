@@ -15,6 +15,7 @@ SPARSE = {
     "one_norm_window": {"shared_expert_gate": True, "num_mtp_layers": 1},
     "gated_sandwich": {"shared_expert_gate": True, "first_k_dense": 1},
     "gemma2_style": {"num_mtp_layers": 1, "router_linear_bias": True},
+    "gemma3_style": {"num_mtp_layers": 1},
     "gpt_oss_style": {"router_linear_bias": True},
 }
 

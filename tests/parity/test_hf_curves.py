@@ -28,6 +28,9 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(
         **TINY | {"hidden_size": 64}, head_dim=12, pad_token_id=None, sliding_window=5
     ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **TINY | {"hidden_size": 64}, head_dim=12, pad_token_id=None, sliding_window=5, sliding_window_pattern=2
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),

@@ -40,6 +40,11 @@ GLM = TINY | {
 }  # fmt: skip
 GEMMA = TINY | {"hidden_size": 64, "head_dim": 12, "pad_token_id": 0}  # sqrt(64), as transformers rounds it to fp32
 GEMMA2 = GEMMA | {"num_hidden_layers": 3, "sliding_window": 5}
+GEMMA3 = GEMMA | {"num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 20}
+BY_LAYER = {
+    "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
+    "sliding_attention": {"rope_theta": 300.0, "rope_type": "default"},
+}
 GPT_OSS = TINY | {
     "num_hidden_layers": 3,
     "head_dim": 12,
@@ -55,6 +60,10 @@ LATENT = TINY | {
     "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
 }  # fmt: skip
 WIDE = LATENT | {"q_lora_rank": 24, "kv_lora_rank": 28}
+HUNYUAN = TINY | {
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "router_scaling_factor": 1.7,
+}  # fmt: skip
 V3 = {"n_group": 4, "topk_group": 2}
 DENSE = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
@@ -96,6 +105,16 @@ DENSE = {
         final_logit_softcapping=None,
         layer_types=["full_attention", "full_attention", "sliding_attention"],
     ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA3, sliding_window_pattern=2),
+    "gemma3, stretched, soft cap, biases, untied": lambda: transformers.Gemma3TextConfig(
+        **GEMMA3,
+        rope_parameters=BY_LAYER,
+        layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        final_logit_softcapping=3.0,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma3, no window": lambda: transformers.Gemma3TextConfig(**GEMMA3, layer_types=["full_attention"] * 4),
     "seed_oss": lambda: transformers.SeedOssConfig(**TINY, head_dim=12),
     "seed_oss, biases": lambda: transformers.SeedOssConfig(
         **TINY, head_dim=12, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -138,11 +157,25 @@ SPARSE = {
     "dots1, biases, groups, windows": lambda: transformers.Dots1Config(
         **GLM, attention_bias=True, n_shared_experts=1, n_group=4, topk_group=2, sliding_window=5, max_window_layers=1
     ),
+    "hy_v3": lambda: transformers.HYV3Config(**HUNYUAN),
+    "hy_v3, biases, dense layers between": lambda: transformers.HYV3Config(
+        **HUNYUAN | {"num_hidden_layers": 4, "num_shared_experts": 2},
+        attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+    ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**LATENT, rope_parameters=YARN_MSCALE),
+    "glm4_moe_lite, groups, dense layers, half-split": lambda: transformers.Glm4MoeLiteConfig(
+        **WIDE, **V3, rope_interleave=False, mlp_layer_types=["dense", "dense", "sparse"]
+    ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, rope_parameters=YARN_MSCALE),
     "deepseek_v2, groups": lambda: transformers.DeepseekV2Config(
         **WIDE, topk_method="group_limited_greedy", n_group=4, topk_group=2
     ),
     "deepseek_v2, no query latent": lambda: transformers.DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
+    "deepseek_v2, another eps": lambda: transformers.DeepseekV2Config(**LATENT, rms_norm_eps=0.03),
+    "deepseek_v3, Moonlight's eps": lambda: transformers.DeepseekV3Config(
+        **LATENT, n_group=1, topk_group=1, rms_norm_eps=0.03
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT, **V3, rope_parameters=YARN_MSCALE),
     "deepseek_v3, half-split, two shared": lambda: transformers.DeepseekV3Config(
         **WIDE, **V3, rope_interleave=False, n_shared_experts=2, norm_topk_prob=False

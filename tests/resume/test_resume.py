@@ -116,7 +116,7 @@ def _held_after_loading(rank, world, config):
     for kind, flat, state in loaded.optimizer.tensors():
         for segment in state.segments:
             moments.append((f"optim.{kind}.{segment.spec.name}", flat[slice(*segment.owned)].clone()))
-    with loaded.sync.whole_weights():
+    with loaded.sync.weights.whole():
         whole = [(p.spec.name, piece, p.detach().clone()) for p in loaded.model.parameters() for piece in p.spec.pieces]
     return loaded.progress.step, owned_slices(loaded.sync, "weight_slice"), moments, whole
 

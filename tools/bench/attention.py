@@ -100,9 +100,11 @@ TINY = {"s": 64, "b": 1, "a": 2, "g": 2, "d": 32}
 VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "causal, d 128, 8 k": ({}, {}),
     "causal, d 128, 8 k, 32 heads over 8": ({"b": 1, "a": 32, "g": 8}, {"g": 1}),
+    "causal, d 128, 8 k, 4 heads over 1": ({"b": 1, "a": 4, "g": 1}, {"g": 1}),  # 8B at tp 8
     "causal, d 64, 8 k": ({"a": 32, "g": 32, "d": 64}, {"d": 16}),
     "causal, d 256, 8 k": ({"a": 8, "g": 8, "d": 256}, {"d": 64}),
     "causal, d 192 and 128, 8 k": ({"d": 192, "dv": 128}, {"d": 48, "dv": 32}),
+    "window of 128, d 64, 8 k, 64 heads over 8": ({"window": 128, "b": 1, "a": 64, "g": 8, "d": 64}, {"window": 8}),
     "window of 1 k, d 128, 8 k": ({"window": 1024}, {"window": 24}),
     "documents of 1 k, d 128, 8 k": ({"document": 1024}, {"document": 24}),
 }
@@ -114,7 +116,7 @@ def _rows(way: str, backward: bool) -> dict[str, Benchmark]:
 
     make = partial(attention, backward=backward)
     return {
-        f"attention {way}, {name}": Benchmark(make, work, "TFLOP/s", BASE | sizes, TINY | tiny)
+        f"attention {way}, {name}": Benchmark(make, work, "TFLOP/s", BASE | sizes, TINY | tiny, {"ours": "attention"})
         for name, (sizes, tiny) in VARIANTS.items()
     }
 

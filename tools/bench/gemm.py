@@ -134,10 +134,11 @@ TINY = {"m": 48, "n": 64, "k": 128}
 OF_TWO = {"size": 2, **TINY}
 PRODUCTS = {
     "float8 blockwise GEMM 4096x7168x16384": Benchmark(
-        float8, _gemm_flops, "TFLOP/s", {"m": 4096, "n": 7168, "k": 16384}, TINY
+        float8, _gemm_flops, "TFLOP/s", {"m": 4096, "n": 7168, "k": 16384}, TINY,
+        dict.fromkeys(("ours", "ours, tensorwise", "ours, weight gradient"), "fp8"),
     ),
     "grouped GEMM, 64 experts": Benchmark(
-        grouped, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
+        grouped, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS, {"ours": "grouped"}
     ),
     "grouped GEMM weight gradient, 64 experts": Benchmark(
         grouped_weight, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS

@@ -11,7 +11,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -37,6 +37,7 @@ class Benchmark:
         unit: "TFLOP/s" or "GB/s".
         sizes: those of real training.
         tiny: the same in small, for a run without a GPU.
+        families: calls of ours that libraries may make, too: provider -> key of `kernels` (`libraries.py`).
     """
 
     make: Callable[..., Calls]
@@ -44,6 +45,7 @@ class Benchmark:
     unit: str
     sizes: Sizes
     tiny: Sizes
+    families: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def work_of_a_call(self) -> float:

@@ -194,9 +194,10 @@ TINY = {"rows": 6, "width": 136}
 HEADS, FEW_HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}, {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
 
 
-def _row(make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int]) -> Benchmark:
+def _row(make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int], family: str | None = None) -> Benchmark:
     """Counts the bytes that must move for each row and column."""
-    return Benchmark(make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY)
+    families = {} if family is None else {"ours": family}
+    return Benchmark(make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY, families)
 
 
 def _rope_row(backward: bool) -> Benchmark:
@@ -211,15 +212,15 @@ POINTWISE = {
     "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
     "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=False), 3, ROWS),
     "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=True), 3, ROWS),
-    "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS),
+    "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS, "norm"),
     "RMSNorm backward 16384x4096": _row(partial(rms_norm, backward=True), 6, ROWS),
-    "RMSNorm forward 4096x18432": _row(partial(rms_norm, backward=False), 4, WIDE),
-    "RMSNorm backward 4096x18432": _row(partial(rms_norm, backward=True), 6, WIDE),
-    "LayerNorm forward 16384x4096": _row(partial(layer_norm, backward=False), 4, ROWS),
-    "LayerNorm backward 16384x4096": _row(partial(layer_norm, backward=True), 6, ROWS),
+    "RMSNorm forward 4096x18432": _row(partial(rms_norm, backward=False), 4, WIDE, "norm"),
+    "RMSNorm backward 4096x18432": _row(partial(rms_norm, backward=True), 6, WIDE, "norm"),
+    "LayerNorm forward 16384x4096": _row(partial(layer_norm, backward=False), 4, ROWS, "norm"),
+    "LayerNorm backward 16384x4096": _row(partial(layer_norm, backward=True), 6, ROWS, "norm"),
     "sum and RMSNorm forward 16384x4096": _row(partial(add_rms_norm, backward=False), 8, ROWS),
     "sum and RMSNorm backward 16384x4096": _row(partial(add_rms_norm, backward=True), 8, ROWS),
-    "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS),
+    "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS, "norm"),
     "SwiGLU forward 8192x14336": _row(partial(swiglu, backward=False), 6, FEED_FORWARD),
     "SwiGLU backward 8192x14336": _row(partial(swiglu, backward=True), 10, FEED_FORWARD),
     "SwiGLU of experts forward 65536x2048": _row(partial(expert_swiglu, backward=False), 6, EXPERTS),

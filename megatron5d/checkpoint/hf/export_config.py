@@ -25,7 +25,7 @@ from megatron5d.config.schema import ModelConfig, RopeScaling
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel", "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gpt_oss": "GptOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmo2": "Olmo2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_neox": "GPTNeoXForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -36,6 +36,7 @@ _ALL: dict[str, Any] = {
     "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
     "attention_causal": True, "attention_gate": False, "qk_norm_all_heads": False, "window_layers": None,
     "norm_zero_centered": False, "embedding_scale": 1.0, "query_pre_attn_scalar": None, "router_linear_bias": False,
+    "window_rope_theta": None,
 }  # fmt: skip
 _DECODER = {
     "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False, "block_norm": "pre",
@@ -48,6 +49,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "mlp_bias": False},
     "gemma": {"qk_norm": False, "mlp_bias": False, "attention_window": None},
     "gemma2": {"qk_norm": False, "mlp_bias": False, "block_norm": "both"},
+    "gemma3_text": {"qk_norm": True, "mlp_bias": False, "block_norm": "both"},
     "mixtral": {"qk_norm": False, "qkv_bias": False},
     "gpt_oss": {"qk_norm": False, "activation": "swiglu_clamped", "attention_sinks": True},
     "qwen3_moe": {"qk_norm": True},
@@ -73,11 +75,13 @@ def hf_family(config: ModelConfig) -> str:
     Raises:
         ValueError: none does; says for each which fields stand in the way.
     """
-    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gpt2", "gpt_neox")
+    families: tuple[str, ...] = (
+        "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox",
+    )  # fmt: skip
     if config.num_experts:
         families = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss")
     if config.attention == "mla":
-        families = LATENT[::-1]
+        families = ("deepseek_v3", "deepseek_v2")
     obstacles = {family: _obstacles(config, family) for family in families}
     for family, reasons in obstacles.items():
         if not reasons:
@@ -107,6 +111,11 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
     if family == "gemma2":
         free = ("query_pre_attn_scalar", "attention_softcap", "logit_softcap")
         wanted |= {field: getattr(config, field) for field in free}
+    if family == "gemma3_text":
+        free = ("query_pre_attn_scalar", "logit_softcap", "window_rope_theta")
+        wanted |= {field: getattr(config, field) for field in free}
+        if config.attention_window and config.window_rope_theta is None and config.rope_scaling.type != "none":
+            wanted["window_rope_theta"] = config.rope_theta  # windows have no stretched positions there
     if family in WINDOW_BY_LAYER:
         wanted["window_layers"] = config.window_layers
     if family in ("deepseek_v3", "glm4_moe"):
@@ -118,7 +127,7 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
         for field, value in wanted.items()
         if getattr(config, field) != value
     ]
-    if family in ("llama", "gemma2") and config.hidden_size % config.num_heads:
+    if family in ("llama", "gemma2", "gemma3_text") and config.hidden_size % config.num_heads:
         reasons.append(f"model.num_heads = {config.num_heads}, no divisor of hidden_size = {config.hidden_size}")
     if family in ("gpt2", "gpt_neox") and config.hidden_size != config.num_heads * config.head_dim:
         width = config.hidden_size / config.num_heads
@@ -174,10 +183,8 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         return fields | {"sliding_window": config.attention_window}
     if family in LATENT:
         return fields | mla_settings(config, family) | routing_settings(config, family)
-    if family == "olmo2":
-        return fields
-    if family == "gemma":
-        return fields | {"hidden_act": "gelu_pytorch_tanh"}
+    if family in ("olmo2", "gemma"):
+        return fields | ({"hidden_act": "gelu_pytorch_tanh"} if family == "gemma" else {})
     if family == "glm4_moe":
         rotated = {"partial_rotary_factor": config.rotary_percent}
         fields |= rotated | {"rope_parameters": fields["rope_parameters"] | rotated, "use_qk_norm": config.qk_norm}
@@ -189,10 +196,14 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     assert family in WINDOW_BY_LAYER
     windowed = [i for i in range(config.num_layers) if window_of(config, i)]
     fields |= {
-        "sliding_window": config.attention_window,
+        "sliding_window": config.attention_window or (config.max_positions if family in GEMMA else None),
         "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in range(config.num_layers)],
     }
-    if family == "gemma2":
+    if family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": config.window_rope_theta or config.rope_theta}
+        kinds = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+        fields |= {"rope_local_base_freq": local["rope_theta"], "rope_parameters": kinds}
+    if family in GEMMA:
         return fields | {
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,

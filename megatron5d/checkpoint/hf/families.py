@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron5d.checkpoint.hf.moe_mla import LATENT_EPS
-
 DENSE = (
     "llama",
     "mistral",
@@ -18,12 +16,14 @@ DENSE = (
     "olmo2",
     "gemma",
     "gemma2",
+    "gemma3_text",
     "seed_oss",
 )  # Llama but for biases, windows, norms, packing
 PARTLY_ROTATED = ("glm4_moe", "gpt_neox")
-GEMMA = ("gemma", "gemma2")
+QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "dots1", "hy_v3", "gemma3_text")
+GEMMA = ("gemma", "gemma2", "gemma3_text")
 # families whose layers may differ in what they see
-WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1", "gemma2", "gpt_oss")
+WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1", "gemma2", "gemma3_text", "gpt_oss")
 _DECODER_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
     "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
@@ -75,6 +75,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
         "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
     },
+    "gemma3_text": _GEMMA_DEFAULTS | {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_pattern": 6, "layer_types": None, "final_logit_softcapping": None,
+        "attn_logit_softcapping": None, "default_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
     "gpt_oss": _DECODER_DEFAULTS | {
         "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
@@ -115,6 +122,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_group": 1, "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62,
         "layer_types": None,
     },
+    "hy_v3": _DECODER_DEFAULTS | {
+        "vocab_size": 120832, "intermediate_size": 13312, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "initializer_range": 0.006,
+        "mlp_bias": False, "rms_norm_eps": 1e-5, "default_theta": 11158840.0, "moe_intermediate_size": 1536,
+        "n_routed_experts": 192, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+        "mlp_layer_types": None, "norm_topk_prob": True, "routed_scaling_factor": 2.826, "n_group": 1,
+        "topk_group": 1,
+    },
     "deepseek_v2": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
         "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "mlp_bias": False,
         "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None,
@@ -127,6 +142,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
         "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8,
         "topk_group": 4, "rope_interleave": True, "num_nextn_predict_layers": 1,
+    },
+    "glm4_moe_lite": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
+        "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47,
+        "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "v_head_dim": 256, "max_position_embeddings": 202752, "mlp_bias": False, "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1, "mlp_layer_types": None, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+        "n_group": 1, "topk_group": 1, "rope_interleave": True, "num_nextn_predict_layers": 1,
     },
     "gpt_neox": {
         "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
@@ -162,6 +185,13 @@ ALIASES = {
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "glm4_moe_lite": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "hy_v3": {
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "router_scaling_factor": "routed_scaling_factor",
+    },
 }
 _SAME = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
@@ -187,9 +217,9 @@ _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, Fal
 _LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
     "mlp_bias": (False,),
     "attention_bias": (False,),
-    "rms_norm_eps": (LATENT_EPS,),
     "moe_layer_freq": (1,),
 }
+_V3_COMPUTED = _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": _DECODER_COMPUTED,
     "mistral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
@@ -204,7 +234,9 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_method": ("greedy", "group_limited_greedy"),
         "norm_topk_prob": (False,),  # transformers never divides; DeepSeek's own code does, and then does not scale
     },
-    "deepseek_v3": _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "deepseek_v3": _V3_COMPUTED,
+    # transformers goes by mlp_layer_types alone, where DeepSeek has first_k_dense_replace
+    "glm4_moe_lite": _V3_COMPUTED | {"first_k_dense_replace": (1,)},
     "olmo2": _DECODER_COMPUTED | {"mlp_bias": (False,)},
     "gemma": {  # transformers reads hidden_act alone, and its gelu as the tanh form
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
@@ -212,11 +244,17 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
         **_CAUSAL,
     },
     "gemma2": {"hidden_activation": ("gelu_pytorch_tanh",), **_CAUSAL},
+    "gemma3_text": {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),  # transformers reads it and does not apply it
+        **_CAUSAL,
+    },
     "gpt_oss": _DECODER_COMPUTED | {"mlp_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "qwen2_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
     "glm4_moe": {"hidden_act": ("silu", "swish"), "mlp_bias": (False,)},
     "seed_oss": _DECODER_COMPUTED,
     "dots1": _DECODER_COMPUTED | {"mlp_bias": (False,)},
+    "hy_v3": _DECODER_COMPUTED | {"mlp_bias": (False,), "first_k_dense_replace": (1,)},
     "gpt_neox": {"hidden_act": tuple(GELU)},
     "gpt2": {
         "activation_function": tuple(GELU),

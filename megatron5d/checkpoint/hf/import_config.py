@@ -20,13 +20,14 @@ from megatron5d.checkpoint.hf.families import (
     GEMMA,
     GPT_OSS_YARN,
     PARTLY_ROTATED,
+    QK_NORM,
     RENAMED,
     SAME,
     WINDOW_BY_LAYER,
 )
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
-from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
+from megatron5d.checkpoint.hf.safetensors_folder import unknown_quantisation
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 
@@ -42,6 +43,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
     config = read_json(path)
+    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):  # beside a vision tower
+        config = config["text_config"] | {"model_type": "gemma3_text"}
     family = config["model_type"] = RENAMED.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
@@ -57,6 +60,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """Settings that are neither null nor of their default's type; a whole number is a float, too."""
     kinds = {key: type(value) for key, value in defaults.items() if value is not None}
+    kinds |= {key: list for key in ("layer_types", "mlp_layer_types", "mlp_only_layers") if key in defaults}
     return [
         f"{key} = {config[key]!r} is no {kind.__name__}"
         for key, kind in kinds.items()
@@ -74,7 +78,10 @@ def _not_positive(config: dict[str, Any]) -> list[str]:
         for key in sizes
         if key in config and not (isinstance(config[key], int) and config[key] > 0)
     ]
-    experts, layers = ("num_local_experts", "n_routed_experts"), ("num_hidden_layers", "n_layer", *_AHEAD)
+    experts, layers = (
+        ("num_local_experts", "n_routed_experts"),
+        ("num_hidden_layers", "n_layer", "num_nextn_predict_layers"),
+    )
     counts = [[(key, config.get(key)) for key in keys] for keys in (experts, layers)]
     (most_experts, e), (most_layers, n) = (
         max(((key, count) for key, count in found if isinstance(count, int)), key=lambda each: each[1], default=("", 1))
@@ -86,7 +93,6 @@ def _not_positive(config: dict[str, Any]) -> list[str]:
     return wrong
 
 
-_AHEAD = ("num_nextn_predict_layers",)
 _MOST_TENSORS = 1_000_000
 
 
@@ -136,33 +142,13 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
         f"{key} = {config[key]!r}: only {' or '.join(map(repr, values))} is supported"
         for key, values in COMPUTED[family].items()
         if key in config and config[key] not in values
-    ] + _unknown_quantisation(config)
+    ] + unknown_quantisation(config)
     fields = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family, _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
         raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
     same = {ours: config[theirs] for ours, theirs in SAME[family].items()}
     return {"name": Path(folder).resolve().name, **same, **fields}
-
-
-def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
-    """Returns what is not as in FP8 releases that checkpoint/hf/safetensors_folder.py reads; null is a folder
-    without."""
-    given = config.get("quantization_config")
-    if given is None:
-        return []
-    if not isinstance(given, dict):
-        return [f"quantization_config = {given!r}: only an object of settings is supported"]
-    if given.get("quant_method") == "mxfp4":
-        return ["quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
-                "model with transformers' Mxfp4Config(dequantize=True) and save it"]  # fmt: skip
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    found = {"fmt": "e4m3"} | given
-    return [
-        f"quantization_config.{key} = {found.get(key)!r}: only {value!r} is supported"
-        for key, value in wanted.items()
-        if found.get(key) != value
-    ]
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
@@ -174,6 +160,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns Llama, and what differs by options alone: biases, norms, latents, windows, experts."""
     hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
+    local = _local_rope_base(config, refused) if family == "gemma3_text" else None
     theta, scaling = _rope(config, refused)
     if family == "phi3" and scaling.type != "none":
         refused.append(f"rope_type = {scaling.type!r}: transformers makes longrope of it, which is not supported")
@@ -186,6 +173,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
             "rope_interleaved": False,
             "rotary_percent": _rotary_share(config),
         }
+    windows = _windows(config, refused)
     biased = config.get("qkv_bias", family == "qwen2" or config["attention_bias"])
     return {
         **attention,
@@ -194,7 +182,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "dots1") or config.get("use_qk_norm", False),
+        "qk_norm": family in QK_NORM or config.get("use_qk_norm", False),
         "qk_norm_all_heads": family == "olmo2",
         "block_norm": "post" if family == "olmo2" else "pre",
         "qkv_bias": biased,
@@ -202,9 +190,10 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
             "attention_out_bias", biased and family not in ("qwen2", "qwen2_moe", "glm4_moe")
         ),
         "mlp_bias": config["mlp_bias"],
-        **_windows(config, refused),
+        **windows,
         **routing_fields(config, refused),
         **(_gemma(config) if family in GEMMA else {}),
+        **({"window_rope_theta": local if windows["attention_window"] else None} if local else {}),
         **({"activation": "swiglu_clamped", "attention_sinks": True} if family == "gpt_oss" else {}),
     }
 
@@ -285,6 +274,8 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     # in some families the even layers below `first` slide; in others those from there on
     alternates = config["model_type"] in ("qwen2_moe", "gemma2", "gpt_oss")
     slides = [i % 2 == 0 and i < first if alternates else i >= first for i in layers]
+    if config["model_type"] == "gemma3_text":
+        slides = [bool((i + 1) % (config["sliding_window_pattern"] or 6)) for i in layers]
     kinds = config["layer_types"] or [
         "sliding_attention" if window is not None and slides[i] else "full_attention" for i in layers
     ]
@@ -337,6 +328,18 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
         return theta, _yarn(rope, config["max_position_embeddings"], original, refused)
     frequencies: dict[str, Any] = {key: float(rope[key]) for key in needed[kind]}
     return theta, RopeScaling(type=kind, original_max_positions=original, **frequencies)
+
+
+def _local_rope_base(config: dict[str, Any], refused: list[str]) -> float:
+    """Returns the base in Gemma 3's sliding layers, and leaves the other layers' settings in `config`."""
+    by_layer = config.get("rope_parameters") or {}
+    if not isinstance(by_layer, dict) or any(not isinstance(each, dict) for each in by_layer.values()):
+        refused.append(f"rope_parameters = {by_layer!r}: only full_attention's and sliding_attention's are supported")
+        return 0.0
+    if (local := by_layer.get("sliding_attention", {})).get("rope_type", "default") != "default":
+        refused.append(f"rope_type = {local['rope_type']!r} of sliding_attention: only default is supported")
+    config["rope_parameters"] = by_layer.get("full_attention")
+    return local.get("rope_theta") or config["rope_local_base_freq"]
 
 
 def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:

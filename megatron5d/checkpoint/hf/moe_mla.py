@@ -6,7 +6,7 @@ well. Ours, too, are one stack of all experts per layer.
 
 DeepSeek's latent attention in Hugging Face folders: its settings as ours and back, and its tensors.
 
-The latents' norms have an epsilon of their own there, 1e-6 whatever rms_norm_eps says; ours share the model's.
+The latents' norms have an epsilon of their own there, 1e-6 whatever rms_norm_eps says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import ModelConfig
 
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 LATENT_EPS = 1e-6
 _DIMS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -34,6 +34,7 @@ def mla_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         refused.append(f"num_key_value_heads = {kv_heads}: only num_attention_heads = {heads} is supported")
     interleaved = config["model_type"] == "deepseek_v2" or config["rope_interleave"]
     fields = {dim: config[dim] for dim in _DIMS}
+    fields["latent_norm_eps"] = None if config["rms_norm_eps"] == LATENT_EPS else LATENT_EPS
     return {"attention": "mla", "num_kv_heads": heads, "rope_interleaved": bool(interleaved), **fields}
 
 
@@ -46,9 +47,10 @@ def mla_settings(config: ModelConfig, family: str) -> dict[str, Any]:
 def wanted_attention(config: ModelConfig, family: str) -> dict[str, Any]:
     """Fields that must have these values for a DeepSeek family to compute the attention."""
     interleaved = True if family == "deepseek_v2" else config.rope_interleaved
+    own = config.latent_norm_eps
     return {
-        "attention": "mla", "rope_interleaved": interleaved, "norm_eps": LATENT_EPS, "attention_out_bias": False,
-        "attention_window": None,
+        "attention": "mla", "rope_interleaved": interleaved, "attention_out_bias": False, "attention_window": None,
+        "latent_norm_eps": own if (own or config.norm_eps) == LATENT_EPS else LATENT_EPS,
     }  # fmt: skip
 
 
@@ -73,13 +75,17 @@ def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
     return [Entry(f"{ours}.{name}", (0, shape[0]), f"{theirs}.{hf}.weight", shape) for name, hf, shape in parts]
 
 
-SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", *LATENT)
-LIKE_DEEPSEEK = (*LATENT, "glm4_moe", "dots1")  # in experts and routers
+SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "hy_v3", *LATENT)
+LIKE_DEEPSEEK = (*LATENT, "glm4_moe", "dots1", "hy_v3")  # in experts and routers
 # the module on disk that holds router and experts, and the names of an expert's matrices: gate, up, down
 _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(SPARSE[2:], ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
+# router, its bias and the shared expert below that module
+_BESIDE = dict.fromkeys(SPARSE, ("gate", "gate.e_score_correction_bias", "shared_experts")) | {
+    "qwen2_moe": ("gate", "", "shared_expert"), "hy_v3": ("router.gate", "expert_bias", "shared_mlp"),
+}  # fmt: skip
 FUSED = "experts.gate_up_proj"  # what tells folders of fused experts apart
 _PLAIN: dict[str, Any] = {
     "moe_ffn_hidden_size": None, "shared_ffn_hidden_size": 0, "first_k_dense": 0, "moe_interval": 1,
@@ -129,9 +135,11 @@ def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    v3, first, experts = config["model_type"] != "deepseek_v2", config["first_k_dense_replace"] or 0, 0
-    if first < config["num_hidden_layers"]:
-        experts = config["n_routed_experts"] or 0
+    v3, layers = config["model_type"] != "deepseek_v2", range(config["num_hidden_layers"])
+    first, kinds = config["first_k_dense_replace"] or 0, config.get("mlp_layer_types")
+    sparse = [i for i in layers if (kinds[i : i + 1] == ["sparse"] if kinds else i >= first)]
+    regular = sparse == list(layers[min(sparse, default=0) :])
+    experts = (config["n_routed_experts"] or 0) if sparse else 0
     if experts and not config["num_experts_per_tok"]:
         refused.append(f"num_experts_per_tok = {config['num_experts_per_tok']}: at least 1 is supported")
     groups = v3 or config["topk_method"] == "group_limited_greedy"
@@ -141,9 +149,9 @@ def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "top_k": config["num_experts_per_tok"],
         "moe_ffn_hidden_size": inner,
         "shared_ffn_hidden_size": shared * inner if experts else 0,
-        "first_k_dense": first,
+        "first_k_dense": min(sparse, default=first) if regular else 0,
         "moe_interval": 1,
-        "moe_layers": None,
+        "moe_layers": None if regular or not experts else sparse,
         "router_score": "sigmoid" if v3 else "softmax",
         "norm_topk_prob": config["norm_topk_prob"],
         "routed_scaling_factor": float(config["routed_scaling_factor"]),
@@ -262,10 +270,12 @@ def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -
     h, f, experts = config.hidden_size, config.expert_hidden_size, config.num_experts
     ours, (module, gate, up, down) = f"layers.{i}", _NAMES[family]
     theirs, shape = f"model.layers.{i}.{'mlp' if fused else module}", (experts, h)
-    entries = [Entry(f"{ours}.router.weight", (0, shape[0]), f"{theirs}.gate.weight", shape)]
+    router, bias, shared = _BESIDE[family]
+    if fused and family == "hy_v3":
+        router, bias, shared = "gate", "e_score_correction_bias", "shared_experts"
+    entries = [Entry(f"{ours}.router.weight", (0, shape[0]), f"{theirs}.{router}.weight", shape)]
     if config.router_bias:
-        bias = f"{theirs}.gate.e_score_correction_bias"
-        entries.append(Entry(f"{ours}.router.bias", (0, shape[0]), bias, shape[:1], wide=True))
+        entries.append(Entry(f"{ours}.router.bias", (0, shape[0]), f"{theirs}.{bias}", shape[:1], wide=True))
     if fused:
         entries += [
             Entry(f"{ours}.experts.up.weight", (0, experts), f"{theirs}.{FUSED}", (experts, 2 * f, h)),
@@ -282,7 +292,7 @@ def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -
         if config.shared_expert_gate:
             gate_name = f"{theirs}.shared_expert_gate.weight"
             entries.append(Entry(f"{ours}.shared_expert.gate.weight", (0, 1), gate_name, (1, h)))
-        ours, theirs = f"{ours}.shared_expert", f"{theirs}.shared_expert{'' if family == 'qwen2_moe' else 's'}"
+        ours, theirs = f"{ours}.shared_expert", f"{theirs}.{shared}"
         entries += [
             Entry(f"{ours}.up.weight", (0, s), f"{theirs}.{gate}.weight", (s, h)),
             Entry(f"{ours}.up.weight", (s, 2 * s), f"{theirs}.{up}.weight", (s, h)),

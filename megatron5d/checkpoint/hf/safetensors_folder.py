@@ -187,6 +187,25 @@ def _misshapen_scales(name: str, stored: Stored) -> list[str]:
     return [] if list(found) == wanted else [told]
 
 
+def unknown_quantisation(config: dict[str, Any]) -> list[str]:
+    """Returns what a config.json says that is not as in the FP8 releases that are read; null is a folder without."""
+    given = config.get("quantization_config")
+    if given is None:
+        return []
+    if not isinstance(given, dict):
+        return [f"quantization_config = {given!r}: only an object of settings is supported"]
+    if given.get("quant_method") == "mxfp4":
+        return ["quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
+                "model with transformers' Mxfp4Config(dequantize=True) and save it"]  # fmt: skip
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    found = {"fmt": "e4m3"} | given
+    return [
+        f"quantization_config.{key} = {found.get(key)!r}: only {value!r} is supported"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+
+
 def _listing(what: str, names: list[str]) -> str:
     if not names:
         return ""

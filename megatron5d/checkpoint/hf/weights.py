@@ -22,6 +22,7 @@ from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
+_TEXT = "language_model."  # before the names of a text model that stands beside a vision tower
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
 
 
@@ -163,7 +164,10 @@ def _table(
                 f"{stored.folder} stores {copy.hf_name} and it is not {original.hf_name}, which the multi-token "
                 "prediction layers of this model share; set model.num_mtp_layers=0 to leave them out"
             )
-    if not any(name.startswith(prefix) for name in stored.tensors):
+    if any(name.startswith(_TEXT) for name in stored.tensors):
+        entries = [replace(entry, hf_name=_TEXT + entry.hf_name) for entry in entries]
+        ignored.append(rf"^(?!{re.escape(_TEXT)})")
+    elif not any(name.startswith(prefix) for name in stored.tensors):
         entries = [replace(entry, hf_name=entry.hf_name.removeprefix(prefix)) for entry in entries]
     if config.tie_embeddings and HEAD in stored.tensors:
         ignored.append(f"^{HEAD}$")
@@ -182,7 +186,9 @@ def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
     counts = {
         i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in prediction_layers(config, stored)
     }
-    return [
+    seen = sum(not name.startswith(_TEXT) for name in stored.tensors)
+    vision = [f"{stored.folder}: the {seen} tensors of what is not its language model are not read"]
+    return (vision if 0 < seen < len(stored.tensors) else []) + [
         f"{stored.folder}: the {count} tensors of multi-token prediction layer {i} are not read; "
         f"model.num_mtp_layers={i + 1 - config.num_layers} reads and trains them"
         for i, count in counts.items()

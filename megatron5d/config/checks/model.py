@@ -241,6 +241,7 @@ def kv_heads_divide_heads(c: Config, world: int) -> Faults:
 
 
 _NEEDED = {"qk_norm_all_heads": "qk_norm", "window_layers": "attention_window",
+           "window_rope_theta": "attention_window",
            "shared_expert_gate": "shared_ffn_hidden_size"}  # fmt: skip
 
 

@@ -36,7 +36,8 @@ AT_LEAST = {
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
         log.memory_snapshot_step recompute.offload_min_bytes""",
 }
-ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
+ABOVE_ZERO = """pipeline.memory model.norm_eps model.latent_norm_eps model.rope_theta model.window_rope_theta
+    model.init_std model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.attention_factor model.rope_scaling.mscale optim.lr optim.eps parallel.timeout_s
     pipeline.search_s moe.capacity_factor log.peak_tflops log.device_memory_gb model.routed_scaling_factor
@@ -74,6 +75,8 @@ WORDS: dict[str, Sequence[str]] = {
     "precision.dtype": ("fp64", "fp32", "bf16"),
     "precision.fp8": ("none", "tensorwise", "blockwise"),
     "precision.grad_dtype": ("fp32", "bf16"),
+    "kernels.attention": ("auto", "triton", "cudnn", "fa4"),
+    **dict.fromkeys(("kernels.fp8", "kernels.grouped", "kernels.norm"), ("auto", "triton", "torch")),
     "recompute.mode": ("none", "selective", "full"),
     "data.weights": ("size", "equal"),
     "data.order": ("shuffled", "sequential", "megatron"),

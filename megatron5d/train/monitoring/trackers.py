@@ -15,6 +15,7 @@ from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
+from megatron5d.train.kernel_choice import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
 
@@ -24,7 +25,10 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4  # parts of a record in W&B's files
 def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
     """Returns what a tracker tells of a run beside its configuration, which goes into `run` of W&B's config."""
     layout = {name: getattr(sizes, name) for name in ("world", "dp", "tp", "cp", "pp", "ep")}
-    return {**layout, "parameters": parameter_count(config.model), "commit": commit(), "versions": versions()}
+    about: dict[str, Any] = {"parameters": parameter_count(config.model), "commit": commit(), "versions": versions()}
+    if capability := capability_here():
+        about["kernels"] = names_of(config, capability)
+    return {**layout, **about}
 
 
 class Wandb:

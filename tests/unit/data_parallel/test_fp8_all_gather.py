@@ -91,7 +91,7 @@ def on_rank(rank, world):
             held = [bucket.holds(wide=False) for bucket in sync.buckets]
             narrow = {id(p) for bucket in sync.buckets if bucket.format for p in bucket.parameters}
             owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.format)
-            with sync.whole_weights():
+            with sync.weights.whole():
                 weights = {p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()}
             names = {p.spec.name for p in model.parameters() if id(p) in narrow}
             trainer.evaluate(batches)

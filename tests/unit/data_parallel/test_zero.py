@@ -188,7 +188,7 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
         for zero, m, options in (case for cases in alike for case in cases):
             here = OnRank(config(zero, m, dtype="bf16", **options), rank, world)
             losses = [(result.losses["loss"], result.grad_norm) for result in (here.step(), here.step())]
-            with here.sync.whole_weights():
+            with here.sync.weights.whole():
                 found.append((losses, [p.detach().float().numpy().copy() for p in here.model.parameters()]))
         return found
 
@@ -253,11 +253,11 @@ def test_what_autograd_has_saved_sees_the_weights_again():
     def on_rank(rank, world):
         here = OnRank(config(3, 1), rank, world)
         parameter, view = next(here.model.parameters()), None
-        with here.sync.whole_weights():
+        with here.sync.weights.whole():
             view, before = parameter.detach().view(-1)[:4], parameter.detach().clone()
             version = parameter._version
         empty = parameter.untyped_storage().nbytes()
-        with here.sync.whole_weights():
+        with here.sync.weights.whole():
             same = torch.equal(view, before.view(-1)[:4])
         return empty, same, parameter._version == version
 

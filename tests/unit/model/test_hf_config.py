@@ -183,6 +183,11 @@ REFUSED = {
     "swiglu_limit": ("gpt_oss", {"swiglu_limit": 5.0}),
     "swiglu_alpha": ("gpt_oss", {"swiglu_alpha": 1.0}),
     "hidden_activation": ("gemma2", {"hidden_activation": "gelu"}),
+    "attn_logit_softcapping": ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+    "of sliding_attention": ("gemma3_text", {"rope_parameters": {"sliding_attention": YARN}}),
+    "only full_attention's and": ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}),
+    "first_k_dense_replace": ("glm4_moe_lite", {"first_k_dense_replace": 2}),
+    "mlp_layer_types = 5": ("hy_v3", {"mlp_layer_types": 5}),
     "use_bidirectional_attention": ("gemma", {"use_bidirectional_attention": True}),
     "'mxfp4'": ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),
     "low_freq_factor": ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
@@ -243,6 +248,11 @@ def test_all_refusals_together(tmp_path):
 LLAMA_LIKE = ModelConfig(
     name="m", num_kv_heads=2, ffn_hidden_size=48, rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, 64)
 )
+GEMMA3_LIKE = ModelConfig(
+    name="m", num_layers=3, num_kv_heads=2, rope_theta=5e5, window_rope_theta=300.0, attention_window=24,
+    window_layers=[0, 2], norm_zero_centered=True, activation="geglu_tanh", embedding_scale=8.0, block_norm="both",
+    qk_norm=True, query_pre_attn_scalar=20, tie_embeddings=True,
+)  # fmt: skip
 GPT2_LIKE = replace(
     LLAMA_LIKE, norm="layernorm", activation="gelu_tanh", position="learned", qkv_bias=True, attention_out_bias=True,
     mlp_bias=True, num_kv_heads=4, tie_embeddings=True, rope_theta=1e4, rope_scaling=RopeScaling(),
@@ -258,6 +268,8 @@ EXPORTED = {
     "qwen2, window, wide heads": replace(LLAMA_LIKE, qkv_bias=True, attention_window=24, head_dim=32),
     "qwen3": replace(LLAMA_LIKE, qk_norm=True, head_dim=8, rope_scaling=RopeScaling("yarn", 4.0, 128, beta_fast=16.0)),
     "qwen3, window": replace(LLAMA_LIKE, qk_norm=True, attention_window=24, rope_scaling=RopeScaling()),
+    "gemma3_text": replace(GEMMA3_LIKE, rope_scaling=RopeScaling("linear", 8.0)),
+    "gemma3_text, windows everywhere, caps": replace(GEMMA3_LIKE, window_layers=None, logit_softcap=5.0),
     "gpt2": GPT2_LIKE,
     "gpt2, erf": replace(GPT2_LIKE, activation="gelu", tie_embeddings=False),
 }

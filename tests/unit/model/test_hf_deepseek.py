@@ -81,7 +81,6 @@ def test_v3_settings(tmp_path):
 
 
 REFUSED = {
-    "rms_norm_eps = 1e-05": ("deepseek_v3", {"rms_norm_eps": 1e-5}),
     "num_key_value_heads = 2": ("deepseek_v3", {"num_key_value_heads": 2}),
     "attention_bias = True": ("deepseek_v3", {"attention_bias": True}),
     "scoring_func = 'softmax'": ("deepseek_v3", {"scoring_func": "softmax"}),
@@ -142,7 +141,7 @@ def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"norm_eps": 1e-5}, {"shared_ffn_hidden_size": 24}, {"shared_ffn_hidden_size": 0}, {"moe_layers": [0, 2]},
+    [{"latent_norm_eps": 1e-5}, {"shared_ffn_hidden_size": 24}, {"shared_ffn_hidden_size": 0}, {"moe_layers": [0, 2]},
      {"attention_out_bias": True}, {"attention_window": 9}, {"logit_softcap": 3.0}],
 )  # fmt: skip
 def test_export_is_refused_with_the_field(change):

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.names import hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import save_folder, stored_tensors
-from megatron5d.checkpoint.hf.weights import load_hf_weights
+from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder, stored_tensors
+from megatron5d.checkpoint.hf.weights import hf_weights, load_hf_weights, unread
+from megatron5d.checkpoint.load import PREFIX
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -43,6 +44,9 @@ FAMILIES = {
     "olmo2, biases": lambda: transformers.Olmo2Config(**TINY, pad_token_id=0, attention_bias=True),
     "gemma": lambda: transformers.GemmaConfig(**TINY, head_dim=16, pad_token_id=0),
     "gemma2": lambda: transformers.Gemma2Config(**TINY, head_dim=16, pad_token_id=0, sliding_window=5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **TINY, head_dim=16, pad_token_id=0, sliding_window=5, sliding_window_pattern=2
+    ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
     "gpt_neox, one after the other": lambda: transformers.GPTNeoXConfig(
         **NEOX, use_parallel_residual=False, attention_bias=False, rotary_pct=0.5
@@ -73,6 +77,34 @@ def folders(tmp_path_factory):
         assert len(list(sharded.glob("*.safetensors"))) > 3
         made[case] = (dict(model.state_dict()), single, sharded)
     return made
+
+
+def test_a_language_model_beside_a_vision_tower(tmp_path):
+    """Gemma 3 from 4B on: what is not the language model is told and left alone."""
+    text = FAMILIES["gemma3"]()
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    both = transformers.Gemma3ForConditionalGeneration(config)
+    both.save_pretrained(tmp_path)
+    model = read_model_config(tmp_path)
+    assert (model.num_layers, model.window_rope_theta) == (text.num_hidden_layers, 1e4)
+    state = both.model.language_model.state_dict()
+    wanted = whole_tensors(model, {f"model.{name}": tensor for name, tensor in state.items()})
+    with SafetensorsFolder(tmp_path) as stored:
+        ours = hf_weights(model, stored, torch.float32)
+        assert ours.keys() == {PREFIX + name for name in wanted}
+        for name, tensor in wanted.items():
+            lazy = ours[PREFIX + name]
+            for offset in lazy.parts:
+                part = lazy.values(offset)
+                assert torch.equal(part, rectangle({name: tensor}, name, offset, part.shape))
+        (told,) = unread(model, stored)
+    assert (
+        f"the {len(load_file(tmp_path / 'model.safetensors')) - len(state)} tensors of what is not its language model"
+        in told
+    )
 
 
 def rectangle(tensors, name, offset, shape):

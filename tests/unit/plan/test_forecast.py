@@ -141,7 +141,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         peaks.append(watch.peak_bytes)
         host_peaks.append(watch.host_peak)
     sync.finish_gather()
-    with sync.whole_weights():
+    with sync.weights.whole():
         kept = _activations(config, model, batches[0])
     weights, *others = (sum(each.values()) for each in storages)
     copies = _copies(model)  # of weights that are not gathered: made by every step's first use, there until they change

@@ -8,10 +8,15 @@ import time
 
 import pytest
 import torch
+from libraries_on_cpu import counted, on_cpu
 
+from megatron5d import kernels
+from megatron5d.kernels import choice, tuning
+from megatron5d.kernels.choice import AttentionRequest
 from megatron5d.tools import bench_kernels
 from megatron5d.tools.bench import harness as measure
 from megatron5d.tools.bench.harness import Benchmark, in_turn
+from megatron5d.tools.bench.libraries import write_orders
 
 LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
 
@@ -178,3 +183,50 @@ def test_the_device_waits_until_a_call_is_launched(monkeypatch):
     monkeypatch.setattr(measure, "torch", device)
     assert measure.median_ms([lambda: time.sleep(0.002)], 3) == 1.0
     assert len(device.waited) == 3 and min(device.waited) >= 0.002 * 1.98e9  # an H200 at its fastest
+
+
+def timed(way, key, times):
+    """The figures of a row: ours, and ours by libraries."""
+    ours = {"ms": times["triton"], "way": way, "key": key}
+    return {"ours": ours} | {f"ours, by {name}": {"ms": ms} for name, ms in times.items() if name != "triton"}
+
+
+def test_the_order_of_libraries_follows_from_the_figures(monkeypatch, tmp_path):
+    """The fastest of the nearest larger shape; no bound where nothing larger was measured."""
+    monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
+    shape = {"window": 0, "heads": 32, "queries": 8192}
+    rows = {
+        "wide": timed("attention_forward", {"head_dim": 128, **shape}, {"triton": 2.0, "cudnn": 1.0, "fa4": 1.5}),
+        "narrow": timed("attention_forward", {"head_dim": 64, **shape}, {"triton": 1.0, "cudnn": 1.2}),
+        "failed": {"ours": {"unavailable": "x"}, "ours, by torch": {"unavailable": "y"}},
+    }
+    rows["narrow"]["ours, by fa4"] = {"unavailable": "not installed"}
+    file = write_orders(rows, 90)
+    assert json.loads(file.read_text()) == {
+        "attention_forward": [
+            {"up_to": {"head_dim": 64}, "config": {"order": ["triton", "cudnn"]}},
+            {"config": {"order": ["cudnn", "fa4", "triton"]}},
+        ]
+    }
+    tuning.table.cache_clear()
+    wide = AttentionRequest(90, False, torch.bfloat16, (99999, 4, 64, 128), (99999, 4, 8, 128), 128)
+    assert choice.order_of(wide) == ["cudnn", "fa4", "triton"]
+    assert choice.order_of(wide._replace(q_shape=(64, 1, 1, 64), value_dim=64)) == ["triton", "cudnn"]
+    assert choice.order_of(wide._replace(capability=100)) is None
+    tuning.table.cache_clear()
+    assert write_orders({"failed": rows["failed"]}, 90) is None
+
+
+def test_a_row_is_measured_by_each_library(quick):
+    """On a library that does not take the call, the row says so and the others have figures."""
+    with on_cpu():
+        x = torch.randn(24, 2, 4, 32, dtype=torch.float64)
+        calls = {"ours": lambda: kernels.attention(x, x, x, scale=0.2), "theirs": lambda: 0}
+        named = Benchmark(lambda device: calls, lambda: 1e9, "GB/s", {}, {}, {"ours": "attention"})
+        found = dict(bench_kernels.measure(named, 1, 5))
+        assert list(found) == ["ours", "theirs", "ours, by cudnn", "ours, by fa4"]
+        assert counted()["cudnn forward"] == counted()["fa4 forward"] == 1
+        assert found["ours"]["way"] == "attention_forward" and found["ours"]["key"]["queries"] == 24
+        calls["ours"] = lambda: kernels.attention(x, x, x, scale=0.2, documents=torch.zeros(2, 24, dtype=torch.int32))
+        found = dict(bench_kernels.measure(named, 1, 5))
+    assert found["ours, by fa4"]["unavailable"].startswith("ValueError: fa4 does not serve") and "ms" in found["ours"]

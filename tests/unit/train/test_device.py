@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from libraries_on_cpu import on_cpu
 from parity_configs import config_of
 
 import pretrain
-from megatron5d.config.schema import PrecisionConfig
+from megatron5d.config.schema import DataConfig, KernelsConfig, PrecisionConfig
 from megatron5d.kernels import tuning
 from megatron5d.tools import plan
 from megatron5d.train import preflight as device
+from megatron5d.train.kernel_choice import names_of
 from megatron5d.train.preflight import device_faults
 
 RUN = ["model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", "log.memory_check=refuse", "log.device_memory_gb=80"]
@@ -59,6 +61,25 @@ def test_a_gpu_without_triton_is_refused(gpu, monkeypatch):
     assert device_faults(config_of(), 1) == [], "no kernel computes in float64"
     config = dataclasses.replace(config_of(), precision=PrecisionConfig(dtype="bf16"))
     assert [fault.id for fault in device_faults(config, 1)] == ["gpu-needs-triton"]
+
+
+def test_a_library_that_cannot_be_used_is_refused_by_name(gpu):
+    """What is not installed, and what takes nothing of this run; a backward may be left to another."""
+    gpu(9, 0)
+    config = dataclasses.replace(config_of(), precision=PrecisionConfig(dtype="bf16"))
+
+    def faults(config=config, **asked):
+        return [each.reason for each in device_faults(dataclasses.replace(config, kernels=KernelsConfig(**asked)), 1)]
+
+    assert faults() == [] and faults(attention="triton", norm="torch") == []
+    assert "flash-attn-4 is not installed" in "".join(faults(attention="fa4"))
+    assert len(faults(attention="fa4", norm="torch")) == 1
+    with on_cpu():
+        assert faults(attention="cudnn") == faults(attention="fa4") == faults(grouped="torch") == []
+        documents = dataclasses.replace(config, data=DataConfig(document_mask=True, eod=3))
+        assert "does not take what this run asks" in "".join(faults(documents, attention="cudnn"))
+        names = names_of(dataclasses.replace(config, kernels=KernelsConfig(attention="cudnn")), 90)
+        assert names["attention_forward"] == "cudnn" and names["attention_backward"] == "triton"
 
 
 def test_the_planner_refuses_alike(capsys):

@@ -46,7 +46,7 @@ def test_each_rank_fills_what_it_keeps(monkeypatch):
                 live, peak, largest = watch.live_bytes, watch.peak_bytes, watch.largest
             plain = GPT(config, run.mesh, "cpu")
             plain.initialize(config.train.seed)
-            with run.sync.whole_weights():
+            with run.sync.weights.whole():
                 pairs = [(spec_of(a).name, torch.equal(a, b)) for a, b in zip(run.model.weights(), plain.weights())]
             wrong = [name for name, same in pairs if not same]
             masters = [torch.equal(each.master.bfloat16(), each.bucket.weight_slice) for each in run.optimizer.slices]
