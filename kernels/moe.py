@@ -63,7 +63,7 @@ def _gather_kernel(x_ptr, token_ptr, scale_ptr, out_ptr, width, x_stride, HAS_SC
     tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), column < width)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])  # which changes with every batch of tokens
 def _combine_kernel(
     rows_ptr, place_ptr, probs_ptr, out_ptr, num_rows, width, rows_stride,
     HAS_PROBS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,

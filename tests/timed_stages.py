@@ -91,7 +91,7 @@ class TimedStage:
 
     phases = (None,)  # not an empty stage
 
-    def begin(self, op: str, microbatch: int, x: Tensor | None, batch) -> TimedPass:
+    def begin(self, op: str, microbatch: int, x: Tensor | None, batch, split: bool) -> TimedPass:
         """An action of a Stage, whose steps are waits."""
         steps = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[op]
         return TimedPass(steps(op, microbatch, x))

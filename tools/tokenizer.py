@@ -107,7 +107,7 @@ def train(args: argparse.Namespace) -> dict:
 def show(args: argparse.Namespace) -> dict:
     """Describes a tokenizer, and takes a text there and back."""
     tokenizer = load_tokenizer(args.file)
-    found: dict = {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
+    found: dict = {"kind": type(tokenizer).__name__, "engine": tokenizer.engine, "vocab_size": tokenizer.vocab_size}
     for role, number in (("eod", tokenizer.eod), ("bos", tokenizer.bos)):
         found |= {role: number, f"{role}_token": None if number is None else tokenizer.token(number)}
     if lost := changes_text(tokenizer):

@@ -120,7 +120,7 @@ def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE
     return (x * factor).to(DTYPE), scale
 
 
-@jit(do_not_specialize=["row_groups"])
+@jit(do_not_specialize=["rows", "row_groups"])  # those of experts change with every batch of tokens
 def _quantize_kernel(
     x_ptr,
     values_ptr,
@@ -133,6 +133,7 @@ def _quantize_kernel(
     row_groups,
     column_groups,
     BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     GROUP: tl.constexpr,
@@ -149,6 +150,8 @@ def _quantize_kernel(
     at = row[:, None] * columns + column[None, :]
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     if BLOCKS:
+        if ALIGNED:
+            rows = tl.multiple_of(rows, 16)
         groups = matrix * row_groups * column_groups
         amax = largest(largest(x, 1), 0)
         values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
@@ -174,6 +177,7 @@ def _launch(x: Tensor, blocks: bool, dtype: torch.dtype, powers_of_two: bool) ->
         made.append(torch.empty((*matrices, column_groups, row_groups), device=x.device))
     sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
     flags = {"BLOCKS": blocks, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max, "GROUP": GROUP}
+    flags["ALIGNED"] = blocks and rows % 16 == 0
     grid = (row_groups, column_groups, matrices[0] if matrices else 1)
     values, scales, transposed, transposed_scales = made if blocks else made * 2
     outputs = (values, scales, transposed, transposed_scales)

@@ -81,11 +81,12 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
     Comm: a broadcast of a path, and as `first_failure`.
     """
 
-    def find_sealed() -> tuple[Path | None, int | None]:
+    def find_sealed() -> tuple[str | None, int | None]:
         found = find()
-        return found, _seal(found)
+        return None if found is None else str(found), _seal(found)
 
-    chosen, seal = on_rank_0(find_sealed)
+    path, seal = on_rank_0(find_sealed)
+    chosen = None if path is None else Path(path)
     rank = dist.get_rank() if dist.is_initialized() else 0
     other = None
     try:

@@ -245,7 +245,7 @@ def _check_shared(directory: Path) -> str:
 
     Comm: a broadcast of a name over the world, and `first_failure`'s.
     """
-    probe = on_rank_0(lambda: _make_probe(directory))
+    probe = Path(on_rank_0(lambda: str(_make_probe(directory))))
     failed = first_failure(_unseen(probe))
     if not dist.is_initialized() or dist.get_rank() == 0:
         with suppress(OSError):

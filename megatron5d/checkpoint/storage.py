@@ -119,7 +119,8 @@ class Reader:
         Comm: unless alone, a broadcast of the file over the world, once.
         """
         if self._tensors is None:
-            name, content = self._content() if self.alone else on_rank_0(self._content)
+            told, _, content = (self._content() if self.alone else on_rank_0(self._content)).partition(b"\n")
+            name = told.decode()
             with without_collection():
                 try:
                     if name == INDEX:
@@ -130,13 +131,14 @@ class Reader:
                     raise ValueError(f"{self._folder / name} is refused: {error}. {self.advice()}") from error
         return self._tensors
 
-    def _content(self) -> tuple[str, bytes]:
-        """Returns name and content of the index: ours, or DCP's where there is none; raises as `tensors`."""
+    def _content(self) -> bytes:
+        """Returns a line with the name of the index, ours or DCP's where there is none, and its content; raises as
+        `tensors`."""
         name = INDEX if (self._folder / INDEX).exists() else METADATA
         try:
             fault = changed(self._folder, name)
             if not fault:
-                return name, (self._folder / name).read_bytes()
+                return name.encode() + b"\n" + (self._folder / name).read_bytes()
         except OSError as error:
             fault = f"{self._folder / name} cannot be read: {error}"
         raise ValueError(f"{fault}. {self.advice()}")

@@ -15,8 +15,9 @@ All of them are the identity on an axis of size 1. Gathers and scatters run alon
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from megatron5d.comm.failures import finish
 from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.topology.all_ranks import gather_json
 from megatron5d.topology.axis import Axis
 
 # torch 2.13 renamed these two; earlier versions have only the old names.
@@ -32,8 +34,36 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 
 TEXT_BYTES = 128  # of a text that one rank sends the others
 
+T = TypeVar("T")
 Op = Callable[[Tensor, Axis], Tensor]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class UnderWay:
+    """What a graph under capture has started and must have seen the end of before it ends itself."""
+
+    def __init__(self) -> None:
+        self._waits: list[weakref.WeakMethod] | None = None  # None = nothing is being captured
+
+    def note(self, wait: Callable[[], object]) -> None:
+        """Takes note of a method that waits for what has been started."""
+        if self._waits is not None:
+            self._waits.append(weakref.WeakMethod(wait))
+
+    def ended(self, work: Callable[[], T]) -> T:
+        """Returns `work()`, once all that it has started has ended. Not nested."""
+        self._waits = []
+        try:
+            result = work()
+            for wait in self._waits:
+                if (alive := wait()) is not None:
+                    alive()
+            return result
+        finally:
+            self._waits = None
+
+
+UNDER_WAY = UnderWay()  # one in a process, whose threads share it: autograd runs backwards in threads of its own
 
 
 class Pending:
@@ -52,6 +82,8 @@ class Pending:
         self._result = result
         self._work, self._of = work, of
         self._keep = keep  # the input must outlive the transfer
+        if work is not None:
+            UNDER_WAY.note(self.wait)
 
     def wait(self) -> Tensor:
         """Waits for the result; may be called again.
@@ -136,15 +168,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(mine: Any, axis: Axis) -> list[Any]:
-    """Gathers an object of each rank of the axis, in their order, for set-up; without a group all are `mine`.
+    """Gathers what JSON holds from each rank of the axis, in their order, for set-up; without a group all are `mine`.
 
-    Comm: all_gather_object, outside the ledger.
+    Comm: as `gather_json`, outside the ledger.
     """
-    if axis.group is None:
-        return [mine] * axis.size
-    gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, mine, group=axis.group)
-    return gathered
+    return [mine] * axis.size if axis.group is None else gather_json(mine, axis.group)
 
 
 def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> str:

@@ -93,6 +93,23 @@ class Ledger:
         traffic.elements += num_elements
         traffic.num_bytes += num_elements * element_bytes
 
+    @contextmanager
+    def noted(self) -> Iterator[dict[tuple[str, str], Traffic]]:
+        """Yields what is recorded inside the context, which is not counted; nothing is timed."""
+        held, self.totals, timing, self.timing = self.totals, defaultdict(Traffic), self.timing, False
+        try:
+            yield self.totals
+        finally:
+            self.totals, self.timing = held, timing
+
+    def add(self, noted: dict[tuple[str, str], Traffic]) -> None:
+        """Counts what was noted."""
+        for key, each in noted.items():
+            traffic = self.totals[key]
+            traffic.calls += each.calls
+            traffic.elements += each.elements
+            traffic.num_bytes += each.num_bytes
+
     def bytes_by_axis(self) -> dict[str, int]:
         """Returns the bytes sent per axis since the last `clear`."""
         sums: defaultdict[str, int] = defaultdict(int)

@@ -47,7 +47,7 @@ def open_segments(axis: Axis, num_bytes: int, device: torch.device) -> list[Tens
     Returns:
         The segments in the order of the axis, uint8, zero.
 
-    Comm: all_gather_object of names, once.
+    Comm: all_gather of names, once.
 
     Raises:
         ValueError: on every rank, where the ranks cannot reach each other's memory.

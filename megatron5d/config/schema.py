@@ -197,6 +197,7 @@ class TrainConfig:
     mtp_loss: float = 0.1  # coefficient of the mean loss of the multi-token prediction layers
     eval_every: int = 0  # steps between evaluations; 0 = only at the end of training
     eval_batches: int = 8  # global batches of the validation data per evaluation
+    cuda_graph: str = "none"  # none | phases: on a GPU, phases are captured in the second step, then replayed
     stop_after: int = 0  # stop with a checkpoint after this step, while schedules still plan for all steps; 0 = never
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -180,8 +181,7 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
     tokenizer = _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     begin = [tokenizer.bos] if recipe.prepend_bos and tokenizer.bos is not None else []
     end = [tokenizer.eod] if recipe.append_eod and tokenizer.eod is not None else []
-    lengths: list[list[int]] = [[] for _ in recipe.json_keys]
-    ids: list[list[np.ndarray]] = [[] for _ in recipe.json_keys]
+    read: list[Document] = []
     bad: list[BadLine] = []
     for document in documents(unit, recipe.json_keys):
         if isinstance(document, BadLine):
@@ -189,15 +189,15 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
             if not recipe.skip_bad:
                 break  # the writer refuses the whole job at this line
             continue
-        for k, text in enumerate(document):
-            found = tokenizer.encode(text)
-            encoded = np.array(begin + found + end if found else [], dtype=np.int32)
-            lengths[k].append(len(encoded))
-            ids[k].append(encoded)
-    empty = np.empty(0, dtype=np.int32)
-    return Tokenized(
-        [np.array(each, dtype=np.int64) for each in lengths], [np.concatenate([empty, *e]) for e in ids], bad
-    )
+        read.append(document)
+    lengths, ids = [], []
+    for k in range(len(recipe.json_keys)):
+        encoded = tokenizer.encode_all([document[k] for document in read])
+        if begin or end:
+            encoded = [[*begin, *found, *end] if found else [] for found in encoded]
+        lengths.append(np.array([len(each) for each in encoded], dtype=np.int64))
+        ids.append(np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths[-1].sum())))
+    return Tokenized(lengths, ids, bad)
 
 
 @lru_cache(maxsize=1)
@@ -227,7 +227,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         for unit in todo:
             yield unit, tokenize_unit(unit, recipe)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(recipe,))
     waiting: deque[tuple[Unit, Future[Tokenized]]] = deque()
     try:
         for unit in todo:
@@ -246,8 +246,8 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _follow_parent() -> None:
-    """Ignores interrupts, which the parent handles, and exits when the parent dies."""
+def _begin(recipe: Recipe) -> None:
+    """Loads the tokenizer, ignores interrupts, which the parent handles, and exits when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -257,3 +257,4 @@ def _follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos).encode_all([])

@@ -147,14 +147,16 @@ def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int
     """Checks that lengths are not negative and that each sequence starts where the one before it ends."""
     expected = 0
     for start in range(0, len(index.lengths), CHECK_CHUNK):
-        lengths = index.lengths[start : start + CHECK_CHUNK].astype(np.int64)
+        lengths = index.lengths[start : start + CHECK_CHUNK]
         pointers = index.pointers[start : start + CHECK_CHUNK]
-        if (lengths < 0).any():
+        if lengths.min() < 0:
             i = start + int(np.argmax(lengths < 0))
             raise file_error(path, lengths_at + 4 * i, f"sequence {i} has length {index.lengths[i]}")
-        ends = expected + np.cumsum(lengths) * index.dtype.itemsize
-        starts = np.concatenate([[expected], ends[:-1]])
-        if (starts != pointers).any():
+        ends = np.cumsum(lengths, dtype=np.int64)
+        ends *= index.dtype.itemsize
+        ends += expected
+        if pointers[0] != expected or not np.array_equal(pointers[1:], ends[:-1]):
+            starts = np.concatenate([[expected], ends[:-1]])
             k = int(np.argmax(starts != pointers))
             i = start + k
             raise file_error(

@@ -7,7 +7,6 @@ run).
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -150,6 +149,7 @@ def _megatron_samples(
     list without weights is mixed by size, each dataset once. A run that takes more than that is beyond Megatron: it
     continues as if the sizes were written as weights.
     """
+    from megatron5d.data.megatron_order import SURPLUS, megatron_sizes
 
     def stream(d: int, wanted: int | None) -> MegatronStream:
         return _megatron_stream(datasets[d], split_part, seq_len, wanted, seed, folder)
@@ -178,7 +178,7 @@ def _blend(
     sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
 ) -> Samples:
     """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
-    from megatron5d.data.megatron_order import cached_arrays
+    from megatron5d.data.megatron_order import cached_arrays, megatron_blend
 
     def build() -> dict[str, np.ndarray]:
         ids, numbers = megatron_blend(weights, size)
@@ -187,8 +187,7 @@ def _blend(
     inputs = {"version": INDEX_VERSION, "kind": "megatron blend", "weights": weights, "size": size}
     blend = cached_arrays(folder, inputs, ("ids", "numbers"), build)
     ids, numbers = blend["ids"], blend["numbers"]
-    for d, stream in enumerate(streams):
-        needed = int(np.count_nonzero(ids == d))
+    for d, (stream, needed) in enumerate(zip(streams, np.bincount(ids, minlength=len(streams)))):
         if needed > (stream.num_samples or 0):
             raise ValueError(
                 f"data.order=megatron: the blend takes {needed} samples of {sources[d].prefix}, which was built for "
@@ -286,8 +285,6 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
 
 
 CYCLE = 1 << 16  # samples after which our own mixture repeats; weights are exact to 1 / CYCLE
-SURPLUS = 0.005  # share by which Megatron draws more samples of each dataset of a blend than it expects to need
-COMPILE_ABOVE = 5_000_000  # comparisons; below, plain Python is faster than compiling
 
 
 def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -314,54 +311,3 @@ def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarr
     rank = np.arange(cycle) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.lexsort((ids, (rank + 0.5) / counts[ids]))
     return ids[order].astype(np.int32), rank[order], counts
-
-
-def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> list[int]:
-    """Returns the samples that Megatron requests from each dataset of a blend.
-
-    Args:
-        weights: one per dataset, normalised.
-        num_samples: of the whole blend.
-        surplus: share added to each; 0 gives what the blend is expected to take.
-    """
-    return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
-
-
-def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
-
-    Args:
-        weights: one per dataset, normalised.
-        size: samples of the blend.
-
-    Returns:
-        dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number within the dataset
-        int64 `[size]`.
-    """
-    dtype = np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32
-    datasets, numbers = np.zeros(size, dtype), np.zeros(size, np.int64)
-    shares, taken = np.array(weights, np.float64), np.zeros(len(weights), np.int64)
-    if size * len(weights) > COMPILE_ABOVE:
-        try:
-            import numba
-
-            numba.njit(_fill_blend)(shares, taken, datasets, numbers)
-            return datasets, numbers
-        except ImportError:
-            pass  # the same loop uncompiled: a tenth of a microsecond per sample and dataset
-    _fill_blend(shares.tolist(), taken.tolist(), datasets, numbers)
-    return datasets, numbers
-
-
-def _fill_blend(weights, taken, datasets, numbers) -> None:
-    """Fills `datasets` and `numbers`; `taken` counts samples by dataset. Plain loops, so that numba can compile it."""
-    for i in range(len(datasets)):
-        at = max(float(i), 1.0)
-        chosen, lag = 0, weights[0] * at - taken[0]
-        for d in range(1, len(weights)):
-            other = weights[d] * at - taken[d]
-            if other > lag:
-                chosen, lag = d, other
-        datasets[i] = chosen
-        numbers[i] = taken[chosen]
-        taken[chosen] += 1

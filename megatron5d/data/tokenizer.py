@@ -13,13 +13,23 @@ import os
 import re
 import unicodedata
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.bpe_files import PAIRS, byte_level_bpe, looks_like_ranks, pair_of, read_ranks, read_tekken
+from megatron5d.data.bpe_files import (
+    PAIRS,
+    RUN,
+    TiktokenEngine,
+    byte_level_bpe,
+    looks_like_ranks,
+    may_hold_long_run,
+    pair_of,
+    read_ranks,
+    read_tekken,
+)
 from megatron5d.data.special_tokens import FilesBeside, asked_for, begin_of_document, end_of_document, special_names
 
-RUN = 25_000  # characters, as in Llama 3's own tokenizer
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
 IN_FOLDERS = (
     "tokenizer.json",
@@ -169,11 +179,16 @@ class Tokenizer:
     eod: int | None  # id of the end-of-document token; None = it has none
     bos: int | None  # id of the begin-of-text token; None = it has none
     adds_bos: bool  # texts begin with `bos` for the model that the files belong to; `encode` does not add it
+    engine: str  # of `encode_all`, in words
     _names: dict[int, str]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text."""
         raise NotImplementedError
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids that `encode` does; may take seconds to begin, and less for each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ids."""
@@ -214,6 +229,8 @@ class Tokenizer:
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`."""
+
+    engine = "sentencepiece"
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None) -> None:
         try:
@@ -316,7 +333,24 @@ class HuggingFaceTokenizer(Tokenizer):
         self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        fast = self._fast
+        found = [None if isinstance(fast, str) else fast.encode(text) for text in texts]
+        return [self.encode(text) if ids is None else ids for text, ids in zip(texts, found)]
+
+    @cached_property
+    def _fast(self) -> TiktokenEngine | str:
+        """tiktoken's engine, or why it is not used."""
+        try:
+            return TiktokenEngine(self._model)
+        except ValueError as error:
+            return str(error)
+
+    @property
+    def engine(self) -> str:  # type: ignore[override]
+        return f"tokenizers; no tiktoken: {self._fast}" if isinstance(self._fast, str) else "tiktoken, ids proved equal"
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -324,6 +358,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 class TiktokenTokenizer(Tokenizer):
     """A tiktoken file, one base64 token and its rank per line, or a `tekken.json`."""
+
+    engine = "tiktoken"
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, tekken: dict[str, Any] | None = None) -> None:
         try:
@@ -358,5 +394,5 @@ class TiktokenTokenizer(Tokenizer):
 
 def _without_long_runs(text: str) -> list[str]:
     """Cuts a text after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
-    cuts = [match.end() for match in _LONG_RUN.finditer(text)] if len(text) >= RUN else []
+    cuts = [match.end() for match in _LONG_RUN.finditer(text)] if may_hold_long_run(text) else []
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]

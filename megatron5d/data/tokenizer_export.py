@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.bpe_files import Ranks, byte_level, byte_level_bpe, pair_of
+from megatron5d.data.bpe_files import Ranks, byte_level, byte_level_bpe, byte_signs, pair_of
 from megatron5d.data.special_tokens import FilesBeside, read_object, special_names
 from megatron5d.data.tokenizer import (
     SentencePieceTokenizer,
@@ -226,9 +226,7 @@ def _from_ranks(found: Ranks) -> Any:
     from tokenizers import AddedToken, models
 
     ranks, pattern, special, normal_form, _ = found
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    signs = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}  # GPT-2's
+    signs = byte_signs()
 
     def spelled(token: bytes) -> str:
         return "".join(signs[byte] for byte in token)

@@ -108,6 +108,7 @@ class Balancer:
         self.watched = False
         self._counting = False
         self._num_microbatches = 1
+        self._counted = torch.zeros((), dtype=torch.float64, device=device)
         self._num_tokens: Pending | None = None
 
     @property
@@ -120,7 +121,7 @@ class Balancer:
 
         Args:
             num_microbatches: of the global batch.
-            num_tokens: fp64 scalar, this data-parallel rank's tokens that are not padding; overwritten.
+            num_tokens: fp64 scalar, this data-parallel rank's tokens that are not padding.
             dp_cp: ranks with other tokens.
             watched: collect what `layer_figures` tells.
 
@@ -130,7 +131,12 @@ class Balancer:
             tensor.zero_()
         self.watched = watched
         self._num_microbatches = num_microbatches
-        self._num_tokens = start_all_reduce(num_tokens, dp_cp)
+        self._num_tokens = start_all_reduce(self._counted.copy_(num_tokens), dp_cp)  # in memory that graphs read
+
+    def settle(self) -> None:
+        """Waits for the scale, which graphs of phases cannot."""
+        if self._num_tokens is not None:
+            self._num_tokens.wait()
 
     def start_counting(self) -> None:
         """Makes forwards without gradients count choices for global_aux."""

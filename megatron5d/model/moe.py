@@ -45,6 +45,12 @@ class MoEState(NamedTuple):
     source: Source | None  # the tokens, where a recomputed `permute` dispatches them again
 
 
+def capturable(shared: BlockInputs) -> bool:
+    """Says whether the phases can be captured as graphs: no splits of an all-to-all are read on the host."""
+    whole = shared.sp or shared.tp.size == 1  # else tokens may be padded to equal shares
+    return whole and shared.mesh["ep_etp"].size == 1 and shared.config.moe.capacity_factor is None
+
+
 def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Dispatcher | HierarchicalDispatcher:
     """Builds the dispatcher that sends tokens straight to experts, or first to nodes (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
@@ -81,6 +87,7 @@ class MoEDispatch(nn.Module):
         self.config, self.moe, self.layer = shared.model, shared.config.moe, layer
         self.share, self.balancer, self.jitter = shared.token_share, shared.balancer, shared.jitter
         self.cp_tp, name = shared.mesh["cp_tp"], f"layers.{layer}"
+        self.capturable = capturable(shared)
         self.norm = None if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
         biased = self.config.router_bias or "bias" in self.moe.balance
         owner = self.balancer.stage.rank == 0
@@ -148,6 +155,7 @@ class MoEExperts(nn.Module):
         model, mesh, name = shared.model, shared.mesh, f"layers.{layer}"
         self.experts = Experts(model, f"{name}.experts", mesh["ep"], mesh["etp"], **shared.factory)
         self.shared = self.shared_gate = None
+        self.capturable = capturable(shared)
         if model.shared_ffn_hidden_size:
             self.shared = FeedForward(
                 shared, model.shared_ffn_hidden_size, f"{name}.shared_expert", bias=model.mlp_bias
@@ -185,6 +193,7 @@ class MoECombine(nn.Module):
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
         self.share, self.post_norm = shared.token_share, shared.post_norm(f"layers.{layer}.mlp")
+        self.capturable = capturable(shared)
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> Tensor:
         """Maps MoEState -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).

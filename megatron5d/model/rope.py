@@ -100,7 +100,6 @@ class RotaryTables:
     def __init__(self, dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device) -> None:
         self.inv = inverse_frequencies(dim, theta, scaling, statistics_dtype(dtype)).to(device)
         self.factor = attention_factor(scaling)
-        self._last: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -110,14 +109,6 @@ class RotaryTables:
         Returns:
             cos, sin `[s/cp, b, dr/2]`.
         """
-        capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()  # a replay has other positions
-        last = None if capturing else self._last
-        if last is not None and last[0] is positions and last[1] == positions._version:
-            return last[2]
         angles = positions.t().to(self.inv.dtype).unsqueeze(-1) * self.inv
-        tables = angles.cos(), angles.sin()
-        if self.factor != 1.0:
-            tables = tables[0] * self.factor, tables[1] * self.factor
-        if not capturing:
-            self._last = positions, positions._version, tables
-        return tables
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)

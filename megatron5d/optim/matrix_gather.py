@@ -84,15 +84,19 @@ class MatrixGather:
         shard: the shard axis of their buckets.
         cut: tp; for experts etp.
 
-    Comm: all_gather_object over `cut` of the matrices' pieces, once.
+    Comm: all_gather over `cut` of the matrices' pieces, once.
     """
 
     def __init__(self, matrices: Sequence[CutMatrix], shard: Axis, cut: Axis) -> None:
         self.matrices = sorted(matrices, key=lambda each: (-each.numel, each.spec.name))
         self.shard, self.cut = shard, cut
-        pieces = gather_objects([matrix.spec.pieces for matrix in self.matrices], cut)
-        names = [matrix.spec.name for matrix in self.matrices]
-        self._pieces: dict[str, list[tuple[Piece, ...]]] = {name: list(each) for name, each in zip(names, zip(*pieces))}
+        mine = [[(piece.offset, piece.shape, piece.row) for piece in matrix.spec.pieces] for matrix in self.matrices]
+        self._pieces = {
+            matrix.spec.name: [
+                [Piece(tuple(offset), tuple(shape), row) for offset, shape, row in part] for part in parts
+            ]
+            for matrix, parts in zip(self.matrices, zip(*gather_objects(mine, cut)))
+        }
 
     def transform(self, work: Work) -> None:
         """Applies `work` to each whole matrix and gives every rank its part of the result.

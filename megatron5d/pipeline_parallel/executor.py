@@ -59,12 +59,13 @@ class _Task:
         "send_channel",
         "target",
         "is_last",
+        "split",
         "completed_sends",
         "running",
     )
 
-    def __init__(self, action: Action, stage: Stage, num_stages: int) -> None:
-        self.action, self.stage = action, stage
+    def __init__(self, action: Action, stage: Stage, num_stages: int, split: bool) -> None:
+        self.action, self.stage, self.split = action, stage, split
         self.op, index, self.microbatch = action  # index of the stage
         self.receive_channel: ReceiveChannel | None = None
         self.send_channel: SendChannel | None = None
@@ -112,6 +113,7 @@ class Executor:
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
         proofs = completed_sends(program, rank)
+        self._split = {action[1:] for slot in program.ranks[rank] for action in slot if action.op == "I"}
         self._slots: list[tuple[tuple[ReceiveChannel, ...], tuple[_Task, ...]]] = []
         for receives, slot, _ in slot_messages(program, rank):
             tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
@@ -120,7 +122,8 @@ class Executor:
 
     def _look_up(self, action: Action, stages, channels, proofs) -> _Task:
         program = self.program
-        task = _Task(action, stages[program.direction[action.microbatch], action.stage], program.num_stages)
+        stage = stages[program.direction[action.microbatch], action.stage]
+        task = _Task(action, stage, program.num_stages, action[1:] in self._split)
         incoming, outgoing = input_of(program, action), output_of(program, action)
         if incoming is not None:
             task.receive_channel = _end(channels, incoming, ReceiveChannel)
@@ -172,7 +175,7 @@ class Executor:
                 y = task.stage.evaluate(self._input(task), batch)
             else:
                 if task.running is None:
-                    task.running = task.stage.begin(task.op, task.microbatch, self._input(task), batch)
+                    task.running = task.stage.begin(task.op, task.microbatch, self._input(task), batch, task.split)
                 if task.running.advance():
                     return True
                 y, task.running = task.running.state, None

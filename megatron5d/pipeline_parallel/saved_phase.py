@@ -1,4 +1,4 @@
-"""The saved context of one phase and micro-batch: its graph between forward and backward.
+"""What a stage keeps of one micro-batch between its forward and its backward: each phase's autograd graph.
 
 What passes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
 """
@@ -6,7 +6,7 @@ What passes from phase to phase is called a state: a tensor, or a tuple of tenso
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
-from megatron5d.autograd.wgrad import Closure, hand_over_grads
+from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
+
+
+class Step(NamedTuple):
+    """One phase in one pass: a part of an action that is not interrupted."""
+
+    kind: str  # one of KINDS in phase.py
+    phase: nn.Module
+    place: int  # of the phase in its stage
+    group: int | None = None  # of recomputation; None = the phase keeps its graph
+    opens: bool = False  # the group's first phase, whose input the group keeps
 
 
 class SavedPhase:
@@ -59,17 +69,74 @@ class SavedPhase:
         """Runs backward from the output; `split` keeps the weight gradients for `weight_grads.run`.
 
         Args:
-            grad: of the output: a tensor, of several tensors a list; None where there is none.
+            grad: of the output: a tensor, of several tensors a tuple; None where there is none.
 
         Returns:
             That of the input, the same.
         """
         self.weight_grads.immediate = not split
         edges, self.output_edges = self.output_edges, []
-        _backward(edges, grad if isinstance(grad, list) else [grad])
+        _backward(edges, grad if isinstance(grad, tuple) else (grad,))
         hand_over_grads(_parameters_of(self.phase), self.weight_grads)
-        grads, self.input_grads[:] = self.input_grads[:], ()  # the graph, which deferred W keeps, no longer holds them
+        grads, self.input_grads[:] = (
+            tuple(self.input_grads),
+            (),
+        )  # the graph, which deferred W keeps, no longer holds them
         return grads if len(grads) > 1 else grads[0] if grads else None
+
+    def run_wgrad(self) -> None:
+        """Runs the weight gradients that the backward has kept (W)."""
+        self.weight_grads.run()
+
+
+class InFlight:
+    """What a stage keeps of one micro-batch between its forward and its backward.
+
+    Args:
+        batch: what phases read beside their input.
+        num_phases: of the stage.
+    """
+
+    def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:
+        self.batch = batch
+        self.phases: list[SavedPhase | None] = [None] * num_phases
+        self.inputs: dict[int, Any] = {}  # recompute group -> what enters it
+
+    def open(self, step: Step) -> SavedPhase:
+        """Returns the phase with a graph to be made by its `forward`."""
+        saved = self.phases[step.place] = SavedPhase(step.phase, self.batch)
+        return saved
+
+    def of(self, step: Step) -> SavedPhase:
+        """Returns the phase with the graph that its `forward` has made."""
+        saved = self.phases[step.place]
+        assert saved is not None, f"the forward of {type(step.phase).__name__} has not run"
+        return saved
+
+    def evaluate(self, step: Step, x: Any) -> Any:
+        """Runs the phase without a graph: it will run once more before its backward."""
+        with torch.no_grad():
+            return step.phase(x, self.batch, run_now)
+
+    def end(self, op: str, state: Any) -> Any:
+        """Returns the state in which an action leaves the stage."""
+        return state
+
+    def fetch(self, step: Step) -> None:
+        """Starts copying back from the host what a step of a backward will need."""
+        if step.kind == "recompute" and step.opens:
+            for item in flattened(self.inputs[step.group]):  # type: ignore[index]
+                if isinstance(item, HostCopy):
+                    item.fetch()
+        elif step.kind == "backward" and (saved := self.phases[step.place]) is not None:
+            saved.fetch()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in the host's memory until a backward fetches them."""
+        copies = [copy for saved in self.phases if saved is not None for copy in saved.copies]
+        inputs = [item for x in self.inputs.values() for item in flattened(x) if isinstance(item, HostCopy)]
+        return sum(copy.num_bytes for copy in copies + inputs)
 
 
 class WeightGrads:
@@ -128,7 +195,7 @@ def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
     return tuple([_detach(item, edges) for item in y]) if isinstance(y, tuple) else y
 
 
-def _backward(edges: list[GradientEdge | None], grads: list[Tensor | None]) -> None:
+def _backward(edges: list[GradientEdge | None], grads: tuple[Tensor | None, ...]) -> None:
     """Runs backward from a phase's output, without entries that have or require no gradient."""
     both = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None and grad is not None]
     roots, given = tuple([edge for edge, _ in both]), tuple([grad for _, grad in both])

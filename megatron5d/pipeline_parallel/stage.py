@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,10 @@ from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.pipeline_parallel.phase import MicroBatch, NoHooks, PhaseHooks
-from megatron5d.pipeline_parallel.saved_phase import SavedPhase, flattened, map_tensors, on_device
+from megatron5d.pipeline_parallel.saved_phase import InFlight, Step, map_tensors, on_device
 
-
-class Step(NamedTuple):
-    """One phase in one pass: a part of an action that is not interrupted."""
-
-    kind: str  # one of KINDS in phase.py
-    phase: nn.Module
-    place: int  # of the phase in its stage
-    group: int | None = None  # of recomputation; None = the phase keeps its graph
-    opens: bool = False  # the group's first phase, whose input the group keeps
+if TYPE_CHECKING:
+    from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
 
 
 def steps_of(phases: Sequence[nn.Module]) -> dict[str, list[Step]]:
@@ -66,10 +59,13 @@ class Stage:
             phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses. A
             stage without phases passes its input on.
         hooks: called when phases begin and end; None = no hooks.
+        graphs: replay the phases (train.cuda_graph); None = phases run as they are.
     """
 
-    def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
-        self.phases = list(phases)
+    def __init__(
+        self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None, graphs: StageGraphs | None = None
+    ) -> None:
+        self.phases, self.graphs = list(phases), graphs
         self.hooks: PhaseHooks = hooks or NoHooks()
         if self.phases:
             self.hooks.register(self.phases)
@@ -81,7 +77,9 @@ class Stage:
         if op != "W" and self.phases:
             self.hooks.prefetch(self.phases[0 if op == "F" else -1], op == "F")
 
-    def begin(self, op: str, microbatch: int, x: Any = None, batch: MicroBatch | None = None) -> Pass:
+    def begin(
+        self, op: str, microbatch: int, x: Any = None, batch: MicroBatch | None = None, split: bool = False
+    ) -> Pass:
         """Returns an action that is ready to run.
 
         Args:
@@ -89,8 +87,11 @@ class Stage:
             microbatch: its number; B, I and W follow its F, and W its I.
             x: F: the stage's input, None for the first; B and I: the gradient of its output.
             batch: F: what phases read beside their input.
+            split: F: the backward will run as I and W.
         """
-        if op == "F":
+        if op == "F" and self.graphs is not None and batch is not None:
+            self._in_flight[microbatch] = self.graphs.open(self.phases, batch, split)
+        elif op == "F":
             self._in_flight[microbatch] = InFlight(batch, len(self.phases))
         saved = self._in_flight[microbatch]
         if op in "BW":
@@ -115,47 +116,6 @@ class Stage:
     def num_in_flight(self) -> int:
         """Micro-batches whose weight gradients are still owed."""
         return len(self._in_flight)
-
-
-class InFlight:
-    """What a stage keeps of one micro-batch between its forward and its backward.
-
-    Args:
-        batch: what phases read beside their input.
-        num_phases: of the stage.
-    """
-
-    def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:
-        self.batch = batch
-        self.phases: list[SavedPhase | None] = [None] * num_phases
-        self.inputs: dict[int, Any] = {}  # recompute group -> what enters it
-
-    def open(self, step: Step) -> SavedPhase:
-        """Returns the phase with a graph to be made by its `forward`."""
-        saved = self.phases[step.place] = SavedPhase(step.phase, self.batch)
-        return saved
-
-    def of(self, step: Step) -> SavedPhase:
-        """Returns the phase with the graph that its `forward` has made."""
-        saved = self.phases[step.place]
-        assert saved is not None, f"the forward of {type(step.phase).__name__} has not run"
-        return saved
-
-    def fetch(self, step: Step) -> None:
-        """Starts copying back from the host what a step of a backward will need."""
-        if step.kind == "recompute" and step.opens:
-            for item in flattened(self.inputs[step.group]):  # type: ignore[index]
-                if isinstance(item, HostCopy):
-                    item.fetch()
-        elif step.kind == "backward" and (saved := self.phases[step.place]) is not None:
-            saved.fetch()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that wait in the host's memory until a backward fetches them."""
-        copies = [copy for saved in self.phases if saved is not None for copy in saved.copies]
-        inputs = [item for x in self.inputs.values() for item in flattened(x) if isinstance(item, HostCopy)]
-        return sum(copy.num_bytes for copy in copies + inputs)
 
 
 class Pass:
@@ -191,8 +151,7 @@ class Pass:
         elif kind == "forward":
             if step.opens:
                 saved.inputs[step.group] = _kept(phase, self.state)  # type: ignore[index]
-            with torch.no_grad():
-                self.state = phase(self.state, saved.batch, run_now)
+            self.state = saved.evaluate(step, self.state)
         elif kind == "recompute":
             if step.opens:
                 self._inner = on_device(saved.inputs.pop(step.group))  # type: ignore[arg-type]
@@ -201,12 +160,15 @@ class Pass:
             self._inner = None
             self.state = saved.of(step).backward(self.state, split=self._op == "I")
         else:
-            saved.of(step).weight_grads.run()
+            saved.of(step).run_wgrad()
         hooks.after(phase, kind)
         if self._op == "B" and kind == "backward":
             hooks.after(phase, "wgrad")
         self._at += 1
-        return self._at < len(self.steps)
+        if self._at < len(self.steps):
+            return True
+        self.state = saved.end(self._op, self.state)
+        return False
 
     def _fetch_ahead(self) -> None:
         """Copies come back from the host one step before they are read; those of the first step have no such time."""

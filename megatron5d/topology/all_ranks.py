@@ -2,10 +2,13 @@
 
 A rank that raises alone leaves the others in their next collective until `parallel.timeout_s`. What may fail on one
 rank alone (files, above all) therefore runs inside `on_every_rank` or `on_rank_0`, and then every rank raises at once.
+
+Ranks send each other JSON, or bytes: nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -14,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-Fault = tuple[type[Exception], str]  # what other ranks raise, and its message
+_RAISED: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+_BYTES, _FAULT = b"\0", b"\1"  # before what is not JSON, which begins with neither
 
 
 class Failure(NamedTuple):
@@ -56,7 +60,7 @@ def on_every_rank(act: Callable[[], T]) -> T:
         raise error
     if found is not None:
         rank, (kind, text), others = found
-        raise kind(str(Failure(rank, text, others)))
+        raise _RAISED[kind](str(Failure(rank, text, others)))
     return cast(T, value)
 
 
@@ -64,7 +68,7 @@ def on_rank_0(act: Callable[[], T]) -> T:
     """Calls `act`, which must not communicate, on rank 0 alone.
 
     Returns:
-        Its value, which must be picklable, on every rank.
+        Its value on every rank: bytes, or what JSON holds. Where there are several ranks, tuples become lists.
 
     Raises:
         Exception: on every rank, as in `on_every_rank`.
@@ -73,19 +77,58 @@ def on_rank_0(act: Callable[[], T]) -> T:
     """
     if not dist.is_initialized():
         return act()
-    said, error = list[Any]([None, None]), None
+    message, error = None, None
     if dist.get_rank() == 0:
         try:
-            said[0] = act()
+            message = _encoded(act())
         except Exception as raised:  # noqa: BLE001 - raised again below
-            error, said[1] = raised, _told(raised)
-    dist.broadcast_object_list(said, src=0)
+            error, message = raised, _FAULT + _encoded(_told(raised))
+    message = broadcast_bytes(message, 0)
     if error is not None:
         raise error
-    if said[1] is not None:
-        kind, text = said[1]
-        raise kind(str(Failure(0, text, 0)))
-    return said[0]
+    if message.startswith(_FAULT):
+        kind, text = json.loads(message[1:])
+        raise _RAISED[kind](str(Failure(0, text, 0)))
+    return cast(T, _decoded(message))
+
+
+def broadcast_bytes(message: bytes | None, source: int) -> bytes:
+    """Broadcasts a message of one rank, at least one byte; None on the others. Comm: its length, and its bytes."""
+    device = _device()
+    size = torch.tensor(len(message or b""), device=device)
+    dist.broadcast(size, source)
+    content = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if message is not None:
+        content.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    dist.broadcast(content, source)
+    return content.cpu().numpy().tobytes()
+
+
+def gather_json(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Gathers a value that JSON holds from each rank of a group, in their order.
+
+    Comm: all_gather of their lengths, and of as many bytes as the longest has.
+    """
+    message, device = _encoded(mine), _device(group)
+    sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor(len(message), device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    content = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(content) for _ in sizes]
+    dist.all_gather(gathered, content, group=group)
+    return [json.loads(each.cpu().numpy().tobytes()) for each in gathered]  # blanks at the end are no fault of JSON
+
+
+def _device(group: dist.ProcessGroup | None = None) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+def _encoded(value: object) -> bytes:
+    return _BYTES + value if isinstance(value, bytes) else json.dumps(value).encode()
+
+
+def _decoded(message: bytes) -> Any:
+    return message[1:] if message.startswith(_BYTES) else json.loads(message)
 
 
 def first_failure(fault: str | None, *, alone: bool = False) -> Failure | None:
@@ -123,22 +166,21 @@ def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
     """Returns (rank, fault, number of others) of the first rank with a fault; communicates as `first_failure`."""
     if alone or not dist.is_initialized():
         return None if fault is None else (0, fault, 0)
-    rank, device = dist.get_rank(), "cuda" if dist.get_backend() == "nccl" else "cpu"
+    rank, device = dist.get_rank(), _device()
     count = torch.tensor(int(fault is not None), device=device)
     dist.all_reduce(count)
     if not count:
         return None
     first = torch.tensor(dist.get_world_size() if fault is None else rank, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
-    said = [fault]
-    dist.broadcast_object_list(said, src=int(first))
-    return int(first), cast(T, said[0]), int(count) - 1
+    said = broadcast_bytes(_encoded(fault) if rank == int(first) else None, int(first))
+    return int(first), cast(T, _decoded(said)), int(count) - 1
 
 
-def _told(error: Exception) -> Fault:
-    """Returns what the other ranks raise for this rank's error: the message, or the call stack of what is our
-    mistake."""
-    for kind in (OSError, ValueError):
-        if isinstance(error, kind):
+def _told(error: Exception) -> tuple[str, str]:
+    """Returns what the other ranks raise for this rank's error: the kind with its message, or the call stack of what is
+    our mistake."""
+    for kind in ("OSError", "ValueError"):
+        if isinstance(error, _RAISED[kind]):
             return kind, str(error)
-    return RuntimeError, "".join(traceback.format_exception(error))
+    return "RuntimeError", "".join(traceback.format_exception(error))

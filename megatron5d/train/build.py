@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,9 @@ from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
 from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
 from megatron5d.train.step import Trainer
+
+if TYPE_CHECKING:
+    from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
 
 
 @dataclass
@@ -76,6 +80,10 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
     choice.use(choice.Settings(**asdict(config.kernels)))
+    if config.train.cuda_graph != "none" and process.device.type == "cuda":
+        stream = torch.cuda.Stream(process.device)  # the default stream cannot be captured, and autograd stays on one
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
     ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
@@ -145,7 +153,7 @@ def build_trainer(
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     held = layout.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
-    stages = {(direction, stage): Stage(phases[stage], sync) for direction, stage in held}
+    stages = {(direction, stage): Stage(phases[stage], sync, _graphs(config, mesh)) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
@@ -155,6 +163,17 @@ def build_trainer(
         pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check, masked_by=masked_by
     )
     return sync, optimizer, trainer
+
+
+def _graphs(config: Config, mesh: Mesh) -> StageGraphs | None:
+    """Returns the graphs of one stage; None where phases run as they are."""
+    if config.train.cuda_graph == "none" or not torch.cuda.is_available():
+        return None
+    from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
+
+    ledger = mesh["world"].recorder
+    assert isinstance(ledger, Ledger)
+    return StageGraphs(ledger)
 
 
 def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:

@@ -20,9 +20,8 @@ from megatron5d.config.derived import (
     split_shares,
 )
 from megatron5d.config.schema import Config
-from megatron5d.data.batch import SequenceSharding, look_ahead, make_micro_batch
+from megatron5d.data.batch import Loader, SequenceSharding, look_ahead, make_micro_batch
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.loader import Loader
 from megatron5d.data.samples import Samples, open_samples, split_range
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -23,11 +24,13 @@ from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_
 from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import name_files, stored_tensors, write_parts
 from megatron5d.checkpoint.load import SavedWeights
+from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
 from megatron5d.model.block_inputs import DTYPES
+from megatron5d.topology.all_ranks import on_rank_0
 from megatron5d.train.state import twin
 
 OUT_BIAS = ".attention.out.bias"
@@ -43,15 +46,20 @@ class HfExport:
 
     Args:
         files: content of all files but the weights, by name.
-        entries: the tensors.
+        model: whose tensors they are.
         dtype: of the weights.
         without_bias: the model has no biases behind attention, and the folder's have zeros there.
     """
 
     files: dict[str, str]
-    entries: list[Entry]
+    model: ModelConfig
     dtype: torch.dtype
     without_bias: bool
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The tensors."""
+        return hf_entries(self.model, json.loads(self.files["config.json"])["model_type"]) + hf_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:
         """Writes this rank's share of the weights, about as many bytes as every other's. No communication.
@@ -163,11 +171,22 @@ def planned_export(
     source = _token_source(config, tell, tokenizer, bare)
     model = _as_long_as_trained(config, tell) if trained else config.model
     model, files = _settings(config, model, dtype, None if bare else source, source, tell)
-    entries = hf_entries(model, json.loads(files["config.json"])["model_type"]) + hf_copies(model)
-    if "bias" in config.moe.balance and not any(entry.name.endswith(".router.bias") for entry in entries):
-        raise ValueError(_no_router_bias("experts are chosen with biases that moe.balance=bias moves"))
     kind = torch.float16 if dtype == "fp16" else DTYPES[dtype]
-    return HfExport(files, entries, kind, model.attention_out_bias > config.model.attention_out_bias)
+    export = HfExport(files, model, kind, model.attention_out_bias > config.model.attention_out_bias)
+    if "bias" in config.moe.balance and not any(entry.name.endswith(".router.bias") for entry in export.entries):
+        raise ValueError(_no_router_bias("experts are chosen with biases that moe.balance=bias moves"))
+    return export
+
+
+def agreed_export(config: Config, tell: Tell) -> HfExport:
+    """Plans the same on every rank; only rank 0 compares the ids of the tokenizer. Comm: a broadcast over the world."""
+
+    def plan() -> list[Any]:
+        export = planned_export(config, tell)
+        return [export.files, asdict(export.model), export.without_bias]
+
+    files, model, without_bias = on_rank_0(plan)
+    return HfExport(files, from_dict({"model": model}).model, DTYPES[config.precision.dtype], without_bias)
 
 
 def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:

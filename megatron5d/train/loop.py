@@ -293,10 +293,10 @@ def _mean_loss(run: Run, part: Part) -> float:
 
 def _exporter(run: Run) -> Exporter:
     """Returns what `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
-    from megatron5d.train.hf_export import RunExport, planned_export  # tokenizers and families: few runs need them
+    from megatron5d.train.hf_export import RunExport, agreed_export  # tokenizers and families: few runs need them
 
     directory = Path(run.config.checkpoint.dir or "")
-    return RunExport(on_rank_0(lambda: planned_export(run.config, run.notes.append)), directory)
+    return RunExport(agreed_export(run.config, run.notes.append), directory)
 
 
 def _exported(config: Config, step: int, at_end: bool) -> bool:

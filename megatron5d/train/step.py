@@ -174,8 +174,13 @@ class Trainer:
         if self.pipeline.has_loss:
             loss.start_counting(batches, self.mesh)
         batches = [batch.to(device) for batch in batches]
+        variant, eager = None, False  # of the graphs that replay phases
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
+            variant, eager = len(batches), watched  # a watched step computes more
+        for stage in self.pipeline.stages:
+            if stage.graphs is not None:
+                stage.graphs.start_step(variant, eager)
         executor = self.pipeline.executor(len(batches))
         with self.pipeline.timed():
             executor.run(batches, loss, self.pipeline.form)
@@ -189,6 +194,8 @@ class Trainer:
         """
         num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
         balancer.start_step(len(batches) * self.mesh["dp"].size, num_tokens, self.mesh["dp_cp"], watched)
+        if any(stage.graphs is not None for stage in self.pipeline.stages):
+            balancer.settle()
         if balancer.counts_ahead:
             balancer.start_counting()
             self.pipeline.evaluate(batches, lambda *_: None)

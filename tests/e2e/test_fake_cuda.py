@@ -14,9 +14,13 @@ from runs import write_corpus
 
 ROOT = Path(__file__).parents[2]
 FAKE_CUDA = ROOT / "tests/fake_cuda/run.py"
-SMALL = ["train.steps=3", "train.seq_len=1024", "train.gbs=4", "precision.dtype=bf16", "log.every=1"]
+SMALL = [
+    "train.steps=3", "train.seq_len=1024", "train.gbs=4", "precision.dtype=bf16", "log.every=1",
+    "kernels.attention=triton",  # there is no cuDNN
+]  # fmt: skip
 DENSE = ["model=llama3_1b", "model.num_layers=2"]
 EXPERTS = ["model=qwen3_30b_a3b", "model.num_layers=4", "model.num_experts=16", "moe.planned_imbalance=1.0"]
+GRAPHS = "train.cuda_graph=phases"  # the second step captures, the third replays
 ONE_GPU = {
     "dense": DENSE,
     "blockwise": [*DENSE, "precision.fp8=blockwise"],
@@ -27,6 +31,8 @@ ONE_GPU = {
     "documents": [*DENSE, "data.document_mask=true"],
     "experts": [*EXPERTS, "precision.fp8=blockwise"],
     "latent": ["model=deepseek_v2_lite", "model.num_layers=4"],
+    "graphs": [*DENSE, GRAPHS, "precision.fp8=blockwise", "recompute.mode=selective"],
+    "graphs_experts": [*EXPERTS, GRAPHS, "moe.balance=[aux,bias]", "recompute.mode=full"],
 }
 GPUS = {
     "sequence": (2, [*DENSE, "parallel.tp=2", "parallel.sp=true"]),
@@ -36,6 +42,12 @@ GPUS = {
     "zero_3": (2, [*DENSE, "parallel.zero=3", "precision.fp8=blockwise"]),
     "dualpipe": (2, [*DENSE, "parallel.pp=2", "pipeline.schedule=dualpipe"]),
     "experts": (2, [*EXPERTS, "parallel.ep=2", "precision.fp8=blockwise", "moe.fp8_dispatch=true"]),
+    "graphs_chunked": (2, [*DENSE, GRAPHS, "parallel.tp=2", "parallel.sp=true", "parallel.tp_overlap=chunked"]),
+    "graphs_ring": (2, [*DENSE, GRAPHS, "parallel.cp=2"]),
+    "graphs_pair": (2, [*DENSE, GRAPHS, "parallel.pp=2", "pipeline.schedule=dualpipe"]),
+    "graphs_split": (4, [
+        *EXPERTS, GRAPHS, "parallel.pp=2", "pipeline.schedule=zb_h1", "parallel.ep=2", "parallel.zero=1",
+    ]),
     "all": (8, [
         *EXPERTS, "train.gbs=16", "parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "parallel.pp=2",
         "parallel.ep=2", "parallel.zero=1", "pipeline.schedule=zb_h1",
@@ -78,3 +90,38 @@ def test_gpus(ranks, overrides, tokens):
         CUDA_VISIBLE_DEVICES=visible, PYTHON=str(FAKE_CUDA),
     )  # fmt: skip
     assert_memory_as_predicted(said, 3.0)
+
+
+ILLEGAL = """
+import torch
+torch.cuda.set_stream(torch.cuda.Stream())
+x, aside, event = torch.ones(9, device="cuda"), torch.cuda.Stream(), torch.cuda.Event()
+def unjoined():
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        return x + 1
+def isolated():
+    aside.record_event(event)
+    torch.cuda.current_stream().wait_event(event)
+    return x + 1
+host = torch.ones(9)
+for work in (lambda: x + 1, unjoined, isolated, lambda: x.sum().item(), lambda: host.cuda(), event.query):
+    graph = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            y = work()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        print("legal")
+    except RuntimeError:
+        print("illegal")
+"""
+
+
+def test_illegal_captures_are_told():
+    environment = {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [sys.executable, FAKE_CUDA, "-c", ILLEGAL]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["legal", *["illegal"] * 5], run.stdout + run.stderr[-2000:]

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 
+#include "graphs.h"
 #include "memory.h"
 #include "streams.h"
 
@@ -46,7 +47,10 @@ EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute
 }
 
 // --------------------------------------------------------------------------------------------------- Triton's kernels
-EXPORT CUresult cuModuleLoadData(CUmodule* module, const void*) { return *module = (CUmodule)HANDLE, CUDA_SUCCESS; }
+EXPORT CUresult cuModuleLoadData(CUmodule* module, const void*) {
+  if (refused("the loading of a kernel")) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  return *module = (CUmodule)HANDLE, CUDA_SUCCESS;
+}
 EXPORT CUresult cuModuleLoad(CUmodule* module, const char*) { return *module = (CUmodule)HANDLE, CUDA_SUCCESS; }
 EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
@@ -60,7 +64,8 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { retu
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) { return *clusters = 66, CUDA_SUCCESS; }
 
-static CUresult launch(CUfunction function, const unsigned grid[3], unsigned threads, unsigned shared) {
+static CUresult launch(CUfunction function, const unsigned grid[3], unsigned threads, unsigned shared, CUstream stream) {
+  if (!captured(stream, nullptr)) count_launch();
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, 0);
   const bool legal = grid[0] && grid[1] && grid[2] && grid[0] <= 2147483647u && grid[1] <= 65535 && grid[2] <= 65535 &&
@@ -72,13 +77,13 @@ static CUresult launch(CUfunction function, const unsigned grid[3], unsigned thr
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void**, void**) {
   const unsigned grid[] = {c->gridDimX, c->gridDimY, c->gridDimZ};
-  return launch(function, grid, c->blockDimX * c->blockDimY * c->blockDimZ, c->sharedMemBytes);
+  return launch(function, grid, c->blockDimX * c->blockDimY * c->blockDimZ, c->sharedMemBytes, c->hStream);
 }
 EXPORT CUresult cuLaunchKernel(
     CUfunction function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-    CUstream, void**, void**) {
+    CUstream stream, void**, void**) {
   const unsigned grid[] = {x, y, z};
-  return launch(function, grid, bx * by * bz, shared);
+  return launch(function, grid, bx * by * bz, shared, stream);
 }
 
 // A descriptor for the copy engine; the rules are those of the CUDA driver API's reference.

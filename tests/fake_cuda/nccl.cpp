@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "graphs.h"
 #include "streams.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -190,11 +191,20 @@ struct Call {
   ncclComm* comm;
   void* stream;
   Operation operation;
+  const void* input;
+  size_t bytes;
 };
 static thread_local int depth;
 static thread_local std::vector<Call> calls;
 
 static void start(std::vector<Call> calls) {
+  const auto later = [calls](void* stream) mutable {
+    for (auto& call : calls) call.stream = stream;
+    start(calls);
+  };
+  if (!calls.empty() && captured(calls[0].stream, later)) return;
+  for (auto& call : calls)
+    if (call.input && call.bytes <= LARGEST) call.operation.input.assign((const char*)call.input, (const char*)call.input + call.bytes);
   std::vector<ncclComm*> order;
   std::map<ncclComm*, Group> groups;
   for (auto& call : calls) {
@@ -223,9 +233,7 @@ static ncclResult_t add(
   strcpy(operation.header.kind, kind);
   operation.header.count = count, operation.header.type = type, operation.header.reduction = reduction;
   operation.header.root = message ? 0 : rank;
-  const size_t bytes = inputs * width_of(type);
-  if (input && bytes <= LARGEST) operation.input.assign((const char*)input, (const char*)input + bytes);
-  calls.push_back({comm, stream, std::move(operation)});
+  calls.push_back({comm, stream, std::move(operation), input, inputs * width_of(type)});
   if (!depth) start(std::move(calls)), calls.clear();
   return ncclSuccess;
 }

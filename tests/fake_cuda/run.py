@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / ".cache/fake_cuda"
-SOURCES = ["streams.cpp", "memory.cpp", "runtime.cpp", "driver.cpp", "nccl.cpp"]
+SOURCES = ["streams.cpp", "memory.cpp", "graphs.cpp", "runtime.cpp", "driver.cpp", "nccl.cpp"]
 IMITATED = re.compile(r"\b(cuda[A-Z]\w+|__cuda\w+|cublas\w+|nccl[A-Z]\w+)")
 
 

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "graphs.h"
 #include "memory.h"
 #include "streams.h"
 
@@ -20,6 +22,10 @@ static thread_local int current_device;
 static thread_local cudaError_t last_error;
 
 static cudaError_t failed(cudaError_t error) { return last_error = error; }
+static std::atomic<long> host_waits, launches;
+EXPORT long fake_cuda_host_waits() { return host_waits; }  // calls in which the host waits for the device
+EXPORT long fake_cuda_launches() { return launches; }      // kernels and graphs, and nothing for what a graph holds
+void count_launch() { launches++; }
 static int capability() { return getenv("FAKE_CUDA_CAPABILITY") ? atoi(getenv("FAKE_CUDA_CAPABILITY")) : 90; }
 
 // ---------------------------------------------------------------------------------------------------------- devices
@@ -105,12 +111,16 @@ EXPORT cudaError_t cudaGetLastError() {
 
 // ----------------------------------------------------------------------------------------------------------- memory
 static cudaError_t allocate(void** pointer, size_t bytes, Kind kind) {
+  if (refused("an allocation")) return failed(cudaErrorStreamCaptureUnsupported);
   return reserve(pointer, bytes, kind) ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, DEVICE); }
 EXPORT cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return allocate(pointer, bytes, DEVICE); }
 EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, HOST); }
-EXPORT cudaError_t cudaFree(void* pointer) { return release(pointer), cudaSuccess; }
+EXPORT cudaError_t cudaFree(void* pointer) {
+  if (refused("a release of memory")) return failed(cudaErrorStreamCaptureUnsupported);
+  return release(pointer), cudaSuccess;
+}
 EXPORT cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return release(pointer), cudaSuccess; }
 EXPORT cudaError_t cudaFreeHost(void* pointer) { return release(pointer), cudaSuccess; }
 EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
@@ -147,22 +157,35 @@ static void copy(void* to, const void* from, size_t bytes, void* stream, bool ho
     finish(work);
   }).detach();
 }
+static cudaError_t start_copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  const bool noted = captured(stream, [=](void* on) { copy(to, from, bytes, on, false); });
+  if (noted && (!kind_of(to) || !kind_of(from))) {
+    fault("a copy of pageable memory during the capture of a graph");
+    return failed(cudaErrorStreamCaptureUnsupported);
+  }
+  if (!noted) copy(to, from, bytes, stream, false);
+  return cudaSuccess;
+}
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (refused("a copy that the host waits for")) return failed(cudaErrorStreamCaptureUnsupported);
+  host_waits++;
   return copy(to, from, bytes, nullptr, true), cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  return copy(to, from, bytes, stream, false), cudaSuccess;
+  return start_copy(to, from, bytes, stream);
 }
 EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-  return copy(to, from, bytes, stream, false), cudaSuccess;
+  return start_copy(to, from, bytes, stream);
 }
 EXPORT cudaError_t cudaMemcpy2DAsync(
-    void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+    void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  captured(stream, nullptr);
   for (size_t row = 0; row < height; row++) memmove((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t) {
-  if (bytes <= LARGEST_DEVICE_COPY) memset(pointer, value, bytes);
+EXPORT cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
+  const auto set = [=](void*) { if (bytes <= LARGEST_DEVICE_COPY) memset(pointer, value, bytes); };
+  if (!captured(stream, set)) set(stream);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return cudaMemsetAsync(pointer, value, bytes, nullptr); }
@@ -192,34 +215,43 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return *least = 0, *greatest = -5, cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
-}
-EXPORT cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-    const cudaGraphEdgeData**, size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (count) *count = 0;
-  return cudaSuccess;
-}
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return all_done(pending_of(stream)) ? cudaSuccess : cudaErrorNotReady;
 }
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for(pending_of(stream)), cudaSuccess; }
-EXPORT cudaError_t cudaDeviceSynchronize() { return wait_for(pending_everywhere()), cudaSuccess; }
+static cudaError_t host_wait(const char* call, void* stream, const Marks& marks) {
+  if (refused(call, stream)) return failed(cudaErrorStreamCaptureUnsupported);
+  host_waits++;
+  return wait_for(marks), cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return host_wait("a wait for a stream", stream, pending_of(stream)); }
+EXPORT cudaError_t cudaDeviceSynchronize() { return host_wait("a wait for the device", nullptr, pending_everywhere()); }
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  cudaError_t error;
+  if (wait_captured(stream, event, ((Event*)event)->recorded_ms > 0, &error)) return error ? failed(error) : cudaSuccess;
   return join(stream, marks_of(event)), cudaSuccess;
 }
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) { return function(data), cudaSuccess; }
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  if (!captured(stream, [=](void*) { function(data); })) function(data);
+  return cudaSuccess;
+}
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return *event = (cudaEvent_t) new Event, cudaSuccess;
 }
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete (Event*)event, cudaSuccess; }
-EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) { return all_done(marks_of(event)) ? cudaSuccess : cudaErrorNotReady; }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for(marks_of(event)), cudaSuccess; }
+EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  forget_event(event);
+  return delete (Event*)event, cudaSuccess;
+}
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (event_captured(event) || refused("a query of an event")) return failed(cudaErrorCapturedEvent);
+  return all_done(marks_of(event)) ? cudaSuccess : cudaErrorNotReady;
+}
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (event_captured(event)) return failed(cudaErrorCapturedEvent);
+  return host_wait("a wait for an event", nullptr, marks_of(event));
+}
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  if (record_captured(event, stream)) return cudaSuccess;
   const Marks before = pending_of(stream);
   std::lock_guard<std::mutex> guard(events);
   *(Event*)event = {now_ms(), before};
@@ -227,6 +259,7 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 }
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t stop) {
+  if (event_captured(start) || event_captured(stop)) return failed(cudaErrorCapturedEvent);
   const double from = ((Event*)start)->recorded_ms, to = ((Event*)stop)->recorded_ms;
   if (from == 0 || to == 0) {
     fault("time between events of which one was never recorded");
@@ -237,17 +270,18 @@ EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_
 }
 
 // ---------------------------------------------------------------------------------------------------------- kernels
-static cudaError_t launch(dim3 grid, dim3 block) {
+static cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream) {
+  if (!captured(stream, nullptr)) count_launch();
   const size_t threads = (size_t)block.x * block.y * block.z;
   const bool legal = grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 && threads && threads <= 1024;
   if (legal) return cudaSuccess;
   fault("a kernel of torch with grid (%u, %u, %u) and %zu threads", grid.x, grid.y, grid.z, threads);
   return failed(cudaErrorInvalidConfiguration);
 }
-EXPORT cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaStream_t) { return launch(grid, block); }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t, cudaStream_t) { return launch(grid, block); }
+EXPORT cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) { return launch(grid, block, stream); }
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) { return launch(grid, block, stream); }
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
-  return launch(config->gridDim, config->blockDim);
+  return launch(config->gridDim, config->blockDim, config->stream);
 }
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);

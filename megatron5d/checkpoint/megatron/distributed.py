@@ -29,8 +29,8 @@ _HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")  # the gate and up 
 class _Reader(Reader):
     """Reads tensors of a folder in which files.json and index.json are not there."""
 
-    def _content(self) -> tuple[str, bytes]:
-        return METADATA, (self._folder / METADATA).read_bytes()
+    def _content(self) -> bytes:
+        return METADATA.encode() + b"\n" + (self._folder / METADATA).read_bytes()
 
     def advice(self) -> str:
         return "Copy the checkpoint again"

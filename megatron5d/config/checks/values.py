@@ -64,6 +64,7 @@ WORDS: dict[str, Sequence[str]] = {
     "pipeline.split": ("even", "cost"),
     "pipeline.balance": ("auto", "stages", "ranks", "late", "ends"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),
+    "train.cuda_graph": ("none", "phases"),
     "parallel.tp_overlap": ("none", "chunked", "fused"),
     "parallel.zero3_gather": ("per_microbatch", "per_step"),
     "parallel.grad_reduce": ("per_microbatch", "per_step"),

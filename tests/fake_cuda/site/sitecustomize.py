@@ -5,7 +5,7 @@ Python imports this file on its start (`../run.py`). Everything else of the prog
 
 import importlib.abc
 import importlib.util
-import pickle
+import json
 import sys
 from collections import Counter
 
@@ -14,12 +14,28 @@ def lively_steps(step):
     """A step has targets, a finite norm, and nobody asks to stop."""
     agree = step.Trainer._agree
     step.round = lambda x: 1000
-    step.math = type("Roots", (), {"sqrt": staticmethod(lambda x: 1.0)})
+    step.math = type("Roots", (), {"sqrt": staticmethod(lambda x: 1.0), "nan": 1.0})
 
     def agreed(self, *args):
         return step.replace(agree(self, *args), stop=False, skipped=None)
 
     step.Trainer._agree = agreed
+    accumulate, steps = step.Trainer.accumulate, Counter()
+
+    def accumulated(self, *args):
+        """From the second step on nothing is compiled, which would hold up all ranks."""
+        from triton import knobs
+
+        steps[self] += 1
+        if steps[self] == 2:
+            knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: tell_late(fn.name)
+        return accumulate(self, *args)
+
+    step.Trainer.accumulate = accumulated
+
+
+def tell_late(kernel):
+    print(f"FAKE CUDA FAULT: {kernel} is compiled after the first step", file=sys.stderr)
 
 
 def even_routing(dispatch):
@@ -43,7 +59,7 @@ def no_layer_figures(balance):
 
 
 def objects_through_the_store(all_ranks):
-    """torch sends the lengths of pickled objects through kernels."""
+    """What a GPU that computes nothing sends has no lengths."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -54,19 +70,18 @@ def objects_through_the_store(all_ranks):
         calls[kind, ranks] += 1
         return f"fake_cuda/{kind}/{ranks}/{calls[kind, ranks]}", ranks
 
-    def broadcast_object_list(objects, src=0, group=None, device=None):
-        key, _ = place("broadcast", group)
-        if dist.get_rank() == src:
-            _get_default_store().set(key, pickle.dumps(list(objects)))
-        else:
-            objects[:] = pickle.loads(_get_default_store().get(key))
+    def broadcast_bytes(message, source):
+        key, _ = place("broadcast", None)
+        if dist.get_rank() == source:
+            _get_default_store().set(key, message)
+        return _get_default_store().get(key)
 
-    def all_gather_object(gathered, mine, group=None):
+    def gather_json(mine, group):
         key, ranks = place("gather", group)
-        _get_default_store().set(f"{key}/{dist.get_rank()}", pickle.dumps(mine))
-        gathered[:] = [pickle.loads(_get_default_store().get(f"{key}/{rank}")) for rank in ranks]
+        _get_default_store().set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+        return [json.loads(_get_default_store().get(f"{key}/{rank}")) for rank in ranks]
 
-    dist.broadcast_object_list, dist.all_gather_object = broadcast_object_list, all_gather_object
+    all_ranks.broadcast_bytes, all_ranks.gather_json = broadcast_bytes, gather_json
 
 
 AFTER_IMPORT = {

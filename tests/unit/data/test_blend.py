@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from megatron5d.config.derived import Source, source_of
-from megatron5d.data import samples
-from megatron5d.data.samples import megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
+from megatron5d.data import megatron_order
+from megatron5d.data.megatron_order import megatron_blend, megatron_sizes
+from megatron5d.data.samples import mixing_cycle, normalised, split_range
 
 
 def test_sources_are_weight_and_prefix():
@@ -63,15 +64,12 @@ def test_bad_splits_are_refused(split):
         split_range(split, "train", 10)
 
 
-@pytest.mark.parametrize("mix", [lambda w: mixing_cycle(w)[0], lambda w: megatron_blend(w, len(w))[0]])
-def test_more_datasets_than_16_bits_count_keep_their_numbers(mix, monkeypatch):
-    monkeypatch.setattr(
-        samples, "_fill_blend", lambda weights, taken, datasets, numbers: datasets.__setitem__(-1, len(weights) - 1)
-    )
-    monkeypatch.setattr(samples, "COMPILE_ABOVE", 1 << 60)
-    ids = mix([1.0] * 40_000)
+def test_more_datasets_than_16_bits_count_keep_their_numbers():
+    ids = mixing_cycle([1.0] * 40_000)[0]
     assert ids.min() == 0 and ids.max() == 39_999
     assert megatron_blend([1.0] * 9, 9)[0].dtype == np.int16  # as Megatron stores it
+    ids, numbers = megatron_blend([0.0] * 39_999 + [1.0], 300)
+    assert ids.dtype == np.int32 and ids.tolist() == [39_999, 0, *[39_999] * 298] and numbers[-1] == 298
 
 
 def greedy(weights, size):
@@ -98,13 +96,19 @@ def test_megatron_blend_is_the_greedy_rule(weights):
     assert list(zip(ids.tolist(), numbers.tolist())) == greedy(weights, 3000)
 
 
-def test_compiled_blend_is_the_same(monkeypatch):
-    pytest.importorskip("numba")
-    weights = normalised([0.31, 0.17, 0.29, 0.23])
-    plain = megatron_blend(weights, 5000)
-    monkeypatch.setattr(samples, "COMPILE_ABOVE", 0)
-    compiled = megatron_blend(weights, 5000)
-    assert all((a == b).all() for a, b in zip(plain, compiled))
+@pytest.mark.parametrize("kind", range(6))
+def test_stretches_computed_side_by_side_are_the_greedy_rule(kind, monkeypatch):
+    """Weights of all sizes; guesses that are wrong, and parts of a few lanes, too."""
+    random = np.random.default_rng(kind)
+    weights = normalised(random.dirichlet(np.full([2, 3, 4, 9, 20, 4][kind], [1, 1, 0.05, 0.2, 0.1, 1][kind])) + 1e-6)
+    expected = greedy(weights, 5000)
+    if kind == 5:
+        monkeypatch.setattr(megatron_order, "_near", lambda shares, at: np.zeros((len(shares), len(at))))
+    for states in (1, 40, 1 << 14):
+        monkeypatch.setattr(megatron_order, "STATES", states)
+        for size in (1, 255, 257, 5000):
+            ids, numbers = megatron_blend(weights, size)
+            assert list(zip(ids.tolist(), numbers.tolist())) == expected[:size]
 
 
 def test_megatron_sizes_carry_the_surplus():

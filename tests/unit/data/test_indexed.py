@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron5d.data.batch import Loader
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, finish_partial
-from megatron5d.data.loader import Loader
 from megatron5d.data.samples import open_samples
 
 # two documents [1, 2, 3] and [4, 5] as u16, written by hand from the description of the format

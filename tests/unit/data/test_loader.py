@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron5d.config.derived import samples_of_steps
+from megatron5d.data.batch import Loader
 from megatron5d.data.indexed_dataset import IndexedWriter
-from megatron5d.data.loader import Loader
 from megatron5d.data.samples import open_samples
 
 

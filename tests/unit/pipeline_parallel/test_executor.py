@@ -95,7 +95,7 @@ class Breaks:
     def __getattr__(self, name):
         return getattr(self.stage, name)
 
-    def begin(self, op, microbatch, x, batch):
+    def begin(self, op, microbatch, x, batch, split):
         if op in "BI" and microbatch == 3:
             raise ValueError("the gradient of a broken stage")
         return self.stage.begin(op, microbatch, x, batch)
@@ -277,7 +277,7 @@ def test_two_overlapped_actions_take_turns():
         def prefetch(self, op):
             pass
 
-        def begin(self, op, microbatch, x, batch):
+        def begin(self, op, microbatch, x, batch, split):
             return Logs(op, microbatch)
 
     class Logs:

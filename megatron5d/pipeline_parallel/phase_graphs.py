@@ -1,0 +1,231 @@
+"""CUDA graphs of phases (`train.cuda_graph=phases`): each replay costs the host one launch, whatever the phase holds.
+
+A slot is the memory of one micro-batch in flight: its static inputs, and a memory pool in which the graphs of its
+phases are captured in the order of their passes, forward, backward, weight gradients. What one graph frees, a later one
+uses again; this stays right because every micro-batch passes the slot in that same order, and the slot takes the next
+one only after the last weight gradient. So micro-batches whose backward is split (I, W) have slots of their own. A rank
+has as many slots as its schedule has micro-batches in flight, whichever schedule that is.
+
+The first step that meets a form of micro-batch runs without graphs: it compiles kernels and connects communicators,
+neither of which may happen in a capture. Between the graphs hooks run as ever: weights are gathered, gradients reduced.
+Collectives that a phase leaves under way for the next one end with its graph instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron5d.comm.collectives import UNDER_WAY
+from megatron5d.comm.ledger import Ledger, Traffic
+from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.pipeline_parallel.saved_phase import InFlight, SavedPhase, Step
+from megatron5d.precision.gemm import forget_copies
+
+Replay = Callable[[], None]
+Form = tuple[Any, ...]
+"""What micro-batches of one slot have in common: how the backward runs, shapes, dtypes, what is missing."""
+
+
+class GraphPool(Protocol):
+    """Captures graphs that share memory."""
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
+        """Runs `work` without doing what it launches; returns its result, whose values each `Replay` makes."""
+
+
+class CudaGraphPool:
+    """A memory pool of the caching allocator, and the CUDA graphs in it."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are held to a capture's rules: others pin batches and watch collectives meanwhile.
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return result, graph.replay
+
+
+class StageGraphs:
+    """The slots of one stage.
+
+    Args:
+        ledger: counts what graphs send, at each replay.
+        new_pool: makes the memory of a slot.
+    """
+
+    def __init__(self, ledger: Ledger, new_pool: Callable[[], GraphPool] = CudaGraphPool) -> None:
+        self.ledger, self.new_pool = ledger, new_pool
+        self._met: set[Form] = set()  # in this step
+        self._warm: set[Form] = set()  # in earlier ones
+        self._free: defaultdict[Form, list[Slot]] = defaultdict(list)
+        self._variant: Any = None
+
+    def start_step(self, variant: Any = None, eager: bool = False) -> None:
+        """Begins a step.
+
+        Args:
+            variant: numbers that phases compute with and that the host changes; graphs of another one are dropped.
+            eager: this step runs without graphs.
+        """
+        if variant != self._variant:
+            self._free.clear()
+            self._variant = variant
+        self._warm = set() if eager else self._warm | self._met
+        self._met = self._met | self._warm
+
+    def open(self, phases: Sequence[nn.Module], batch: MicroBatch, split: bool) -> InFlight:
+        """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
+
+        Args:
+            phases: of the stage.
+            batch: what they read; padding and documents have shapes that each micro-batch decides, and no graphs.
+            split: its backward runs as I and W.
+        """
+        form = (split, *_form(batch))
+        self._met.add(form)
+        if form not in self._warm or batch.padding is not None or batch.documents is not None:
+            return InFlight(batch, len(phases))
+        free = self._free[form]
+        if not free:
+            return Slot(self, batch, len(phases), free)
+        slot = free.pop()
+        _fill(tuple(vars(slot.batch).values()), tuple(vars(batch).values()))
+        return slot
+
+
+class Slot(InFlight):
+    """The memory and the graphs of one micro-batch in flight.
+
+    Args:
+        graphs: of the stage.
+        batch: the first micro-batch; the static copy of it is what graphs read.
+        num_phases: of the stage.
+        free: the slots of this form that are free.
+    """
+
+    def __init__(self, graphs: StageGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]) -> None:
+        tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        super().__init__(replace(batch, **tensors), num_phases)
+        self._graphs, self._free, self._pool = graphs, free, graphs.new_pool()
+        self._runs: dict[tuple[str, int], _Run] = {}
+        self._last: _Run | None = None
+
+    def open(self, step: Step) -> SavedPhase:
+        if not getattr(step.phase, "capturable", True):
+            return super().open(step)
+        if self.phases[step.place] is None:
+            self.phases[step.place] = _GraphedPhase(self, step)
+        return self.of(step)
+
+    def evaluate(self, step: Step, x: Any) -> Any:
+        if not getattr(step.phase, "capturable", True):
+            return super().evaluate(step, x)
+        return self.run("evaluate", step, lambda x: super(Slot, self).evaluate(step, x), x)
+
+    def end(self, op: str, state: Any) -> Any:
+        """Returns what leaves the stage in memory of its own, which is read when the slot may hold another one's."""
+        if op in "BW":
+            self._free.append(self)
+            self.phases = [saved if isinstance(saved, _GraphedPhase) else None for saved in self.phases]
+        return state.clone() if isinstance(state, Tensor) else state
+
+    def run(self, kind: str, step: Step, work: Callable[[Any], Any], state: Any) -> Any:
+        """Replays `work(state)`; captures it the first time."""
+        run = self._runs.get((kind, step.place))
+        if run is None:
+            run = self._runs[kind, step.place] = self._capture(step, work, state)
+        elif state is not run.given:
+            _fill(run.given, state)
+        run.replay()
+        self._graphs.ledger.add(run.traffic)
+        self._last = run
+        return run.result
+
+    def _capture(self, step: Step, work: Callable[[Any], Any], state: Any) -> _Run:
+        before, ledger = self._last, self._graphs.ledger
+        follows = before is not None and before.result is state
+        given = state if follows or any(run.result is state for run in self._runs.values()) else _copied(state)
+        weights = list(step.phase.parameters())
+        forget_copies(weights)  # FP8 copies, which the graph makes anew: others would be those of the capture's step
+        with ledger.noted() as traffic:
+            result, replay = self._pool.capture(lambda: UNDER_WAY.ended(lambda: work(given)))
+        forget_copies(weights)
+        if follows and before is not None and not step.opens and state is not None:
+            given = before.result = _Passed()  # from graph to graph: no tensor need be kept for it
+        return _Run(given, result, replay, traffic)
+
+
+class _Passed:
+    """Stands for a state that one graph leaves to the next one, in memory that later graphs use again."""
+
+
+class _Run:
+    """A captured graph, what it reads, and what it leaves."""
+
+    __slots__ = ("given", "result", "replay", "traffic")
+
+    def __init__(self, given: Any, result: Any, replay: Replay, traffic: dict[tuple[str, str], Traffic]) -> None:
+        self.given, self.result, self.replay, self.traffic = given, result, replay, traffic
+
+
+class _GraphedPhase(SavedPhase):
+    """A phase in a slot. B replays what I and W would."""
+
+    __slots__ = ("_slot", "_step", "_defers")
+
+    def __init__(self, slot: Slot, step: Step) -> None:
+        super().__init__(step.phase, slot.batch)
+        self._slot, self._step, self._defers = slot, step, False
+
+    def forward(self, x: Any) -> Any:
+        return self._slot.run("forward", self._step, super().forward, x)
+
+    def backward(self, grad: Any, split: bool) -> Any:
+        grad = self._slot.run("backward", self._step, lambda g: super(_GraphedPhase, self).backward(g, True), grad)
+        if not split:
+            self.run_wgrad()
+        return grad
+
+    def run_wgrad(self) -> None:
+        self._defers = self._defers or bool(self.weight_grads.waiting)
+        if self._defers:
+            last = self._slot._last
+            self._slot.run("wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None)
+            self._slot._last = last  # in B the gradient passes by
+
+
+def _form(batch: MicroBatch) -> Form:
+    fields = vars(batch).values()
+    return tuple((each.shape, each.dtype) if isinstance(each, Tensor) else id(each) for each in fields)
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, tuple):
+        return tuple(map(_copied, state))
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def _fill(static: Any, state: Any) -> None:
+    """Copies a state into the memory that graphs read."""
+    if isinstance(static, tuple):
+        for to, source in zip(static, state, strict=True):
+            _fill(to, source)
+    elif isinstance(static, Tensor):
+        static.copy_(state)
+    else:
+        assert static is state, f"a graph was captured with {static}, and is replayed with {state}"

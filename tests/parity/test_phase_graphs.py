@@ -1,0 +1,83 @@
+"""Phases that are captured and replayed equal one process: the second step captures, the third replays, in fp64.
+
+Collectives inside of phases cannot be recorded on the CPU: tests/e2e/test_fake_cuda.py captures them.
+"""
+
+import pytest
+from layouts import assert_parity
+from recorded_graphs import CountedGraphs
+
+from megatron5d.config.schema import (
+    Config,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+from megatron5d.parity import run
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.train import build
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    monkeypatch.setattr(build, "_graphs", lambda config, mesh: CountedGraphs())
+    monkeypatch.setattr(run, "_watch_hidden", lambda model, copies: list)  # it reads numbers inside phases
+
+
+def config_of(schedule="1f1b", pp=1, m=4, *, model=None, moe=None, recompute=None, mbs=1, dp=1, **parallel) -> Config:
+    vpp = parallel.get("vpp", 1)
+    stages = build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages
+    shape = {"num_layers": max(2, stages), "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2}
+    return Config(
+        model=ModelConfig(**shape, **({} if model is MLA else {"head_dim": 8}), vocab_size=61, **(model or {})),
+        parallel=ParallelConfig(pp=pp, **parallel),
+        pipeline=PipelineConfig(schedule),
+        train=TrainConfig(steps=10, gbs=m * dp * mbs, mbs=mbs, seq_len=8, cuda_graph="phases"),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
+        precision=PrecisionConfig(dtype="fp64"),
+        recompute=recompute or RecomputeConfig(),
+        moe=moe or MoeConfig(),
+    )
+
+
+def legal(schedule: str, pp: int) -> int:
+    for m in range(2 * pp + 1, 6 * pp + 1):
+        try:
+            build_program(schedule, pp, m)
+        except ValueError:
+            continue
+        return m
+    raise AssertionError(schedule)
+
+
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_every_schedule(schedule):
+    m = legal(schedule, 2)
+    assert_parity(config_of(schedule, 2, m, vpp=2 if schedule in ("interleaved", "bfs") else 1), 2, steps=STEPS)
+
+
+MLA = {"attention": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+# The CPU's grouped GEMMs read on the host how many rows each expert has, so that number must stay the same.
+BALANCED = MoeConfig(balance=["aux", "bias"], z_coef=1e-3, force_balanced=True)
+EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
+CASES = {
+    "zero_1": (4, config_of(dp=2, pp=2, zero=1)),
+    "recomputed": (2, config_of("zb_h1", 2, recompute=RecomputeConfig(mode="full", group_layers=2))),
+    "parts": (1, config_of(recompute=RecomputeConfig(mode="selective", parts=["norm", "qkv", "activation"]))),
+    "tied": (1, config_of(model={"tie_embeddings": True})),
+    "mla": (1, config_of(model=MLA)),
+    "experts": (1, config_of(model=EXPERTS, moe=BALANCED)),
+    "experts_apart": (2, config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2)),
+}
+
+
+@pytest.mark.parametrize("world, config", CASES.values(), ids=CASES)
+def test_layouts(world, config):
+    assert_parity(config, world, steps=STEPS)

@@ -1,0 +1,36 @@
+"""Tokenising, preprocessing and Megatron's order keep pace with their peers; ratios of CPU times, with slack."""
+
+import json
+
+import pytest
+
+from megatron5d.tools import bench_data
+
+for package in ("tiktoken", "tokenizers", "transformers", "megatron.core"):
+    pytest.importorskip(package)
+
+MOST = {  # ours ÷ peer; about half as much again as is measured
+    "BPE encoding": {"encode_batch_fast": 0.4, "tiktoken": 1.5},
+    "preprocessing, 1 worker": {"megatron": 0.35},
+    "preprocessing, 2 workers": {"megatron": 0.5},
+    "order: one dataset": {"megatron": 1.3},
+    "order: a blend of four": {"megatron": 1.6},
+}
+
+
+@pytest.mark.alone
+def test_ratios_hold(capsys):
+    assert bench_data.main(["--mb", "4", "--tokens", "3e8", "--repeats", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == MOST.keys()
+    for what, row in found.items():
+        ours = row.pop("ours")
+        assert row.keys() == MOST[what].keys() and min(row.values()) > 0
+        for name, seconds in row.items():
+            assert ours < MOST[what][name] * seconds, (what, name, ours, seconds)
+
+
+def test_bad_input_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_data.main(["--mb", "0"])
+    assert "--mb is a number from 0.1 to 100" in capsys.readouterr().err
