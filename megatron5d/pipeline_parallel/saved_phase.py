@@ -81,7 +81,7 @@ class SavedPhase:
         grads, self.input_grads[:] = (
             tuple(self.input_grads),
             (),
-        )  # the graph, which deferred W keeps, no longer holds them
+        )  # the graph, which W keeps, holds them no more
         return grads if len(grads) > 1 else grads[0] if grads else None
 
     def run_wgrad(self) -> None:
