@@ -202,7 +202,8 @@ def provider(request: Request, settings: Settings) -> ModuleType | None:
     name = chosen(request, settings)
     asked = getattr(settings, family_of(request))
     if settings.strict and asked not in ("auto", name):
-        raise ValueError(f"{asked} does not serve {request}")
+        why = library(family_of(request), asked).missing() or f"it does not take {request}"
+        raise ValueError(f"{asked}: {why}")
     return None if name == TRITON else library(family_of(request), name)
 
 

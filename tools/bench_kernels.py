@@ -64,8 +64,10 @@ PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 SILENCE_S = 150.0  # of one provider: three compilations and all its calls
 
 
-def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str, dict]]:
-    """Measures milliseconds, rate and peak memory of each provider, or says why it has none."""
+def measure(
+    benchmark: Benchmark, sets: int, repeats: int, wanted: Callable[[str], bool] = bool
+) -> Iterator[tuple[str, dict]]:
+    """Measures milliseconds, rate and peak memory of each provider that is wanted, or says why it has none."""
     try:
         made = [with_libraries(benchmark.calls(), benchmark.families) for _ in range(sets)]
     except Exception as error:
@@ -73,7 +75,7 @@ def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str
         if device_is_lost():
             raise
         made = [{}]
-    for provider in made[0]:
+    for provider in filter(wanted, made[0]):
         try:
             ms = median_ms([calls[provider] for calls in made], repeats)
             memory = peak_bytes(made[0][provider])

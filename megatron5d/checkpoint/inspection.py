@@ -85,7 +85,7 @@ def fault_of_file(
     """
     try:
         with TensorFile(path) as file:
-            if file.save != save:
+            if file.about.save != save:
                 return f"{path} is of another checkpoint, or its first bytes are damaged"
             for key, item in items:
                 values = torch.empty(item.extent, dtype=dtypes[key])

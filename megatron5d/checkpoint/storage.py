@@ -8,48 +8,67 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import METADATA, TENSORS, changed, newest_before
 from megatron5d.checkpoint.index import INDEX, SavedTensor, read_index, read_pickled
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.tensor_file import HEADER_BYTES, Damaged, Part, Save, SavedItem, TensorFile, write_file
+from megatron5d.checkpoint.tensor_file import (
+    HEADER_BYTES,
+    About,
+    Damaged,
+    FileWriter,
+    Part,
+    Save,
+    SavedItem,
+    TensorFile,
+)
 from megatron5d.topology.all_ranks import first_failure, on_rank_0
 
 
-def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save) -> bytes:
-    """Writes this rank's parts of tensors to its own file. No communication.
+class RankWriter(FileWriter):
+    """Writes a rank's parts of tensors to its own file. No communication.
 
     No two ranks hold the same part (`writing` in train/state.py), so each rank's plan is final. Rank 0 checks in
     `IndexWriter.write` that all plans together make whole tensors.
 
     Args:
         folder: of one checkpoint.
-        tensors: by key.
-        rank: of this process; part of the file's name.
+        rank: part of the file's name. A rank with nothing to write makes no file.
         save: what the file is part of, the same on every rank.
+    """
 
-    Returns:
-        For `IndexWriter.write`: which part was written where, as compressed JSON. A rank with nothing to write makes
-        no file.
+    def __init__(self, folder: Path, rank: int, save: Save) -> None:
+        self._name, self._rows = f"__{rank}_0{TENSORS}", list[list[Any]]()
+        super().__init__(folder / self._name, save)
+
+    def add_tensor(self, key: str, tensor: ShardedTensor) -> None:
+        """Writes the parts of a tensor that the rank holds; raises OSError."""
+        for offset, view in tensor.parts.items():
+            extent = tuple(view.shape)
+            place = self.add(Part(key, offset, extent, view.dtype, tensor.values))
+            whole = [key, str(view.dtype).removeprefix("torch."), list(tensor.shape)]
+            self._rows.append([whole, [offset, extent, self._name, *place]])
+
+    def told(self) -> bytes:
+        """Ends the file; returns which part was written where, for `IndexWriter.write`, as compressed JSON. Raises
+        OSError."""
+        self.finish()
+        return zlib.compress(json.dumps(self._rows, separators=(",", ":")).encode(), 1)
+
+
+def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save) -> bytes:
+    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication.
 
     Raises:
         OSError: the file cannot be written; names it.
     """
-    parts = [
-        Part(key, offset, tuple(view.shape), view.dtype, tensor.values)
-        for key, tensor in tensors.items()
-        for offset, view in tensor.parts.items()
-    ]
-    name = f"__{rank}_0{TENSORS}"
-    places = write_file(folder / name, parts, save) if parts else []
-    rows = []
-    for part, place in zip(parts, places):
-        whole = [part.key, str(part.dtype).removeprefix("torch."), list(tensors[part.key].shape)]
-        rows.append([whole, [part.offset, part.shape, name, *place]])
-    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
+    with RankWriter(folder, rank, save) as file:
+        for key, tensor in tensors.items():
+            file.add_tensor(key, tensor)
+        return file.told()
 
 
 @contextmanager
@@ -108,6 +127,7 @@ class Reader:
     def __init__(self, folder: Path, *, alone: bool = True) -> None:
         self._folder, self.alone = folder, alone
         self._tensors: dict[str, SavedTensor] | None = None
+        self._about = dict[str, About]()  # by name of the file
         self.save: Save | None = None  # which the index names, once it is read
 
     def tensors(self) -> dict[str, SavedTensor]:
@@ -171,8 +191,9 @@ class Reader:
         for name, requests in wanted.items():
             path = self._folder / name
             try:
-                with TensorFile(path) as file:
-                    self._check_save(file.save)
+                with TensorFile(path, self._about.get(name)) as file:
+                    self._check_save(file.about.save)
+                    self._about[name] = file.about
                     for item, key, offset, target in sorted(requests, key=lambda request: request.item.start):
                         file.fill(key, self.tensors()[key].dtype, item, offset, target)
             except Damaged as error:

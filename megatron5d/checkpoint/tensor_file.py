@@ -16,12 +16,14 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from struct import pack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,39 +90,63 @@ def _header(save: Save, *table: int) -> bytes:
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
 
-def write_file(path: Path, parts: Iterable[Part], save: Save) -> list[tuple[int, int]]:
-    """Writes a file of tensors, and waits until it is on disk.
+W = TypeVar("W", bound="FileWriter")
 
-    Returns:
-        First byte and length of the archive of each part.
+
+class FileWriter:
+    """Writes a file of tensors part by part; a context manager, which closes it.
+
+    Args:
+        path: of the file. It is made with the first part.
+        save: that it is part of.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: from every method, if it cannot be written; names the file.
     """
-    places, table, at = [], [], HEADER_BYTES
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def __init__(self, path: Path, save: Save) -> None:
+        self._path, self._save, self._file = path, save, -1
+        self._table: list[list[Any]] = []
+        self._at = HEADER_BYTES
+
+    def __enter__(self: W) -> W:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def add(self, part: Part) -> tuple[int, int]:
+        """Writes a part; returns first byte and length of its archive."""
+        start, content = self._at, as_bytes(part.values(part.offset))
+        pickled = _pickled(part.dtype, part.shape)
+        data = start + len(_archive(pickled, len(content), 0)[0])
+        with self._named():
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            checksums = write_blocks(self._file, content, data)
+            before, after = _archive(pickled, len(content), checksums[-1] if checksums else 0)
+            _write_at(self._file, before, start)
+            _write_at(self._file, after, data + len(content))
+        self._table.append([part.key, part.offset, start, data, len(content), checksums])
+        self._at = data + len(content) + len(after)
+        return start, self._at - start
+
+    def finish(self) -> None:
+        """Writes the table of checksums and the header, and waits until all is on disk."""
+        content = memoryview(json.dumps(self._table, separators=(",", ":")).encode())
+        if self._file >= 0:
+            with self._named():
+                _write_at(self._file, content, self._at)
+                _write_at(self._file, _header(self._save, self._at, len(content), crc32(content)), 0)
+                os.fsync(self._file)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
         try:
-            for part in parts:
-                content = as_bytes(part.values(part.offset))
-                pickled = _pickled(part.dtype, part.shape)
-                data = at + len(_archive(pickled, len(content), 0)[0])
-                checksums = write_blocks(file, content, data)
-                before, after = _archive(pickled, len(content), checksums[-1] if checksums else 0)
-                _write_at(file, before, at)
-                _write_at(file, after, data + len(content))
-                places.append((at, data + len(content) + len(after) - at))
-                table.append([part.key, part.offset, at, data, len(content), checksums])
-                at = sum(places[-1])
-            content = memoryview(json.dumps(table, separators=(",", ":")).encode())
-            _write_at(file, content, at)
-            _write_at(file, _header(save, at, len(content), crc32(content)), 0)
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
-    return places
+            yield
+        except OSError as error:
+            raise error if error.filename else OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 def as_bytes(values: Tensor) -> memoryview:
@@ -204,26 +230,35 @@ class Damaged(ValueError):
     """A file is not what was saved."""
 
 
+@dataclass
+class About:
+    """What a file of tensors says about itself."""
+
+    save: Save | None = None  # which wrote it; None where the file does not say, as DCP's and those of early versions
+    where: list[int] | None = None  # the table of checksums: first byte, length, CRC-32
+    table: dict[int, list[Any]] | None = None  # by first byte of the archive; read when it is needed
+
+
 class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
-    Attributes:
-        save: which wrote it; None where the file does not say, as DCP's and those of the first versions.
+    Args:
+        path: of the file.
+        about: of it, where it was open before.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, about: About | None = None) -> None:
         self._file = os.open(path, os.O_RDONLY)
-        self.save: Save | None = None
-        self._where: list[int] | None = None  # the table of checksums: first byte, length, CRC-32
-        self._table: dict[int, list[Any]] | None = None  # by first byte of the archive
+        self.about = about or About()
         self._old: tuple[int, Tensor] | None = None  # the last archive of a file without a table
         self._scratch = torch.empty(0, dtype=torch.uint8)
         try:
-            found = parse_json(bytes(self._read(0, HEADER_BYTES)))
-            self.save, self._where = Save(str(found["save"]), int(found["step"])), found.get("table")
+            if about is None:
+                found = parse_json(bytes(self._read(0, HEADER_BYTES)))
+                self.about = About(Save(str(found["save"]), int(found["step"])), found.get("table"))
         except (ValueError, KeyError, TypeError):
             pass
 
@@ -248,7 +283,7 @@ class TensorFile:
             OSError: the file cannot be read.
         """
         try:
-            if self._where is None:
+            if self.about.where is None:
                 self._fill_from_old(item, offset, target)
             elif not self._fill(self._row(key, item), dtype, item.extent, offset, target.detach()):
                 raise Damaged
@@ -265,25 +300,25 @@ class TensorFile:
         Raises:
             Damaged: they are not those that were saved.
         """
-        if self._where is None:
+        if self.about.where is None:
             return  # `fill` has checked the archive
         *_, data, num_bytes, checksums = self._row(key, item)
         before, after = _archive(_pickled(dtype, item.extent), num_bytes, checksums[-1] if checksums else 0)
-        assert self.save is not None
+        assert self.about.save is not None
         around = self._read(item.start, len(before)) + self._read(data + num_bytes, len(after))
-        if around != before + after or self._read(0, HEADER_BYTES) != _header(self.save, *self._where):
+        if around != before + after or self._read(0, HEADER_BYTES) != _header(self.about.save, *self.about.where):
             raise Damaged(f"is damaged: its header, or the archive of {key} from byte {item.start} on")
 
     def _row(self, key: str, item: SavedItem) -> list[Any]:
         """Returns the entry of an archive in the table of checksums: key, offset, first byte, the values' place,
         checksums."""
-        if self._table is None:
-            at, length, checksum = self._where or (0, 0, 0)
+        if self.about.table is None:
+            at, length, checksum = self.about.where or (0, 0, 0)
             content = self._read(at, length)
             if crc32(content) != checksum:
                 raise Damaged
-            self._table = {row[2]: row for row in parse_json(bytes(content), list)}
-        row = self._table.get(item.start)
+            self.about.table = {row[2]: row for row in parse_json(bytes(content), list)}
+        row = self.about.table.get(item.start)
         if row is None or (row[0], tuple(row[1])) != (key, item.offset):
             raise Damaged
         return row

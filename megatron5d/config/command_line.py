@@ -8,7 +8,10 @@ Command lines of tools: options, with positional words such as overrides anywher
 from __future__ import annotations
 
 import argparse
+import atexit
 import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,10 +42,40 @@ class Arguments:
 
 
 def print_anywhere() -> None:
-    """Lets a terminal that lacks a character show its code, instead of ending the program that prints it."""
-    for stream in (sys.stdout, sys.stderr):
+    """Prepares standard output and error for whatever they lead to.
+
+    A terminal that lacks a character shows its code, instead of ending the program that prints it. Where nobody reads
+    any more (`| head`), the program ends as shells expect it.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.flush()
+            raw = _Stream(stream.fileno(), "w", closefd=False)
+            buffer = raw if stream.write_through else io.BufferedWriter(raw)
+            shown, lines = "backslashreplace", stream.line_buffering
+            found = io.TextIOWrapper(buffer, stream.encoding, shown, None, lines, stream.write_through)
+            setattr(sys, name, found)
+            atexit.register(_flush, found)
+
+
+class _Stream(io.FileIO):
+    """A standard stream that ends the program quietly once nobody reads it."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # where what is printed on the way out goes
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _flush(stream: io.TextIOWrapper) -> None:
+    """Prints what is left; without it Python does so when it has chosen the exit code."""
+    try:
+        stream.flush()
+    except SystemExit as error:
+        os._exit(int(str(error)))
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

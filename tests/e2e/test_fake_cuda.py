@@ -3,6 +3,7 @@
 Needs a build of torch for CUDA on a machine without a GPU; elsewhere `conftest.py` leaves this file out.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -25,6 +26,8 @@ ONE_GPU = {
     "dense": DENSE,
     "blockwise": [*DENSE, "precision.fp8=blockwise"],
     "tensorwise": [*DENSE, "precision.fp8=tensorwise"],
+    "libraries": [*DENSE, "precision.fp8=tensorwise", "kernels.fp8=torch", "kernels.norm=torch"],
+    "triton": [*EXPERTS, "precision.fp8=blockwise", "kernels.fp8=triton"],
     "recomputed": [*DENSE, "recompute.mode=full"],
     "offloaded": [*DENSE, "recompute.offload=[attention,mlp]", "optim.offload=true"],
     "muon": [*DENSE, "optim.name=muon"],
@@ -125,3 +128,16 @@ def test_illegal_captures_are_told():
     command = [sys.executable, FAKE_CUDA, "-c", ILLEGAL]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert run.stdout.split() == ["legal", *["illegal"] * 5], run.stdout + run.stderr[-2000:]
+
+
+@pytest.mark.timeout(900)
+def test_gpu_check(tmp_path):
+    """Every section has begun and is in both files; figures mean nothing here, so what differs does not matter."""
+    command = [sys.executable, FAKE_CUDA, "tools/gpu_check.py", "--minutes", "6", "--out", tmp_path]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode in (0, 1) and "FAKE CUDA FAULT" not in run.stderr, run.stdout[-2000:] + run.stderr[-4000:]
+    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert list(found)[:2] == ["device", "addmm"] and found["device"]["facts"]["capability"] == 90
+    assert {"reference", "sanitizer", "benchmarks", "training"} <= found.keys()
+    assert any("ms" in row.get("ours", {}) for row in found["benchmarks"].values())
+    assert all(f"## {title}" in (tmp_path / "gpu_check.md").read_text() for title in ("Speed", "Whole steps"))

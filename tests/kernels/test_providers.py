@@ -84,7 +84,7 @@ def test_what_a_library_does_not_take_is_computed_elsewhere():
         out, _ = kernels.attention(*inputs, scale=0.2, documents=documents)
         assert not counted()
     close([out], [kernels.attention_reference(*inputs, AttentionRule(0.2, documents=documents))[0]])
-    with on_cpu(**CUDNN), pytest.raises(ValueError, match="cudnn does not serve"):
+    with on_cpu(**CUDNN), pytest.raises(ValueError, match="cudnn: it does not take Attention"):
         kernels.attention(*inputs, scale=0.2, documents=documents)
 
 

@@ -297,8 +297,8 @@ def test_another_layout_begins_anew_where_one_was_interrupted(saved, tmp_path):
 
 def test_processes_die_with_the_one_that_was_killed(saved, tmp_path):
     words = ["reshard", str(saved), str(tmp_path / "out"), *TARGET, "--workers", "4"]
-    slow = "import sys, time; from tools import convert; from tools.conversion import reshard as r; w = r.write\n"
-    slow += "r.write = lambda *args: (time.sleep(60), w(*args))[1]\nsys.exit(convert.main(sys.argv[1:]))"
+    slow = "import sys, time; from tools import convert; from tools.conversion import reshard as r; w = r.RankWriter\n"
+    slow += "r.RankWriter = lambda *args: (time.sleep(60), w(*args))[1]\nsys.exit(convert.main(sys.argv[1:]))"
     process = subprocess.Popen([sys.executable, "-c", slow, *words], start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while len(pids := children.read_text().split()) < 4:

@@ -46,7 +46,8 @@ def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor)
     def run() -> object:
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen)
+        grouped = q.shape[1] != k.shape[1]
+        return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen, enable_gqa=grouped)
 
     return run, (q, k, v)
 

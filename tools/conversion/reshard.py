@@ -15,13 +15,16 @@ import shutil
 import sys
 import uuid
 import zlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # noqa: F401 (optimisers import it, which takes seconds: once here, not in each process)
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import (
@@ -40,7 +43,7 @@ from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor, whole_checkpoint
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.convert import changed, leaves, to_dict, value_of
 from megatron5d.config.errors import ConfigError, Fault
@@ -59,6 +62,8 @@ from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.state import run_tensors
 
 RESHARDED = "resharded"  # key of run.json: what the checkpoint was made of
+NEIGHBOURS = 8  # ranks whose files are written together, at most
+TOGETHER = 1 << 30  # bytes of a tensor that are read at once for several parts, at most
 GROUPS = ("parallel", "pipeline", "recompute", "train")  # of a layout, and of what has to fit it
 
 
@@ -92,13 +97,13 @@ class Resharding:
         """The folder that says which files are whole."""
         return self.final.with_suffix(".reshard")
 
-    def parts_of(self, rank: int) -> dict[str, LazyTensor]:
-        """Returns what a rank of the target writes, by key; each part is read when it is written.
+    def tensors_of(self, rank: int) -> dict[str, ShardedTensor]:
+        """Returns what a rank of the target writes, by key and without memory.
 
         Raises:
             ValueError: the checkpoint lacks a tensor, or holds one of another shape.
         """
-        saved, found = self.source.tensors, dict[str, LazyTensor]()
+        saved, found = self.source.tensors, dict[str, ShardedTensor]()
         weights_only = not any(key.startswith("optim.") for key in saved)
         for key, tensor in rank_tensors(self.config, self.made["world"], self.layout, rank).items():
             if weights_only and key.startswith("optim."):
@@ -106,22 +111,64 @@ class Resharding:
             if key not in saved or saved[key].size != tensor.shape:
                 held = f"{key} as {list(saved[key].size)}" if key in saved else f"no {key}"
                 raise ValueError(f"{self.source.folder} holds {held}, its configuration describes {list(tensor.shape)}")
-            found[key] = self._lazy(key, {offset: tuple(view.shape) for offset, view in tensor.parts.items()})
+            if tensor.parts:
+                found[key] = tensor
         return found
 
-    def _lazy(self, key: str, parts: dict[tuple[int, ...], tuple[int, ...]]) -> LazyTensor:
-        entry = self.source.tensors[key]
-        return lazy_tensor(entry.size, parts, entry.dtype, lambda offset: self.source.read(key, offset, parts[offset]))
+    def write_ranks(self, ranks: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Writes the files of neighbouring ranks, except for those that are whole already.
 
-    def write_rank(self, rank: int) -> tuple[int, bytes]:
-        """Writes the file of a rank, unless it is whole already; returns the rank, and where its parts are."""
-        record = self.records / f"rank-{rank}"
+        They are written together, tensor by tensor: what the ranks of a tensor-parallel group hold of one lies mixed in
+        the source, and is read once.
+
+        Returns:
+            Of each rank its number, and where its parts are.
+        """
+        messages = {rank: self._recorded(rank) for rank in ranks}
+        with ExitStack() as stack:
+            files = {rank: stack.enter_context(RankWriter(self.temporary, rank, self.save))
+                     for rank, message in messages.items() if not message}  # fmt: skip
+            held = {rank: self.tensors_of(rank) for rank in files}
+            for key in dict.fromkeys(key for tensors in held.values() for key in tensors):
+                lazy = self._lazy(key, {rank: tensors[key] for rank, tensors in held.items() if key in tensors})
+                for rank, tensor in lazy.items():
+                    files[rank].add_tensor(key, tensor)
+            for rank, file in files.items():
+                messages[rank] = file.told()
+                record = self._record(rank)
+                record.with_suffix(".new").write_bytes(messages[rank])
+                record.with_suffix(".new").rename(record)
+        return list(messages.items())
+
+    def _lazy(self, key: str, held: dict[int, ShardedTensor]) -> dict[int, LazyTensor]:
+        """Returns what ranks hold of a tensor, to be read as it is written: all at once where the smallest rectangle
+        around it is hardly more and fits, else part by part."""
+        entry = self.source.tensors[key]
+        parts = {rank: {at: tuple(view.shape) for at, view in each.parts.items()} for rank, each in held.items()}
+        all_parts = {at: extent for each in parts.values() for at, extent in each.items()}
+        begin = list(map(min, zip(*all_parts)))
+        ends = ([i + n for i, n in zip(at, extent)] for at, extent in all_parts.items())
+        around = [max(last) - first for first, last in zip(begin, zip(*ends))]
+        num = sum(map(prod, all_parts.values()))
+        together = len(all_parts) > 1 and prod(around) * entry.dtype.itemsize <= TOGETHER and prod(around) <= 1.25 * num
+        whole = self.source.read(key, begin, around) if together else None
+
+        def values(at: tuple[int, ...]) -> Tensor:
+            if whole is None:
+                return self.source.read(key, at, all_parts[at])
+            return whole[tuple(slice(i - o, i - o + n) for i, o, n in zip(at, begin, all_parts[at]))]
+
+        return {rank: lazy_tensor(entry.size, each, entry.dtype, values) for rank, each in parts.items()}
+
+    def _record(self, rank: int) -> Path:
+        """Returns the file that says where a rank's parts are, once they are on disk."""
+        return self.records / f"rank-{rank}"
+
+    def _recorded(self, rank: int) -> bytes:
+        """Returns what the record of a rank says if its file is there and whole; else b""."""
+        record = self._record(rank)
         message = record.read_bytes() if record.exists() else b""
-        if not (message and self._is_sound(message)):
-            message = write(self.temporary, dict(self.parts_of(rank)), rank, self.save)
-            record.with_suffix(".new").write_bytes(message)
-            record.with_suffix(".new").rename(record)
-        return rank, message
+        return message if message and self._is_sound(message) else b""
 
     def _is_sound(self, message: bytes) -> bool:
         """Returns whether the file that a record describes is there and whole."""
@@ -246,9 +293,12 @@ def _items(message: bytes) -> list[tuple[str, SavedItem]]:
 def _write(job: Resharding, num_workers: int) -> None:
     """Writes the files of all ranks. All that is read of the source is compared with its checksums."""
     total = sum(item.length for items in job.source.files().values() for _, item in items)
-    messages = [b""] * job.made["world"]
+    world = job.made["world"]
+    messages, size = [b""] * world, min(NEIGHBOURS, -(-world // num_workers))
+    groups = [range(first, min(first + size, world)) for first in range(0, world, size)]
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        for rank, message in in_processes(job.write_rank, job.made["world"], num_workers):
-            messages[rank] = message
-            bar.update(sum(item.length for _, item in _items(message)))
+        for written in in_processes(lambda i: job.write_ranks(groups[i]), len(groups), num_workers):
+            for rank, message in written:
+                messages[rank] = message
+                bar.update(sum(item.length for _, item in _items(message)))
     job.finish(messages)

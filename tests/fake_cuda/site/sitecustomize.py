@@ -84,7 +84,13 @@ def objects_through_the_store(all_ranks):
     all_ranks.broadcast_bytes, all_ranks.gather_json = broadcast_bytes, gather_json
 
 
+def no_cudnn(cudnn):
+    """It looks into the driver, and does not begin."""
+    cudnn.missing = lambda: "cuDNN does not begin on a GPU that computes nothing"
+
+
 AFTER_IMPORT = {
+    "megatron5d.kernels.providers.cudnn": no_cudnn,
     "megatron5d.train.step": lively_steps,
     "megatron5d.expert_parallel.dispatcher": even_routing,
     "megatron5d.expert_parallel.load_balancing": no_layer_figures,

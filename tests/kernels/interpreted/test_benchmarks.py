@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernel_lab.bounds import allowed
 
-from megatron5d.kernels import tuning
-from megatron5d.tools import tune_kernels
+from megatron5d import kernels
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.tools import gpu_check, tune_kernels
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.tune_kernels import SPACE, Search, candidates, results
 
@@ -75,3 +76,18 @@ def test_an_entry_is_rewritten_and_nothing_else(tmp_path, monkeypatch):
         before["swiglu"][0]["config"] = {"BLOCK": 1}
         assert json.loads((tmp_path / path.name).read_text()) == before
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_what_is_ours_equals_the_plain_path(name):
+    """As launch/gpu_check.sh compares them."""
+    found = gpu_check.reference(name, torch.get_default_device().type, tiny=True)
+    assert found and all(row["right"] for provider, row in found.items() if ", by " not in provider), found
+
+
+def test_a_wrong_kernel_is_not_right(monkeypatch):
+    """A call of Triton's whose result is off by a twentieth."""
+    original = kernels.swiglu
+    monkeypatch.setattr(kernels, "swiglu", lambda x: original(x) * (1.05 if dispatch.runs_triton(x) else 1.0))
+    found = gpu_check.reference("SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True)
+    assert found["ours"]["right"] is False and 0.04 < found["ours"]["difference"] < 0.06

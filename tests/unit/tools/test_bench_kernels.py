@@ -229,4 +229,6 @@ def test_a_row_is_measured_by_each_library(quick):
         assert found["ours"]["way"] == "attention_forward" and found["ours"]["key"]["queries"] == 24
         calls["ours"] = lambda: kernels.attention(x, x, x, scale=0.2, documents=torch.zeros(2, 24, dtype=torch.int32))
         found = dict(bench_kernels.measure(named, 1, 5))
-    assert found["ours, by fa4"]["unavailable"].startswith("ValueError: fa4 does not serve") and "ms" in found["ours"]
+    assert (
+        found["ours, by fa4"]["unavailable"].startswith("ValueError: fa4: it does not take") and "ms" in found["ours"]
+    )

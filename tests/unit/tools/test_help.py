@@ -1,6 +1,7 @@
 """`--help` and refused options of every tool come before torch is imported, which takes seconds."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,19 @@ def test_a_terminal_without_our_characters_ends_nobody(program):
     command = [sys.executable, "-c", source.replace("{0}", str(program))]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=program.parent)
     assert (run.returncode, run.stderr) == (0, "") and run.stdout.endswith("\\u6d4b\n")
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_reader_that_leaves_ends_a_tool_quietly(tmp_path, unbuffered, merged):
+    """As in `convert.py inspect PATH | head`: the exit code that a shell shows for SIGPIPE, and no word."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    shown = ["show", "--schedule=1f1b", "--pp=2", "--microbatches=4"]
+    words = ["-u"] * unbuffered + [str(TOOLS[0].parent / "schedule.py"), *shown]
+    with open(tmp_path / "told", "wb") as told, open(writes, "wb") as nobody:
+        run = subprocess.run([sys.executable, *words], stdout=nobody, stderr=nobody if merged else told)
+    assert (run.returncode, (tmp_path / "told").read_text()) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("option, code", [("--help", 0), ("--no-such-option", 2)])

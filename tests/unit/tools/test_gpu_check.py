@@ -1,0 +1,131 @@
+"""launch/gpu_check.sh without a GPU: what it keeps, in which order it goes, and what ends its programs."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron5d.tools import gpu_check
+from megatron5d.tools.bench import BENCHMARKS
+from megatron5d.tools.bench.check_report import Book
+from megatron5d.tools.bench.programs import ended, sanitizer
+
+FIGURES = {"ms": 2.0, "rate": 500.0, "unit": "TFLOP/s", "peak_bytes": 2**20}
+
+
+def test_both_files_are_whole_after_every_result(tmp_path):
+    book = Book(tmp_path / "out")
+    steps = [
+        ("device", "facts", {"device": "a GPU", "capability": 90}),
+        ("addmm", "big", {"in place": True, "difference": 1e-3}),
+        ("reference", "row", {"ours": {"difference": 1e-3, "right": True}}),
+        ("benchmarks", "row", {"ours": FIGURES}),
+        ("benchmarks", "row", {"ours, by cudnn": FIGURES | {"ms": 1.0}}),
+        ("training", "1b, bf16", {"layers": 16, "ours": {"mfu": 0.5}}),
+        ("tuning", "swiglu", {"said": "a\nb | c"}),
+    ]
+    for i, (section, name, figures) in enumerate(steps):
+        book.put(section, name, figures)
+        assert len(json.loads((book.folder / "gpu_check.json").read_text())) == len({s for s, *_ in steps[: i + 1]})
+        text = (book.folder / "gpu_check.md").read_text()
+        assert text.count("\n## ") == len({s for s, *_ in steps[: i + 1]}) and name in text
+    assert "| row | ours, by cudnn | 1.000 ms, 500 TFLOP/s, 1 MiB, ours is 0.50 x |" in text
+    assert "said a / b / c" in text and "| row | ours | right, differs by 1.0e-03 |" in text
+    assert not list(book.folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("section, figures", [
+    ("reference", {"ours": {"difference": 0.5, "right": False}}),
+    ("addmm", {"in place": False}),
+    ("sanitizer", {"errors": 3}),
+])  # fmt: skip
+def test_what_is_wrong_is_not_all_right(section, figures, tmp_path):
+    book = Book(tmp_path)
+    book.put("reference", "sound", {"ours": {"difference": 0.0, "right": True}, "ours, by fa4": {"unavailable": "x"}})
+    assert book.all_right()
+    book.put(section, "row", figures)
+    assert not book.all_right()
+
+
+def test_the_order_is_by_importance():
+    rows = gpu_check.by_importance(list(BENCHMARKS))
+    assert sorted(rows) == sorted(BENCHMARKS)
+    assert rows[0].startswith("attention forward, causal, d 128") and "4 heads over 1" in "".join(rows[:6])
+    assert (
+        rows.index("grouped GEMM, 64 experts")
+        < rows.index("RMSNorm forward 16384x4096")
+        < rows.index("GELU forward 8192x14336")
+    )
+
+
+def test_a_program_is_ended_with_its_children(tmp_path):
+    mark = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
+    parent = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    begin = time.monotonic()
+    code, said = ended([sys.executable, "-c", parent], begin + 1.5)
+    assert code is None and said == "begun" and time.monotonic() - begin < 4
+    time.sleep(max(0.0, begin + 6 - time.monotonic()))
+    assert not mark.exists()
+    assert ended(["true"], time.monotonic() - 1) == (None, "not reached: the time is up")
+    assert ended([sys.executable, "-c", "print('a\\n\\nb'); raise SystemExit(3)"], begin + 60) == (3, "b")
+
+
+@pytest.mark.parametrize("summary, found", [
+    ("========= ERROR SUMMARY: 0 errors", {"errors": 0}),
+    ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", {"errors": 2}),
+    ("no device", {"unavailable": "no device"}),
+])  # fmt: skip
+def test_the_sanitizer_is_counted(summary, found, tmp_path, monkeypatch):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\n[ "$1 $2" = "--tool memcheck" ] && echo "{summary}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert sanitizer("memcheck", ["x"], time.monotonic() + 60) == found
+    program.unlink()
+    assert "PATH" in sanitizer("memcheck", ["x"], time.monotonic() + 60)["unavailable"]
+
+
+def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, until, lines=1):
+        commands.append(command)
+        if "8b" not in command:
+            Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": {"1b": {"ours": {"mfu": 0.5}}}}))
+        return 1, "no memory"
+
+    monkeypatch.setattr(gpu_check, "ended", run)
+    book = Book(tmp_path)
+    gpu_check.training(book, time.monotonic() + 60)
+    found = book.found["training"]
+    assert len(found) == len(commands) >= 4 and {name.split(",")[0] for name in found} == {"1b", "8b"}
+    assert sum("--only" not in command for command in commands) == 2, "bfloat16 of each model, beside its peer"
+    assert all(("ours" in row) if name.startswith("1b") else row == {"unavailable": "no memory"}
+               for name, row in found.items())  # fmt: skip
+    assert any("precision.fp8=blockwise" in command for command in commands)
+
+
+def test_what_is_not_reached_shares_a_line(tmp_path):
+    book = Book(tmp_path)
+    late = "not reached: the time is up"
+    told = [("addmm: a", {"in place": True}), ("reference: b", "died"), ("reference: c", late), ("reference: d", late)]
+    gpu_check._fill(book, iter(told))
+    assert book.found["reference"] == {"b": {"unavailable": "died"}, "not reached": {"rows": "c; d"}}
+
+
+def test_differences():
+    x = torch.randn(8, 8)
+    assert gpu_check.difference([x], [x]) == 0 and gpu_check.difference([x * 1.1], [x]) == pytest.approx(0.1, rel=1e-3)
+    assert gpu_check.difference([x, x * torch.nan], [x, x]) == float("inf")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would check this GPU")
+def test_without_a_gpu_it_says_so():
+    root = Path(__file__).parents[3]
+    run = subprocess.run(["bash", "launch/gpu_check.sh"], cwd=root, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and "torch sees none here" in run.stderr

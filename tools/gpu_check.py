@@ -1,0 +1,260 @@
+"""The first minutes on a new GPU: whether what is computed there is right, how fast, and beside what.
+
+    bash launch/gpu_check.sh                          nine minutes; runs/gpu_check/gpu_check.md and .json
+    bash launch/gpu_check.sh --minutes 60 --write     more rows and tuning; their results go into kernels/configs/
+
+Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so that what matters
+most is there first: the device; whether torch adds a GEMM into the main gradient in place; every kernel and library
+beside the plain path; compute-sanitizer on the kernels that overlap; the rows of tools/bench_kernels.py by importance;
+whole steps of tools/bench_train.py; and the tuner with the time that is left. Each result is written at once, and what
+crashes or hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron5d.config.command_line import print_anywhere
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="when to stop, whatever is left")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder of the two files")
+    parser.add_argument("--write", action="store_true", help="keep tuned tiles and the order of libraries")
+    parser.add_argument("--run", metavar="ROW", help="only run our calls of a row once, small: for compute-sanitizer")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    print_anywhere()
+    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+
+import torch
+
+from megatron5d.config.schema import TrainConfig
+from megatron5d.kernels import choice, dispatch
+from megatron5d.kernels.gemm import accumulate_weight_grad_triton
+from megatron5d.tools.bench import BENCHMARKS
+from megatron5d.tools.bench.check_report import Book
+from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
+from megatron5d.tools.bench.libraries import with_libraries, write_orders
+from megatron5d.tools.bench.programs import ended, sanitizer, versions
+from megatron5d.tools.bench_kernels import because, measure
+from megatron5d.tools.tune_kernels import SPACE, results
+
+TOOLS = Path(__file__).resolve().parent
+SILENCE_S = 120.0  # of one piece: three compilations and all its calls
+UNTIL = {"checks": 0.35, "benchmarks": 0.65, "training": 0.9}  # shares of the time at which the next part begins
+CLOSE = 2e-2  # relative difference in norm between two orders of summation in bfloat16 or FP8
+OVERLAPPING = ("all-gather GEMM", "GEMM reduce-scatter")
+FIRST = ("attention forward, causal, d 128", "attention backward, causal, d 128", "window of 128", "float8 blockwise",
+         "grouped", "weight gradient", "RMSNorm", "SwiGLU", "RoPE", "cross-entropy")  # fmt: skip
+ADDMM = {"14336x4096x8192": (14336, 4096, 8192), "4096x1792x8192": (4096, 1792, 8192)}  # 8B's MLP, at tp 1 and tp 8
+
+
+def by_importance(names: Sequence[str]) -> list[str]:
+    """Sorts rows of the benchmark; those that FIRST does not name keep their order behind the others."""
+    rank = {name: next((i for i, part in enumerate(FIRST) if part in name), len(FIRST)) for name in names}
+    return sorted(names, key=lambda name: rank[name])
+
+
+def compiles(provider: str) -> bool:
+    """Says whether a provider is compiled by torch, which takes longer than all others' calls."""
+    return "compile" in provider or "flex" in provider
+
+
+def launches(provider: str) -> bool:
+    """Says the opposite."""
+    return not compiles(provider)
+
+
+def device_facts() -> dict[str, Any]:
+    """Returns what there is, and what a copy and a GEMM reach."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    about = {
+        "device": properties.name,
+        "capability": choice.capability_of(torch.empty(0, device="cuda")),
+        "memory GB": round(properties.total_memory / 1e9, 1),
+        "processors": properties.multi_processor_count,
+    }
+    return about | versions()
+
+
+def addmm(m: int, n: int, k: int, device: str = "cuda") -> dict[str, Any]:
+    """Adds `[k, m]ᵀ [k, n]` in bfloat16 into a float32 main gradient by `torch.addmm(out_dtype=..., out=main)`."""
+    dy, x = (torch.randn(k, size, device=device, dtype=torch.bfloat16) for size in (m, n))
+    main = torch.randn(m, n, device=device)
+    want = torch.addmm(main, dy.float().t(), x.float())
+    got = torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main)
+    found: dict[str, Any] = {"in place": got.data_ptr() == main.data_ptr(), "difference": difference([got], [want])}
+    calls: dict[str, Callable[[], object]] = {
+        "torch.addmm into it": lambda: torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main),
+        "GEMM, then sum": lambda: main.add_(dy.t() @ x),
+        "Triton": lambda: accumulate_weight_grad_triton(main, dy, x),
+    }
+    return found | {f"{name}, ms": round(median_ms([call], 20), 4) for name, call in calls.items()}
+
+
+def difference(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Returns the largest relative difference in norm; infinite where one is not a number."""
+    off = [float((g.float() - w.float()).norm() / w.float().norm().clamp(min=1e-30)) for g, w in zip(got, want)]
+    return max(x if x == x else float("inf") for x in off)
+
+
+def reference(name: str, device: str = "cuda", tiny: bool = False) -> dict[str, Any]:
+    """Returns of each call of ours in a row, and of the libraries behind it, how far it is from the plain path's."""
+
+    def fresh() -> dict[str, Callable[[], object]]:
+        torch.manual_seed(0)
+        return with_libraries(BENCHMARKS[name].calls(device, tiny), BENCHMARKS[name].families)
+
+    found: dict[str, Any] = {}
+    for provider in (provider for provider in fresh() if provider.startswith("ours")):
+        plain = provider.partition(", by ")[0]
+        try:
+            with mock.patch.object(dispatch, "runs_triton", lambda x: False):
+                torch.manual_seed(1)
+                want = results(fresh()[plain]())
+            torch.manual_seed(1)
+            off = difference(results(fresh()[provider]()), want)
+            found[provider] = {"difference": off, "right": off <= CLOSE}
+        except Exception as error:
+            found[provider] = because(error)
+            if device == "cuda" and device_is_lost():
+                raise
+    return found
+
+
+def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
+    """Does pieces, `<section>: <name>`, telling of each result: the worker of `in_turn`."""
+    for piece in pieces:
+        section, _, name = piece.partition(": ")
+        if section in ("benchmarks", "compiled"):
+            for provider, figures in measure(BENCHMARKS[name], 2, 30, compiles if section == "compiled" else launches):
+                tell((piece, {provider: figures}))
+        else:
+            made = {"device": lambda _: device_facts(), "addmm": lambda name: addmm(*ADDMM[name]),
+                    "reference": reference}[section]  # fmt: skip
+            try:
+                tell((piece, made(name)))
+            except Exception as error:
+                tell((piece, because(error)))
+                if device_is_lost():
+                    raise
+        tell((piece,))
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def training(book: Book, deadline: float) -> None:
+    """Measures whole steps: each model in bfloat16 and FP8, with and without CUDA graphs where there is the key."""
+    if find_spec("hydra") is None:
+        book.put("training", "whole steps", {"unavailable": "hydra-core is not installed"})
+        return
+    graphs = ("none", "phases") if "cuda_graph" in TrainConfig.__dataclass_fields__ else (None,)
+    variants = [(case, fp8, graph) for graph in graphs for fp8 in ("none", "blockwise") for case in ("1b", "8b")]
+    for i, (case, fp8, graph) in enumerate(variants):
+        name = f"{case}, {'bf16' if fp8 == 'none' else 'FP8'}" + (f", graphs {graph}" if graph else "")
+        file = book.folder / "step.json"
+        file.unlink(missing_ok=True)
+        command = [sys.executable, str(TOOLS / "bench_train.py"), case, "--steps", "5", "--json", str(file)]
+        command += ["--set", f"precision.fp8={fp8}", *(["--set", f"train.cuda_graph={graph}"] if graph else [])]
+        command += [] if (fp8, graph) == ("none", graphs[0]) else ["--only", "ours"]
+        until = time.monotonic() + (deadline - time.monotonic()) / (len(variants) - i)
+        code, said = ended(command, until)
+        rows = json.loads(file.read_text())["rows"] if file.exists() else {}
+        book.put(
+            "training",
+            name,
+            rows.get(case) or {"unavailable": said or ("the time is up" if code is None else f"it ended with {code}")},
+        )
+
+
+def tuned(book: Book, deadline: float, write: bool) -> None:
+    """Tunes one operation after another, those of the first rows first."""
+    rows = by_importance([space[0] for space in SPACE.values()])
+    for operation in sorted(SPACE, key=lambda each: rows.index(SPACE[each][0])):
+        left = deadline - time.monotonic()
+        if left < 20:
+            return
+        command = [
+            sys.executable,
+            str(TOOLS / "tune_kernels.py"),
+            operation,
+            "--minutes",
+            f"{min(120, left - 15) / 60}",
+        ]
+        _, said = ended([*command, *([] if write else ["--dry-run"])], deadline, lines=4)
+        book.put("tuning", operation, {"said": said or "the time is up"})
+
+
+def check(book: Book, minutes: float, write: bool) -> None:
+    """Does everything in its order."""
+    began = time.monotonic()
+    until = {name: began + 60 * minutes * share for name, share in UNTIL.items()}
+    rows = by_importance(list(BENCHMARKS))
+    checks = ["device: facts", *(f"addmm: {name}" for name in ADDMM), *(f"reference: {name}" for name in rows)]
+    _fill(book, in_turn(work, checks, SILENCE_S, until["checks"]))
+    for row in (row for row in rows if row.startswith(OVERLAPPING)):
+        for tool in ("memcheck", "racecheck"):
+            command = [sys.executable, str(TOOLS / "gpu_check.py"), "--run", row]
+            book.put("sanitizer", f"{tool}: {row}", sanitizer(tool, command, until["benchmarks"]))
+    timed = [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
+    _fill(book, in_turn(work, timed, SILENCE_S, until["benchmarks"]))
+    capability = book.found.get("device", {}).get("facts", {}).get("capability")
+    if write and capability and (file := write_orders(book.found.get("benchmarks", {}), capability)):
+        book.put("device", "order of libraries", {"written": str(file)})
+    training(book, until["training"])
+    tuned(book, began + 60 * minutes, write)
+
+
+def _fill(book: Book, told: Iterator[tuple]) -> None:
+    """Puts in what a worker tells; the pieces that the time did not suffice for share a line."""
+    unreached: dict[str, list[str]] = {}
+    for piece, result in told:
+        section, _, name = piece.partition(": ")
+        section = "benchmarks" if section == "compiled" else section
+        if isinstance(result, str) and result.startswith("not reached"):
+            unreached.setdefault(section, []).append(name)
+        else:
+            book.put(section, name, {"unavailable": result} if isinstance(result, str) else result)
+    for section, names in unreached.items():
+        book.put(section, "not reached", {"rows": "; ".join(dict.fromkeys(names))})
+
+
+def main() -> int:
+    args = _arguments()
+    if args.run:
+        for provider, call in BENCHMARKS[args.run].calls("cuda", tiny=True).items():
+            if provider.startswith("ours"):
+                call()
+        torch.cuda.synchronize()
+        return 0
+    if not torch.cuda.is_available():
+        print("gpu_check checks a GPU, and torch sees none here", file=sys.stderr)
+        return 2
+    book = Book(args.out)
+    try:
+        check(book, args.minutes, args.write)
+    except KeyboardInterrupt:
+        print("interrupted: what was found is written", file=sys.stderr)
+        return 130
+    finally:
+        print(f"{book.folder}/gpu_check.md and .json", flush=True)
+    return 0 if book.all_right() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
