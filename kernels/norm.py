@@ -37,9 +37,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     wide = x.to(statistics_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    if bias is not None:
-        y = y + bias.to(wide.dtype)
-    return y.to(x.dtype)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool) -> Tensor:
