@@ -68,7 +68,7 @@ function overTime(record) {
     return { name, paint, at: [...start.map((_, place) => flat + (passing[kind]?.[place] ?? 0)), flat + (kind === "workspace" ? after : 0)] };
   }).filter((band) => band.at.some((value) => value > 0));
   const sums = start.concat(0).map((_, place) => bands.reduce((all, band) => all + band.at[place], 0));
-  const most = Math.max(have, ...sums) * 1.04, py = (value) => base - (value / most) * (base - 14);
+  const peak = Math.max(...sums), above = have > 2.5 * peak, most = above ? 1.25 * peak : 1.04 * Math.max(have, peak), py = (value) => base - (value / most) * (base - 14);
   // the passes take the width to `right`; the end of the step, which is not to scale, the rest
   const px = (tick) => left + (tick / 100000) * (right - left), edges = [...start.map((tick, place) => [px(tick), px(end[place])]), [right, width]];
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Memory of pipeline rank ${rank} over a step` });
@@ -79,8 +79,10 @@ function overTime(record) {
     svg.append(make("path", { d: `M${line(top).join("L")}L${line(floor).reverse().join("L")}Z`, fill: `var(${band.paint})` }));
     floor = top;
   }
-  if (have) svg.append(make("line", { x1: left, x2: width, y1: py(have), y2: py(have), stroke: "var(--bad)", "stroke-width": 2 }), make("text", { x: width, y: py(have) - 4, "font-size": 12, "text-anchor": "end" }, `${layout().device.name}: ${gib(have)}`));
-  for (const value of [0, most / 2, most / 1.04]) svg.append(make("text", { x: left - 6, y: py(value) + 4, "font-size": 11, "text-anchor": "end" }, gib(value)));
+  const limit = above ? 14 : py(have); // far above what is needed it is drawn at the top, dashed
+  if (have) svg.append(make("line", { x1: left, x2: width, y1: limit, y2: limit, stroke: "var(--bad)", "stroke-width": 2, "stroke-dasharray": above ? "8 5" : null }),
+    make("text", { x: width, y: limit - 3, "font-size": 12, "text-anchor": "end" }, `${layout().device.name}: ${gib(have)}${above ? ", above this scale" : ""}`));
+  for (const value of [0, peak / 2, peak]) svg.append(make("text", { x: left - 6, y: py(value) + 4, "font-size": 11, "text-anchor": "end" }, gib(value)));
   svg.append(make("line", { x1: right, x2: right, y1: 14, y2: base, stroke: "var(--ink)", "stroke-dasharray": "2 3" }), make("text", { x: left, y: height - 6, "font-size": 11 }, "0"),
     make("text", { x: right - 6, y: height - 6, "font-size": 11, "text-anchor": "end" }, `the passes end: ${span(record, record.makespan)}`), make("text", { x: width, y: height - 6, "font-size": 11, "text-anchor": "end" }, "update"));
   svg.addEventListener("mousemove", (event) => {
@@ -88,6 +90,6 @@ function overTime(record) {
     showTip(event, place < 0 ? "" : `pipeline rank ${rank}${place < start.length ? ` from ${span(record, (start[place] / 100000) * record.makespan)}` : ", end of the step"}: ${gib(sums[place])}\n` + bands.filter((band) => band.at[place]).map((band) => `${band.name} ${gib(band.at[place])}`).join("\n"));
   });
   svg.addEventListener("mouseleave", hideTip);
-  return [make("h3", {}, `Pipeline rank ${rank} over a step`), make("p", { class: "lead" }, `The layout as it is, at most ${gib(Math.max(...sums))}: each pass at its worst moment, then what is held until the next; at the right the end of the step, not to scale.`),
+  return [make("h3", {}, `Pipeline rank ${rank} over a step`), make("p", { class: "lead" }, `The layout as it is, at most ${gib(peak)}: each pass at its worst moment, then what is held until the next; at the right the end of the step, not to scale.`),
     make("div", { class: "scroll" }, svg), make("div", { class: "legend" }, ...bands.map((band) => make("span", {}, make("i", { style: `--c:var(${band.paint})` }), band.name)))];
 }

@@ -26,11 +26,11 @@ function waterfall(parts, total) {
 pane("step", "The step's time", "Where the time of one step goes on the busiest pipeline rank. It follows the switches of the layer.", () => {
   const now = variant();
   const measured = DATA.runs.flatMap((run) => [make("p", {}, make("b", {}, run.name), ", measured: ", figure(`${seconds(run.step_time_s)} a step`, "run")), waterfall(run.breakdown.map(([name, value]) => [name, value, "--tp"]), run.step_time_s)]);
-  if (!now?.seconds) return [make("p", { class: "dimmed" }, now?.unknown_time ?? now?.refused ?? "not computed"), ...measured, byAxis(now)];
+  if (!now?.seconds) return [make("p", { class: "dimmed" }, now?.unknown_time ?? now?.refused ?? "not computed"), ...measured, ...byAxis(now)];
   const parts = Object.entries(now.seconds).filter(([, value]) => value > 1e-9).map(([kind, value]) => [...named(kind), value]).map(([name, paint, value]) => [name, value, paint]);
   const ideal = now.mfu * now.step_time_s;
   return [make("p", {}, "At the device's peak the step would take ", figure(seconds(ideal), "mfu"), "; predicted: ", figure(`${seconds(now.step_time_s)}, ${percent(now.mfu)} MFU, ${count(now.tokens_per_s_per_gpu)} tokens/s a GPU`, "step"), "."),
-    waterfall(parts, now.step_time_s), ...measured, byAxis(now)];
+    waterfall(parts, now.step_time_s), ...measured, ...byAxis(now)];
 });
 
 function named(kind) { return TIMES[kind] ?? [kind, "--dim"]; }
