@@ -31,8 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
-# every optimiser imports the one, every save the other: once here, or for a second in each rank
-PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint")
+PRELOADED = ("torch.distributed.checkpoint",)  # which every save imports: once here, or for a second in each rank
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw
 ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}  # for the other ranks to refuse as well, or to close their files

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -143,6 +144,13 @@ def by_turns(scores, samples, c):
     return torch.zeros_like(scores).scatter(-1, experts, 1.0)
 
 
+def replayed(scores, samples, layer, c, moe):
+    """0/1 choice [b, s, E]: what the file says of each sample and position, in the order of the blocks with experts."""
+    place = sum(is_moe(c, i) for i in range(int(layer.split(".")[1])))
+    experts = torch.from_numpy(np.load(moe.replay).astype(np.int64))[samples, :, place]
+    return torch.zeros_like(scores).scatter(-1, experts, 1.0)
+
+
 def limited(chosen, weights, moe, mbs):
     """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order (position, row)."""
     taken = torch.zeros_like(chosen)
@@ -173,7 +181,10 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
     z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
     z = z + w[f"{layer}.router.linear_bias"] if c.router_linear_bias else z
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
-    chosen = by_turns(scores, noise[1], c) if moe.force_balanced else route(scores.detach(), w, layer, c)
+    if moe.replay:
+        chosen = replayed(scores, noise[1], layer, c, moe)
+    else:
+        chosen = by_turns(scores, noise[1], c) if moe.force_balanced else route(scores.detach(), w, layer, c)
     chosen = chosen * real
     weights = scores * chosen
     if c.norm_topk_prob:

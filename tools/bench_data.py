@@ -21,6 +21,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -120,33 +121,25 @@ def encoding(folder: Path, documents: list[str], repeats: int) -> Row:
     return cpu_seconds(ways, repeats, check)
 
 
-class Encoder:
-    """What a worker of preprocess_data.py does with a line of JSON."""
+@cache
+def _tokenizer(folder: Path) -> Any:
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
 
-    tokenizer: Any = None
+    return HuggingFaceTokenizer(str(folder), use_fast=True)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
 
-    def begin(self) -> None:
-        from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
-
-        Encoder.tokenizer = HuggingFaceTokenizer(self.folder, use_fast=True)
-
-    def encode(self, line: str) -> list[int]:
-        ids = Encoder.tokenizer.text_to_ids(json.loads(line)["text"])
-        return [*ids, Encoder.tokenizer.eod] if ids else ids
+def _encode(folder: Path, line: str) -> list[int]:
+    ids = _tokenizer(folder).text_to_ids(json.loads(line)["text"])
+    return [*ids, _tokenizer(folder).eod] if ids else ids
 
 
 def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -> None:
     """Does what preprocess_data.py --append-eod does: a pool that encodes lines, and a builder that writes."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    encoder = Encoder(folder)
-    encoder.begin()
-    with lines.open(encoding="utf-8") as file, multiprocessing.Pool(workers, initializer=encoder.begin) as pool:
+    with lines.open(encoding="utf-8") as file, multiprocessing.Pool(workers, _tokenizer, (folder,)) as pool:
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype_for_vocab(VOCAB).type)
-        for ids in pool.imap(encoder.encode, file, 32):
+        for ids in pool.imap(partial(_encode, folder), file, 32):
             builder.add_document(ids, [len(ids)])
         builder.finalize(f"{prefix}.idx")
         pool.close()
@@ -155,16 +148,15 @@ def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -
 
 def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int) -> Row:
     """Measures preprocessing of half the documents and of all: the difference is the time of what is more."""
+    _tokenizer(folder)  # before a pool is forked, as Megatron does
     ways: Ways = {}
     sizes = {"some": len(documents) // 2, "all": len(documents)}
     for size, count in sizes.items():
-        lines = folder / f"{size}.jsonl"
+        lines, theirs = folder / f"{size}.jsonl", folder / f"megatron_{size}"
         lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:count]), encoding="utf-8")
         job = Job((lines,), str(folder / f"ours_{size}"), Recipe(str(folder), append_eod=True))
-        ways[f"ours {size}"] = lambda job=job: preprocess(job, workers, overwrite=True)  # type: ignore[misc]
-        ways[f"megatron {size}"] = lambda lines=lines, size=size: megatron_preprocess(  # type: ignore[misc]
-            folder, lines, folder / f"megatron_{size}", workers
-        )
+        ways[f"ours {size}"] = partial(preprocess, job, workers, overwrite=True)
+        ways[f"megatron {size}"] = partial(megatron_preprocess, folder, lines, theirs, workers)
 
     def check(_: dict[str, Any]) -> None:
         for size in sizes:

@@ -291,6 +291,8 @@ class MoeConfig:
     planned_imbalance: float = 1.5  # for the memory forecast: rows of the busiest rank's experts / an even share
     jitter: float = 0.0  # in training, a router's input is multiplied by random factors of 1 ± this; 0 = off
     force_balanced: bool = False  # True: experts by turns, whatever the router says: for benchmarks
+    replay: str | None = None  # file of the experts that tokens take, whatever the router says; None = the router's
+    record: str | None = None  # file to which the experts of every token are written, for `replay`
     drop_by: str = "probability"  # which tokens a full expert drops: probability (the smallest) | position (the last)
     fp8_dispatch: bool = (
         False  # tokens are dispatched to their experts in fp8 (1×128 groups); results and gradients are not

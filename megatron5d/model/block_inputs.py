@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron5d.config.derived import window_of
+from megatron5d.config.derived import batch_schedule, samples_of_steps, window_of
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
@@ -18,6 +18,7 @@ from megatron5d.topology.mesh import Mesh
 if TYPE_CHECKING:
     from megatron5d.context_parallel.attention import ContextAttention
     from megatron5d.expert_parallel.load_balancing import Balancer
+    from megatron5d.expert_parallel.replay import RoutingFile
     from megatron5d.expert_parallel.router import Jitter
     from megatron5d.model.token_share import TokenShare
 
@@ -95,6 +96,17 @@ class BlockInputs:
         from megatron5d.expert_parallel.router import Jitter
 
         return Jitter(amount, train.seed, train.seq_len)
+
+    @cached_property
+    def routing(self) -> RoutingFile | None:
+        """The file of experts that moe.replay reads, or moe.record writes."""
+        moe, train = self.config.moe, self.config.train
+        if moe.replay is None and moe.record is None:
+            return None
+        from megatron5d.expert_parallel.replay import RoutingFile
+
+        samples = None if moe.record is None else samples_of_steps(train.steps, batch_schedule(self.config))
+        return RoutingFile(moe.replay or moe.record or "", self.model, train.seq_len, samples)
 
     def pre_norm(self, name: str) -> Norm | None:
         """Builds the norm before a residual branch; None where it has none (model.block_norm)."""

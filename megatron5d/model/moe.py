@@ -48,6 +48,7 @@ class MoEState(NamedTuple):
 def capturable(shared: BlockInputs) -> bool:
     """Says whether the phases can be captured as graphs: no splits of an all-to-all are read on the host."""
     whole = shared.sp or shared.tp.size == 1  # else tokens may be padded to equal shares
+    whole = whole and shared.config.moe.replay is None and shared.config.moe.record is None  # files
     return whole and shared.mesh["ep_etp"].size == 1 and shared.config.moe.capacity_factor is None
 
 
@@ -86,6 +87,7 @@ class MoEDispatch(nn.Module):
         assert shared.balancer is not None
         self.config, self.moe, self.layer = shared.model, shared.config.moe, layer
         self.share, self.balancer, self.jitter = shared.token_share, shared.balancer, shared.jitter
+        self.routing = shared.routing
         self.cp_tp, name = shared.mesh["cp_tp"], f"layers.{layer}"
         self.capturable = capturable(shared)
         self.norm = None if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
@@ -108,8 +110,9 @@ class MoEDispatch(nn.Module):
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
-        forced = round_robin(tokens.turns, self.config) if self.moe.force_balanced else None
-        experts, weights = self.router(logits, forced)  # [n, k]
+        experts, weights = self.router(logits, self._forced(tokens))  # [n, k]
+        if self.moe.record is not None and self.routing is not None and tokens.samples is not None:
+            self.routing.note(self.layer, tokens, experts)
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
             weights = tokens.masked(weights)
@@ -121,6 +124,12 @@ class MoEDispatch(nn.Module):
         rows, weights, dispatch = self.dispatcher.dispatch(mine, taken, weights, all_sent)
         shared = normed if self.config.shared_ffn_hidden_size else None
         return MoEState(x, rows, weights, shared, dispatch, self.parts.source("permute", mine))
+
+    def _forced(self, tokens: Tokens) -> Tensor | None:
+        """Returns int64 `[n, k]`, the experts that a token takes whatever the router says; None = as it says."""
+        if self.moe.replay is not None and self.routing is not None and tokens.samples is not None:
+            return self.routing.chosen(self.layer, tokens)
+        return round_robin(tokens.turns, self.config) if self.moe.force_balanced else None
 
     def _jittered(self, x: Tensor, tokens: Tokens) -> Tensor:
         if self.jitter is None or tokens.samples is None:

@@ -35,6 +35,28 @@ def apex_adam() -> type | None:
     return FusedAdam if hasattr(amp_C, "multi_tensor_adam") else None
 
 
+class FusedAdamW:
+    """The update of `torch.optim.AdamW(fused=True)`, whose constructor alone imports torch's compiler: a second."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        self.param_groups = [{"lr": lr, **group} for group in param_groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}  # of each: exp_avg, exp_avg_sq and step
+        self.betas, self.eps = betas, eps
+
+    def step(self) -> None:
+        """Updates the tensors by their `.grad`."""
+        for group in self.param_groups:
+            states = [self.state[view] for view in group["params"]]
+            if states:
+                first, second, steps = ([each[kind] for each in states] for kind in ("exp_avg", "exp_avg_sq", "step"))
+                torch._foreach_add_(steps, 1)
+                torch._fused_adamw_(
+                    group["params"], [view.grad for view in group["params"]], first, second, [], steps, amsgrad=False,
+                    lr=group["lr"], beta1=self.betas[0], beta2=self.betas[1], weight_decay=group["weight_decay"],
+                    eps=self.eps, maximize=False,
+                )  # fmt: skip
+
+
 class AdamW(SliceOptimizer):
     """AdamW; the arguments are those of SliceOptimizer.
 
@@ -86,8 +108,8 @@ class AdamW(SliceOptimizer):
         pairs = [(state, segment) for state in slices for segment in state.segments]
         return [pair for pair in pairs if scale_of(pair[1].spec, self.config.lr_scale) == scale]
 
-    def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
-        """Returns the optimiser of torch or apex, with our tensors as its parameters and state.
+    def _build(self, groups, states, config: OptimConfig):
+        """Returns torch's update or apex's optimiser, with our tensors as its parameters and state.
 
         Args:
             groups: (factor of the rate, decay) -> views of the masters.
@@ -110,8 +132,7 @@ class AdamW(SliceOptimizer):
             counted = [{**group, "step": 0} for group in param_groups]  # it counts by group, from its first step on
             optimizer = apex(counted, adam_w_mode=True, **settings)
         else:
-            planned = all(view.is_meta for view in states)  # torch has no fused AdamW on the meta device
-            optimizer = torch.optim.AdamW(param_groups, fused=not planned, **settings)
+            optimizer = FusedAdamW(param_groups, **settings)
             for state in states.values():
                 state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
         for view, state in states.items():

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 (optimisers import it, which takes a second: once here, not in each rank)
+import torch._dynamo  # noqa: F401 (meta tensors and dispatch modes import it, which takes a second: not in each rank)
 import torch.distributed as dist
 
 from megatron5d.parity.collective_trace import first_mismatch, note_collectives

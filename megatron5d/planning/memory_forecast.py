@@ -240,8 +240,9 @@ def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int)
         targets = torch.zeros((), dtype=torch.float64, device="meta")
         model.balancer.start_step(num_microbatches, targets, mesh["dp_cp"], False)
     shape = torch.Size(boundary_form(config, "meta").shape)
-    for share in {module.share for module in model.modules() if isinstance(module, MoEDispatch)}:
-        share.tokens(shape, batch)  # made by a run's first micro-batch, and remembered
+    with MemoryWatch():  # for its quick operations
+        for share in {module.share for module in model.modules() if isinstance(module, MoEDispatch)}:
+            share.tokens(shape, batch)  # made by a run's first micro-batch, and remembered
     return batch
 
 

@@ -10,8 +10,9 @@ between the first and the last.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,25 +20,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.pipeline_parallel.phase import NoHooks
 from megatron5d.pipeline_parallel.stage import Pass, Stage
+from megatron5d.planning.element_wise import output_of
 from megatron5d.precision.fp8_recipes import quantized_copies
 from megatron5d.precision.gemm import forget_copies
 
 BOUNDARY = "input"  # kind of the input and output of a stage
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a tree; of a wrapper subclass, which has no memory of its own, those inside it."""
-    for leaf in tree_leaves(tree):
-        if is_traceable_wrapper_subclass(leaf):
-            yield from (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
-        elif isinstance(leaf, Tensor):
-            yield leaf
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists; of a wrapper subclass, which has no memory of its own, those inside it."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            if type(value) is Tensor or not is_traceable_wrapper_subclass(value):
+                yield value
+            else:
+                yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
+
+
+@functools.cache
+def _makes_only_views(func: Any) -> bool:
+    return all(each.alias_info is not None for each in func._schema.returns)
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -57,6 +66,10 @@ class MemoryWatch(TorchDispatchMode):
         self.largest: tuple[int, tuple[int, ...], str] = (0, (), "")
         self._sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storage -> [its bytes]
         self._resize = torch.UntypedStorage.resize_
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # as torch would by importing its compiler
+        return False
 
     def __enter__(self):
         watch, resize = self, self._resize
@@ -80,11 +93,15 @@ class MemoryWatch(TorchDispatchMode):
         return self.live_bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            if id(tensor.untyped_storage()) not in given:
-                self._made(tensor, str(func))
+        kwargs = kwargs or {}
+        out = output_of(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+        if not _makes_only_views(func):
+            given = {id(tensor.untyped_storage()) for tensor in _tensors((args, tuple(kwargs.values())))}
+            for tensor in _tensors((out,)):
+                if id(tensor.untyped_storage()) not in given:
+                    self._made(tensor, str(func))
         return out
 
     def _made(self, tensor: Tensor, operation: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 (optimisers import it, which takes seconds: once here, not in each process)
+import torch._dynamo  # noqa: F401 (meta tensors import it, which takes a second: once here, not in each process)
 from torch import Tensor
 from tqdm import tqdm
 

@@ -22,6 +22,8 @@ NEED_EXPERTS: dict[str, Any] = {
     "moe.jitter": 0.0,
     "moe.capacity_factor": None,
     "moe.fp8_dispatch": False,
+    "moe.replay": None,
+    "moe.record": None,
     "model.shared_ffn_hidden_size": 0,
     "model.router_bias": False,
     "model.router_linear_bias": False,
@@ -35,6 +37,18 @@ def routing_needs_experts(c: Config, world: int) -> Faults:
         yield fault(
             f"model.num_experts = 0 makes a dense model, on which {', '.join(unused)} would do nothing",
             " ".join(f"{key}={spelled(idle)}" for key, idle in unused.items()),
+        )
+
+
+@check("moe.replay", "moe.record", "moe.force_balanced")
+def experts_chosen_once(c: Config, world: int) -> Faults:
+    given = [key for key in ("replay", "record", "force_balanced") if getattr(c.moe, key)]
+    if "replay" in given and len(given) > 1:
+        yield fault(
+            f"moe.replay = {c.moe.replay} says which experts tokens take, and so does moe.{given[1]}"
+            if given[1] != "record"
+            else f"moe.replay = {c.moe.replay} is what moe.record = {c.moe.record} would write",
+            " ".join(f"moe.{key}={spelled(None if key == 'record' else False)}" for key in given[1:]),
         )
 
 

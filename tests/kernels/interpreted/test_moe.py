@@ -7,6 +7,7 @@ from megatron5d.kernels import gemm as grouped
 from megatron5d.kernels import moe
 from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
 from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels.providers.torch_gemm import clear_rest
 
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 
@@ -175,3 +176,13 @@ def test_top_k_ties_and_impossible_scores():
     assert values.isnan().tolist() == [[True, True], [True, False]] and values[1, 1] == 7
     with pytest.raises(ValueError, match="cannot choose 5"):
         moe.top_k(scores, 5)
+
+
+@pytest.mark.parametrize("last", [0, 5, 16, 17, 40])
+def test_rows_past_the_last_expert_are_cleared(last):
+    """As after a library's grouped GEMM, which leaves there what there was; nothing else is touched."""
+    y = torch.full((40, 1030), torch.nan, dtype=torch.bfloat16)
+    y[:last] = 3.0
+    offsets = torch.tensor([0, last // 2, last], dtype=torch.int32)
+    assert clear_rest(y, offsets) is y
+    assert (y[:last] == 3.0).all() and (y[last:] == 0).all()

@@ -1,0 +1,137 @@
+"""Outputs of element-wise operations on the meta device, from sizes alone.
+
+torch has them computed by Python functions, which take some ten times as long, and the first of which imports its
+compiler: a second of every start. Here only the dtype is asked of torch, on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides."""
+_JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
+_REDUCING = (torch.ops.aten.mean.dim, torch.ops.aten.logsumexp.default)
+
+
+def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Runs an operation of the meta device, if it makes one new tensor element by element, or is another simple one.
+
+    Args:
+        func: the operation, as `__torch_dispatch__` is given it.
+        args: its arguments.
+        kwargs: those with names.
+
+    Returns:
+        The output, without memory; None where torch has to run it.
+    """
+    if func in _JOINING:
+        return _joined(func is _JOINING[1], *args)
+    if func in _REDUCING and args[0].is_meta and not kwargs:
+        return torch.ops.aten.sum.dim_IntList(*args)  # of the same shape and dtype
+    if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
+        return torch.empty(args[0].shape, dtype=args[3], device="meta")
+    if not _is_simple(func) or type(args[0]) not in (Tensor, nn.Parameter, float, int):
+        return None
+    if func._schema.is_mutable:
+        return args[0] if args[0].is_meta else None
+    given, on_meta = list[tuple](), False
+    for value in args:
+        if isinstance(value, Tensor):
+            on_meta |= value.is_meta
+            if type(value) not in (Tensor, nn.Parameter) or not (value.is_meta or value.ndim == 0):
+                return None
+            given.append((value.dtype, value.shape, value.stride()))
+        else:
+            given.append((type(value), value, ()))
+    if not on_meta:
+        return None
+    shape, strides, dtype = _output(func, tuple(kwargs.items()), *given)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    """Returns the output of torch.stack or torch.cat; None where dtypes, devices or numbers of dims differ."""
+    first = tensors[0]
+    kinds = {(type(each) is Tensor, each.is_meta, each.dtype, each.ndim) for each in tensors}
+    if kinds != {(True, True, first.dtype, first.ndim)}:
+        return None
+    shape = list(first.shape)
+    if stacked:
+        shape.insert(dim % (len(shape) + 1), len(tensors))
+    else:
+        shape[dim] = sum(each.shape[dim] for each in tensors)
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+@functools.cache
+def _is_simple(func: Any) -> bool:
+    """Returns whether an operation changes its first argument's elements, or is element-wise and makes a tensor."""
+    schema = func._schema
+    if schema.is_mutable:
+        written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+        in_place = schema.name.endswith("_") and len(schema.returns) == 1 and written[0] and not any(written[1:])
+        return in_place and torch.Tag.inplace_view not in func.tags
+    untagged = func is torch.ops.aten.floor_divide.default
+    return untagged or (torch.Tag.pointwise in func.tags and len(schema.returns) == 1)
+
+
+@functools.lru_cache(1 << 14)
+def _output(func: Any, named: tuple, *given: tuple) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
+    """Returns shape, strides and dtype of the output.
+
+    Args:
+        func: an element-wise operation.
+        named: names and values of arguments that are no tensors.
+        given: of each tensor dtype, shape and strides; of other values type, value and ().
+    """
+    tensors = [(shape, strides) for kind, shape, strides in given if isinstance(kind, torch.dtype)]
+    tiny = [
+        torch.ones((1,) * len(value), dtype=kind) if isinstance(kind, torch.dtype) else value
+        for kind, value, _ in given
+    ]
+    rank = max(len(shape) for shape, _ in tensors)
+    sizes = zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape, _ in tensors))
+    shape = [next((size for size in each if size != 1), 1) for each in sizes]  # broadcast; torch's imports sympy
+    contiguous = func in _CONTIGUOUS or ("memory_format", torch.contiguous_format) in named
+    order = range(len(shape)) if contiguous else _order(shape, [_expanded(each, shape) for each in tensors])
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return shape, strides, func(*tiny, **dict(named)).dtype
+
+
+def _expanded(layout: Layout, shape: Sequence[int]) -> list[int]:
+    """Returns the strides of a tensor that is broadcast to a shape."""
+    padding = len(shape) - len(layout[0])
+    own = (stride if size == wanted else 0 for size, stride, wanted in zip(*layout, shape[padding:]))
+    return [0] * padding + list(own)
+
+
+def _order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the dims from the outermost in memory to the innermost, as torch's TensorIterator sorts them."""
+
+    def compare(first: int, second: int) -> int:
+        for each in strides:
+            if each[first] and each[second] and each[first] != each[second]:
+                return 1 if each[first] > each[second] else -1
+            if each[first] and each[second] and shape[first] > shape[second]:
+                return 1
+        return 0
+
+    order = list(reversed(range(len(shape))))
+    for end in range(1, len(order)):
+        place = end
+        for before in reversed(range(end)):
+            found = compare(order[before], order[place])
+            if found > 0:
+                order[before], order[place], place = order[place], order[before], before
+            elif found < 0:
+                break
+    return order[::-1]

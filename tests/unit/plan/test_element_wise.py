@@ -1,0 +1,94 @@
+"""What is computed from sizes has the shape, dtype and strides of what torch computes."""
+
+import random
+
+import pytest
+import torch
+
+from megatron5d.planning.element_wise import output_of
+
+aten = torch.ops.aten
+FLOATS = [torch.float32, torch.bfloat16, torch.float64]
+TWO, ONE = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gt.Tensor), (aten.exp.default, aten.silu.default)
+
+
+def strided(rng, shape, dtype):
+    """Dims in any order in memory, with gaps, some of them expanded."""
+    order = rng.sample(range(len(shape)), len(shape))
+    whole = torch.ones([shape[dim] + rng.choice([0, 0, 3]) for dim in order], dtype=dtype)
+    for place, dim in enumerate(order):
+        whole = whole.narrow(place, 0, shape[dim])
+    return whole.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def on_meta(tensor):
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def form(tensor):
+    """Strides of dims of one element say nothing."""
+    return tensor.shape, tensor.dtype, [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_strides_and_broadcasts(seed):
+    rng, seen = random.Random(seed), 0
+    for _ in range(300):
+        shape, dtype = [rng.choice([1, 2, 3, 5]) for _ in range(rng.randint(0, 5))], rng.choice(FLOATS)
+        func = rng.choice(TWO + ONE)
+        given = []
+        for _ in range(1 if func in ONE else 2):
+            tensor = strided(rng, [1 if rng.random() < 0.2 else size for size in shape], dtype)
+            given.append(tensor.expand(shape) if rng.random() < 0.2 else tensor)
+        out = output_of(func, [on_meta(tensor) for tensor in given], {})
+        assert out is not None and out.is_meta and form(out) == form(func(*given)), [each.stride() for each in given]
+        seen += any(not tensor.is_contiguous() for tensor in given)
+    assert seen > 100
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.ops.aten.mean.dim(x, [-1], True),
+        lambda x: torch.ops.aten.logsumexp.default(x, [0]),
+        lambda x: torch.ops.aten.gelu.default(x, approximate="tanh"),
+        lambda x: torch.ops.aten.clone.default(x, memory_format=torch.contiguous_format),
+        lambda x: torch.ops.aten.clone.default(x),
+        lambda x: torch.ops.aten.pow.Scalar(10000.0, x),
+        lambda x: torch.ops.aten.masked_fill.Scalar(x, x > 0, float("-inf")),
+        lambda x: torch.ops.aten.add.Tensor(x, torch.ones((), dtype=torch.float64)),
+        lambda x: torch.ops.aten.mul.Tensor(x, torch.ones(3, dtype=torch.float64, device=x.device)),
+        lambda x: torch.ops.aten.floor_divide.default(x, 2),
+        lambda x: torch.ops.aten.cat.default([x, x[:1]]),
+        lambda x: torch.ops.aten.stack.default([x, x], -1),
+        lambda x: torch.ops.aten._softmax_backward_data.default(x, x, -1, x.dtype),
+        lambda x: torch.ops.aten.exp_.default(x),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_operations(call, dtype):
+    x = torch.ones(3, 4, 2, dtype=dtype).permute(1, 2, 0)
+    with Answered() as answered:
+        out = call(on_meta(x))
+    assert answered.count == 1 and form(out) == form(call(x))
+
+
+class Answered(torch.utils._python_dispatch.TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = output_of(func, args, kwargs or {})
+        if out is None:
+            return func(*args, **(kwargs or {}))
+        self.count += "gt" not in str(func)
+        return out
+
+
+def test_it_leaves_what_it_does_not_know_to_torch():
+    x, real = torch.empty(2, 3, device="meta"), torch.ones(2, 3)
+    for func, args in [
+        (aten.add.Tensor, (real, real)), (aten.mm.default, (x, x.t())), (aten.cat.default, ([real, real],)),
+        (aten.exp_.default, (real,)), (aten.transpose_.default, (x, 0, 1)), (aten.cat.default, ([x, x.double()],)),
+        (aten.add.out, (x, x)),
+    ]:  # fmt: skip
+        assert output_of(func, args, {}) is None, func
