@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, rows_of, statistics_dtype, tl
 
 GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")
 KINDS = (*GATED, "gelu", "gelu_tanh")
@@ -170,7 +170,7 @@ def _flags(kind: str) -> dict[str, bool]:
     return {"GATED": kind in GATED, "TANH": kind.endswith("tanh"), "CLAMPED": kind == "swiglu_clamped"}
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weights, kind: str, overwrite: bool):
         rows = rows_of(x)
@@ -186,7 +186,6 @@ class _Activation(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         x, weights = ctx.saved_tensors
         return *activation_backward(dy, x, weights, ctx.kind, ctx.overwrite), None, None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
 
 try:
     import triton.language as tl
@@ -67,15 +68,18 @@ def runs_triton(x: Tensor) -> bool:
     return INTERPRETED and x.device.type == "cpu"
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a backward of which a graph is wanted (`create_graph=True`).
+class _Recorded(FunctionMeta):
+    """Gives each function the backward that the engine calls, without the frames that torch puts around it."""
 
-    What kernels compute is not recorded, nor is what was kept from the forward, such as the log-sum-exp: a second
-    derivative would lack terms, and nothing would tell.
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+        super().__init__(name, bases, attributes)
+        backward = attributes.get("backward")
+        if backward is not None:
+            cls._backward_cls.apply = _once(backward.__func__)  # type: ignore[attr-defined]
 
-    Raises:
-        RuntimeError: instead of a gradient.
-    """
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a backward of which a graph is wanted."""
 
     @functools.wraps(backward)
     def refusing(ctx, *gradients):
@@ -84,6 +88,17 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return refusing
+
+
+class FirstOrderFunction(torch.autograd.Function, metaclass=_Recorded):
+    """An autograd Function with one derivative; a small call costs the host half of what torch's own does.
+
+    What kernels compute is not recorded, nor is what was kept from the forward, such as the log-sum-exp: a second
+    derivative (`create_graph=True`) would lack terms, and nothing would tell, so it raises RuntimeError. Transforms of
+    torch.func, which torch tests for in every call, do not take it.
+    """
+
+    apply = torch._C._FunctionBase.__dict__["apply"]
 
 
 def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

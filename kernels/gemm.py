@@ -22,7 +22,15 @@ from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
 from megatron5d.kernels.choice import GroupedRequest
-from megatron5d.kernels.dispatch import HALF_DTYPES, cdiv, first_order, jit, next_power_of_2, statistics_dtype, tl
+from megatron5d.kernels.dispatch import (
+    HALF_DTYPES,
+    FirstOrderFunction,
+    cdiv,
+    jit,
+    next_power_of_2,
+    statistics_dtype,
+    tl,
+)
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
 
 
@@ -254,14 +262,13 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
     _weight_grad_kernel[grid](*operands, main_grad, offsets, n, k, POINTERS=by_pointers(x.device), **config)
 
 
-class _GroupedMatmul(torch.autograd.Function):
+class _GroupedMatmul(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, offsets):
         ctx.save_for_backward(x, weight, offsets)
         return _rows(x, weight, offsets)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         x, weight, offsets = ctx.saved_tensors
         dy = dy.contiguous()

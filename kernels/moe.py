@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,18 @@ def _row_dots(dy: Tensor, rows: Tensor, token: Tensor) -> Tensor:
     return out
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, where):
         ctx.where = where
         return _gather(x, where.token, None)
 
     @staticmethod
-    @first_order
     def backward(ctx, drows):
         return _combine(drows, ctx.where, None), None
 
 
-class _Unpermute(torch.autograd.Function):
+class _Unpermute(FirstOrderFunction):
     @staticmethod
     def forward(ctx, rows, probs, where):
         ctx.where, ctx.num_rows = where, rows.shape[0]
@@ -182,7 +181,6 @@ class _Unpermute(torch.autograd.Function):
         return _combine(rows, where, probs)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         where, token = ctx.where, ctx.where.token[: ctx.num_rows]
         if not ctx.saved_tensors:
@@ -199,14 +197,13 @@ def _by_row(values: Tensor, where: Permutation) -> Tensor:
     return by_row
 
 
-class _PermuteChoices(torch.autograd.Function):
+class _PermuteChoices(FirstOrderFunction):
     @staticmethod
     def forward(ctx, values, where):
         ctx.where = where
         return _by_row(values, where)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         return grad[ctx.where.place], None
 
@@ -251,7 +248,7 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None) -> 
     return _Unpermute.apply(rows, probs, where)
 
 
-class _TopK(torch.autograd.Function):
+class _TopK(FirstOrderFunction):
     @staticmethod
     def forward(ctx, scores, k):
         if dispatch.runs_triton(scores):
@@ -271,7 +268,6 @@ class _TopK(torch.autograd.Function):
         return values, indices
 
     @staticmethod
-    @first_order
     def backward(ctx, dvalues, _):
         (indices,) = ctx.saved_tensors
         dscores = dvalues.new_zeros(indices.shape[0], ctx.num_experts)

@@ -18,10 +18,11 @@ where the cache holds the rows of all programs.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,9 +37,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     wide = x.to(statistics_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    if bias is not None:
-        y = y + bias.to(wide.dtype)
-    return y.to(x.dtype)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool) -> Tensor:
@@ -270,7 +269,7 @@ def launch_forward(
     return y, total, mean, scale
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(FirstOrderFunction):
     """(x, residual) -> (norm of x + residual, x + residual); without a residual the second is x."""
 
     @staticmethod
@@ -282,7 +281,6 @@ class _Norm(torch.autograd.Function):
         return y, x if residual is None else total.view(x.shape)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy, dtotal):
         if dy is None:
             return dtotal, dtotal if ctx.has_residual else None, None, None, None, None
@@ -392,6 +390,11 @@ def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
     if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred)):
-        total = x if residual is None else x + residual
-        return norm_reference(total, weight, bias, eps=eps, centred=centred), total
+        total, wide = x if residual is None else x + residual, statistics_dtype(x.dtype)
+        if centred:  # torch's own adds up the gradients of bfloat16 weights in bfloat16
+            bias = None if bias is None else bias.to(wide)
+            return F.layer_norm(total.to(wide), weight.shape, weight.to(wide), bias, eps).to(x.dtype), total
+        if weight.dtype != x.dtype:
+            return rms_norm_reference(total, weight, eps), total
+        return F.rms_norm(total, weight.shape, weight, eps), total
     return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred)

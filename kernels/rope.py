@@ -10,28 +10,31 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import first_order, jit, next_power_of_2, statistics_dtype, tl
+from megatron5d.kernels.dispatch import FirstOrderFunction, jit, next_power_of_2, statistics_dtype, tl
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    dr = 2 * cos.shape[-1]
-    wide = statistics_dtype(x.dtype)
-    cos, sin = cos.unsqueeze(2).to(wide), sin.unsqueeze(2).to(wide)  # [s, b|1, 1, dr/2]
-    rotary, rest = x[..., :dr].to(wide), x[..., dr:]
+    """Turns heads by the tables of `_by_column`: each number times its cosine, plus its partner times its sine."""
+    wide, dr = cos.dtype, cos.shape[-1]
+    rotary = (x if x.shape[-1] == dr else x[..., :dr]).to(wide)
+    partner = rotary.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else rotary.roll(dr // 2, -1)
+    rotated = (rotary * cos + partner * sin).to(x.dtype)
+    return rotated if x.shape[-1] == dr else torch.cat((rotated, x[..., dr:]), dim=-1)
+
+
+def _by_column(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns tables `[s, b|1, 1, dr]` of each rotary dim, the sine with its sign."""
+    cos, sin = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
     if interleaved:
-        x1, x2 = rotary[..., 0::2], rotary[..., 1::2]
-        rotated = torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2)
-    else:
-        x1, x2 = rotary.chunk(2, dim=-1)
-        rotated = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
-    rotated = rotated.to(x.dtype)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+        return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def apply_rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Applies rotary embeddings in plain torch, rounded once."""
+    cos, sin = _by_column(cos, sin, interleaved, q.dtype)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
@@ -174,7 +177,7 @@ def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, inter
     return outputs
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(FirstOrderFunction):
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
@@ -182,7 +185,6 @@ class _Rope(torch.autograd.Function):
         return _apply(q, k, cos, sin, False, interleaved)
 
     @staticmethod
-    @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         return (*_apply(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
@@ -227,12 +229,12 @@ def _rotate_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool,
         k_out = _like(k)
         _launch((ends, k), (ends, k_out), cos, sin, backward, interleaved)
         return k_out
-    sin = -sin if backward else sin
+    cos, sin = _by_column(cos, -sin if backward else sin, interleaved, q.dtype)
     ends.copy_(_rotate(ends, cos, sin, interleaved))
     return _rotate(k, cos, sin, interleaved)
 
 
-class _RopeOfEnds(torch.autograd.Function):
+class _RopeOfEnds(FirstOrderFunction):
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
         rotated = q.detach()
@@ -243,7 +245,6 @@ class _RopeOfEnds(torch.autograd.Function):
         return rotated, k_out
 
     @staticmethod
-    @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         dq = dq.clone(memory_format=torch.contiguous_format)
@@ -326,22 +327,8 @@ def _join_kernel(
         tl.store(dv_out + head.to(tl.int64) * dim + column, value, live)
 
 
-def _rotate_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    if dispatch.runs_triton(qkv) and qkv.stride(-1) == 1:
-        q_and_k = qkv[:, :, : heads[0]], qkv[:, :, heads[0] : sum(heads)]
-        _launch(q_and_k, q_and_k, cos, sin, False, interleaved)
-    else:
-        both = qkv[:, :, : sum(heads)]
-        both.copy_(_rotate(both, cos, sin, interleaved))
-
-
 def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Joins dq and dk, rotated back, and dv."""
-    if not all(map(dispatch.runs_triton, gradients)):
-        joined = torch.cat(gradients, 2)
-        both = joined[:, :, : -gradients[2].shape[2]]
-        both.copy_(_rotate(both, cos, -sin, interleaved))
-        return joined
     gradients = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
     cos, sin, steps = _tables(cos, sin)
     s, b, q_heads, dim = gradients[0].shape
@@ -355,18 +342,17 @@ def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, 
     return out
 
 
-class _RopeOfProjection(torch.autograd.Function):
+class _RopeOfProjection(FirstOrderFunction):
     @staticmethod
     def forward(ctx, qkv, heads, cos, sin, interleaved):
-        a, g = heads
-        _rotate_in_place(qkv.detach(), heads, cos, sin, interleaved)
+        q, k, v = qkv.detach().split([heads[0], heads[1], heads[1]], dim=2)
+        _launch((q, k), (q, k), cos, sin, False, interleaved)
         torch.autograd.graph.increment_version(qkv)  # a backward that has saved it raises
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return qkv.detach().split([a, g, g], dim=2)
+        return q, k, v
 
     @staticmethod
-    @first_order
     def backward(ctx, *gradients):
         cos, sin = ctx.saved_tensors
         return _join_rotated_back(gradients, cos, sin, ctx.interleaved), None, None, None, None
@@ -397,4 +383,8 @@ def apply_rope_to_projection(
     if a + 2 * g != qkv.shape[2]:
         raise ValueError(f"{a} heads of q and {g} each of k and v are not the {qkv.shape[2]} of {tuple(qkv.shape)}")
     _check_overwritten(qkv, "qkv")
+    if not (dispatch.runs_triton(qkv) and qkv.stride(-1) == 1):
+        q_and_k, v = qkv.split([a + g, g], dim=2)
+        rotated = _rotate(q_and_k, *_by_column(cos, sin, interleaved, qkv.dtype), interleaved)
+        return *rotated.split([a, g], dim=2), v
     return _RopeOfProjection.apply(qkv, (a, g), cos, sin, interleaved)

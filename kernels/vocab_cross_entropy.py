@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, rows_of, statistics_dtype, tl
 
 IGNORE_INDEX = -100
 
@@ -236,7 +236,7 @@ def cross_entropy_reference(
     return loss.where(kept, 0)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(ctx, logits, labels, num_valid_columns, z_coef, ignore_index):
         row_max, row_sum, target = vocab_statistics(logits, labels, 0, num_valid_columns)
@@ -246,7 +246,6 @@ class _CrossEntropy(torch.autograd.Function):
         return (lse - target + z_coef * lse.square()).where(labels != ignore_index, 0)
 
     @staticmethod
-    @first_order
     def backward(ctx, dloss):
         logits, labels, row_max, row_sum = ctx.saved_tensors
         num_valid_columns, z_coef, ignore_index = ctx.settings

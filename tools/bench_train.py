@@ -141,21 +141,26 @@ def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float
     return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).losses["loss"]
 
 
-def theirs(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
-    """Returns the same in transformers: fp32 weights under autocast, scaled dot-product attention, fused AdamW."""
+def transformers_model(config: Config, device: torch.device) -> Any:
+    """Builds the same model in transformers, with fp32 weights and scaled dot-product attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = hf_config_from_model(config.model, "fp32")
     hf = AutoConfig.for_model(**{key: value for key, value in settings.items() if key != "architectures"})
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
-    compiled = torch.compile(model)
+        return AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
+
+
+def theirs(config: Config, device: torch.device, compiled: bool = True) -> Callable[[torch.Tensor], float]:
+    """Returns the same in transformers, a model in bf16 under autocast, with fused AdamW."""
+    model = transformers_model(config, device)
+    forward = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
 
     def step(rows: torch.Tensor) -> float:
         rows = rows.to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = compiled(rows[:, :-1], use_cache=False).logits
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision.dtype == "bf16"):
+            logits = forward(rows[:, :-1], use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch
 from megatron5d.kernels.choice import AttentionRequest
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.flash_attention import plain
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 
@@ -27,6 +27,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
         raise ValueError(f"a sliding window holds at least the token itself; {rule.window} < 1")
     if rule.documents is not None and rule.k_documents is None and k.shape[0] != q.shape[0]:
         raise ValueError(f"{q.shape[0]} queries and {k.shape[0]} keys: give k_documents beside documents")
+    if rule.documents is rule.k_documents is rule.q_positions is rule.k_positions is None:
+        return
     (s, b), t = q.shape[:2], k.shape[0]
     shapes = {"documents": (b, s), "k_documents": (b, t), "q_positions": (s,), "k_positions": (t,)}
     for name, shape in shapes.items():  # kernels read as much as that, whatever is there
@@ -60,7 +62,7 @@ def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
 
 def _runs_cpu_flash(q: Tensor) -> bool:
     """Says whether torch's CPU kernel runs: on the CPU, and on the meta device if no GPU is planned for."""
-    return q.device.type == "cpu" or (q.is_meta and dispatch.PLANNED.get() is None)
+    return q.is_cpu or (q.is_meta and dispatch.PLANNED.get() is None)
 
 
 def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
@@ -111,7 +113,7 @@ def _backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Ten
     return plain.chunked_backward(dout, q, k, v, out, lse, rule)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(FirstOrderFunction):
     @staticmethod
     def forward(ctx, q, k, v, sinks, rule):
         out, lse = _forward(q, k, v, rule, sinks)
@@ -121,7 +123,6 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @first_order
     def backward(ctx, dout, _):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.rule)
@@ -196,7 +197,11 @@ def attention(
     """
     rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
     _check(q, k, v, rule)
-    return _Attention.apply(q, k, v, sinks, _open(rule, q.shape[0], k.shape[0]))
+    rule = _open(rule, q.shape[0], k.shape[0])
+    on_cpu = _runs_cpu_flash(q) and not (choice.capability_of(q) or dispatch.runs_triton(q))
+    if on_cpu and sinks is None and rule.is_plain and q.numel() and k.numel():
+        return plain.cpu_flash_forward(q, k, v, rule)  # differentiable as it is: every query sees a key
+    return _Attention.apply(q, k, v, sinks, rule)
 
 
 def attention_backward(

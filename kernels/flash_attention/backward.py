@@ -1,10 +1,9 @@
 """The backward of attention in Triton, from a global out and log-sum-exp, without atomics: the same bits every time.
 
 Dao, arXiv:2307.08691, algorithm 2, in two kernels. With P = exp(S - lse), dP = dout vᵀ, delta = rowsum(dout ∘ out):
-    one program per block of keys:     dv = Pᵀ dout,  dk = scale · (P ∘ (dP - delta))ᵀ q   over all queries of its group
-    of heads one program per block of queries:  dq = scale · (P ∘ (dP - delta)) k
+    backward_keys.py:                  dv = Pᵀ dout,  dk = scale · (P ∘ (dP - delta))ᵀ q   over the queries of all heads
+    one program per block of queries:  dq = scale · (P ∘ (dP - delta)) k
 The scores are computed twice; in return nothing is added up in an order that depends on timing.
-The keys' kernel works on transposed tiles, so that P and dS enter the second GEMM from registers.
 """
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megatron5d.kernels import tuning
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
+from megatron5d.kernels.flash_attention.backward_keys import launch_keys, uncapped
 from megatron5d.kernels.flash_attention.mask import (
     among_keys,
     at_edges,
@@ -21,7 +21,6 @@ from megatron5d.kernels.flash_attention.mask import (
     loop_bounds,
     needs_spans,
     positions,
-    query_range,
     query_spans,
     up_to_last_key,
     visible,
@@ -76,136 +75,6 @@ def _delta_kernel(
 
 
 @jit
-def _uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Returns the gradient before the soft-cap: d tanh = 1 - tanh²."""
-    if HAS_SOFTCAP:
-        share = scores / (softcap * 1.4426950408889634)
-        d_scores = d_scores * (1.0 - share * share)
-    return d_scores
-
-
-@jit
-def _collect_queries(
-    dk,
-    dv,
-    k,
-    v,
-    sources,
-    layouts,
-    rows,
-    batch,
-    head,
-    span,
-    sizes,
-    mask,
-    k_at,
-    k_document,
-    FLAGS: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    REACH: tl.constexpr,
-):
-    """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
-    num_queries, padded, num_heads, scale, softcap, window = sizes
-    CAUSAL: tl.constexpr = FLAGS[0]
-    HAS_WINDOW: tl.constexpr = FLAGS[1]
-    HAS_SOFTCAP: tl.constexpr = FLAGS[2]
-    HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
-    HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
-    row = (batch.to(tl.int64) * num_heads + head) * padded
-    SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
-    begin, end = loop_bounds(span, MASKED, SPLIT, False)
-    for place in tl.range(begin, end, BLOCK_M):
-        first = tl.multiple_of(at_edges(place, span) if MASKED and SPLIT else place, BLOCK_M)
-        query = first + tl.arange(0, BLOCK_M)
-        q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
-        scores = capped(tl.dot(k, q.T), scale, softcap, HAS_SOFTCAP)
-        p = tl.exp2(scores - tl.load(rows[0] + row + query)[None, :])
-        if MASKED:
-            q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[None, :]
-            q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[None, :]
-            seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
-            p = tl.where(seen, p, 0.0)
-        dout = tile(sources[1], layouts[1], first, batch, head, BLOCK_M, DV, REACH)
-        dv = tl.dot(p.to(dout.dtype), dout, dv)
-        dp = tl.dot(v, dout.T)
-        delta = tl.load(rows[1] + row + query)
-        ds = _uncapped(p * (dp - delta[None, :]), scores, softcap, HAS_SOFTCAP)
-        dk = tl.dot(ds.to(q.dtype), q, dk)
-    return dk, dv
-
-
-@jit
-def _key_value_kernel(
-    q_source,
-    dout_source,
-    k_source,
-    v_source,
-    layouts,
-    rows,
-    mask,
-    outputs,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    REACH: tl.constexpr,
-):
-    sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
-    CAUSAL: tl.constexpr = FLAGS[0]
-    HAS_WINDOW: tl.constexpr = FLAGS[1]
-    HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
-    HAS_K_POSITIONS: tl.constexpr = FLAGS[5]
-    HAS_SPANS: tl.constexpr = FLAGS[6]
-    num_queries = sizes[0]
-    window = sizes[5]
-    block = tl.program_id(0)
-    k_head = tl.program_id(1)
-    batch = tl.program_id(2)
-    first = block * BLOCK_N
-    key = first + tl.arange(0, BLOCK_N)
-    k = tile(sources[2], layouts[2], first, batch, k_head, BLOCK_N, D, REACH)
-    v = tile(sources[3], layouts[3], first, batch, k_head, BLOCK_N, DV, REACH)
-    k_at = positions(mask[2], key, num_keys, HAS_K_POSITIONS)[:, None]
-    k_document = documents(mask[3], batch, key, num_keys, -2, HAS_DOCUMENTS)[:, None]
-    span = query_range(
-        spans_ptr, span_stride, batch, block, num_queries, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
-    )
-    dk = tl.zeros((BLOCK_N, D), tl.float32)
-    dv = tl.zeros((BLOCK_N, DV), tl.float32)
-    for member in range(group):
-        head = k_head * group + member
-        if CAUSAL or HAS_WINDOW or HAS_SPANS:
-            dk, dv = _collect_queries(
-                dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
-                FLAGS, True, BLOCK_M, D, DV, REACH,
-            )  # fmt: skip
-        dk, dv = _collect_queries(
-            dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
-            FLAGS, False, BLOCK_M, D, DV, REACH,
-        )  # fmt: skip
-    row = (key.to(tl.int64) * num_batch + batch) * tl.num_programs(1) + k_head
-    column, v_column = tl.arange(0, D), tl.arange(0, DV)
-    is_key = (key < num_keys)[:, None]
-    dk_at = row[:, None] * dims[0] + column[None, :]
-    dv_at = row[:, None] * dims[1] + v_column[None, :]
-    dk *= natural_scale
-    tl.store(outputs[0] + dk_at, dk.to(outputs[0].dtype.element_ty), is_key & (column < dims[0])[None, :])
-    tl.store(outputs[1] + dv_at, dv.to(outputs[1].dtype.element_ty), is_key & (v_column < dims[1])[None, :])
-
-
-@jit
 def _collect_keys(
     dq,
     q,
@@ -252,7 +121,7 @@ def _collect_keys(
             seen = among_keys(seen, key, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(dout, v.T)
-        ds = _uncapped(p * (dp - delta[:, None]), scores, softcap, HAS_SOFTCAP)
+        ds = uncapped(p * (dp - delta[:, None]), scores, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq)
     return dq
 
@@ -348,7 +217,7 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
     sizes = (s, rows.shape[3], a, kernel_scale(rule), rule.softcap, rule.window or 0)
     constants = {"FLAGS": tuple(flags(rule).values()), "D": next_power_of_2(d), "DV": next_power_of_2(dv_dim)}
 
-    def launch(operation, kernel, outputs, spans_of, blocks_of, count, heads):
+    def prepared(operation, spans_of):
         config = tuning.select(operation, q.device, **key)
         block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
         assert PADDING % block_m == 0, "the rows' statistics end with a block of queries"
@@ -357,11 +226,12 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
         spans = spans_of(rule, inputs, s, t, block_m, block_n) if needs_spans(rule) else lse
         stride = spans.stride(0) if spans.shape[0] > 1 else 0
         rest = (spans, stride, sizes, t, b, a // g, (d, dv_dim), rule.scale)
-        grid = (cdiv(count, config[blocks_of]), heads, b)
-        kernel[grid](*tiles, layouts, tuple(rows), mask, outputs, *rest, REACH=mode, **constants, **config)
+        return (*tiles, layouts, tuple(rows), mask), rest, {"REACH": mode, **constants, **config}
 
-    launch("attention_backward_keys", _key_value_kernel, (dk, dv), query_spans, "BLOCK_N", t, g)
-    launch("attention_backward_queries", _query_kernel, dq, key_spans, "BLOCK_M", s, a)
+    before, rest, config = prepared("attention_backward_keys", query_spans)
+    launch_keys(before, rest, config, (dk, dv))
+    before, rest, config = prepared("attention_backward_queries", key_spans)
+    _query_kernel[(cdiv(s, config["BLOCK_M"]), a, b)](*before, dq, *rest, **config)
     return dq, dk, dv
 
 

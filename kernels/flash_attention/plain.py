@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron5d.kernels.dispatch import statistics_dtype
 
 QUERY_BLOCK = 256
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,11 @@ def _heads_first(x: Tensor, dim: int) -> Tensor:
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
     """Runs torch's own CPU flash kernel: for a plain rule, in O(s) memory."""
-    dim = max(q.shape[-1], v.shape[-1])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_heads_first(x, dim) for x in (q, k, v)), 0.0, rule.causal, scale=rule.scale
-    )
-    return out[..., : v.shape[-1]].permute(2, 0, 1, 3).contiguous(), lse
+    dim, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = _heads_first(q, dim), _heads_first(k, dim), _heads_first(v, dim)
+    out, lse = _FLASH(q, k, v, 0.0, rule.causal, scale=rule.scale)
+    out = out if value_dim == dim else out[..., :value_dim]
+    return out.permute(2, 0, 1, 3).contiguous(), lse
 
 
 def cpu_flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels.fp8.tiles import largest_of, row_slices, store_transposed
 from megatron5d.kernels.gemm import ends_of, expert_of
 
 GROUP = 128
@@ -120,70 +121,80 @@ def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE
     return (x * factor).to(DTYPE), scale
 
 
-@jit(do_not_specialize=["rows", "row_groups"])  # those of experts change with every batch of tokens
+@jit(do_not_specialize=["rows"])  # those of experts change with every batch of tokens
 def _quantize_kernel(
-    x_ptr,
-    values_ptr,
-    scales_ptr,
-    transposed_ptr,
-    transposed_scales_ptr,
-    rows,
-    columns,
-    x_stride,
-    row_groups,
-    column_groups,
-    BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Processes one 128×128 tile: quantised by rows, or as a block together with its transpose."""
+    x_ptr, values_ptr, scales_ptr, rows, columns, x_stride,
+    LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Processes one 128×128 tile, quantised by rows."""
+    group = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    column = group * GROUP + tl.arange(0, GROUP)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
+    tl.store(scales_ptr + row[:, None] * tl.cdiv(columns, GROUP) + group, scale, (row < rows)[:, None])
+
+
+@jit
+def _quantize_blocks_kernel(
+    x_ptr, amax_ptr, values_ptr, scales_ptr, words_ptr, transposed_scales_ptr,
+    rows, columns, x_stride, row_words,
+    GIVEN: tl.constexpr, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Processes one 128×128 tile and its transpose: with a scale of its own, or that of the GIVEN maximum."""
     row_group, column_group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     x_ptr += matrix * rows * x_stride
-    values_ptr += matrix * rows * columns
-    row = row_group * GROUP + tl.arange(0, GROUP)
-    column = column_group * GROUP + tl.arange(0, GROUP)
-    live = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-    at = row[:, None] * columns + column[None, :]
+    first_row, first_column = row_group * GROUP, column_group * GROUP
+    slices = row_slices(x_ptr, x_stride, first_row, first_column, rows, columns, GROUP)
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
-    if BLOCKS:
-        if ALIGNED:
-            rows = tl.multiple_of(rows, 16)
-        groups = matrix * row_groups * column_groups
-        amax = largest(largest(x, 1), 0)
-        values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
-        tl.store(values_ptr + at, values, live)
-        tl.store(scales_ptr + groups + row_group * column_groups + column_group, scale)
-        transposed_ptr += matrix * rows * columns
-        tl.store(transposed_ptr + column[None, :] * rows + row[:, None], values, live)
-        tl.store(transposed_scales_ptr + groups + column_group * row_groups + row_group, scale)
+    wide = ()
+    for j in tl.static_range(16):
+        wide += (slices[j].to(tl.float32),)  # type: ignore[assignment]
+    if GIVEN:
+        amax = tl.load(amax_ptr)
     else:
-        values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
-        tl.store(values_ptr + at, values, live)
-        tl.store(scales_ptr + row[:, None] * column_groups + column_group, scale, (row < rows)[:, None])
+        amax = largest(largest(largest_of(wide), 1), 0)
+    values_ptr += (matrix * rows + first_row) * columns + first_column
+    column, columns_left = tl.arange(0, GROUP)[None, :], (columns - first_column).to(tl.int32)
+    values = ()
+    for j in tl.static_range(16):
+        row = 16 * tl.arange(0, GROUP // 16)[:, None] + j
+        cast, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, DTYPE)
+        tl.store(values_ptr + row * columns + column, cast, (row < rows - first_row) & (column < columns_left))
+        values += (cast,)  # type: ignore[assignment]
+    first_word = row_group * (GROUP // 4)
+    words_ptr += matrix * columns * row_words + first_word
+    store_transposed(words_ptr, values, first_column, columns, row_words, row_words - first_word, GROUP)
+    if GIVEN:
+        tl.store(scales_ptr, scale, (row_group == 0) & (column_group == 0))
+    else:
+        row_groups, column_groups = tl.num_programs(0), tl.num_programs(1)
+        scales = matrix * row_groups * column_groups
+        tl.store(scales_ptr + scales + row_group * column_groups + column_group, scale)
+        tl.store(transposed_scales_ptr + scales + column_group * row_groups + row_group, scale)
 
 
-def _launch(x: Tensor, blocks: bool, dtype: torch.dtype, powers_of_two: bool) -> tuple[Quantized, Quantized]:
-    """Quantises x `[rows, columns]` by rows; or x `[..., rows, columns]`, contiguous, in blocks, and its transpose."""
+def launch_blocks(
+    x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor | None = None
+) -> tuple[Quantized, Quantized]:
+    """Quantises x `[..., rows, columns]` and its transpose: in blocks, or with the scale of `amax` for all of it."""
     *matrices, rows, columns = x.shape
-    row_groups, column_groups = cdiv(rows, GROUP), cdiv(columns, GROUP)
-    made = [torch.empty(x.shape, dtype=dtype, device=x.device)]
-    made.append(torch.empty((*matrices, row_groups if blocks else rows, column_groups), device=x.device))
-    if blocks:
-        made.append(torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device))
-        made.append(torch.empty((*matrices, column_groups, row_groups), device=x.device))
-    sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
-    flags = {"BLOCKS": blocks, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max, "GROUP": GROUP}
-    flags["ALIGNED"] = blocks and rows % 16 == 0
-    grid = (row_groups, column_groups, matrices[0] if matrices else 1)
-    values, scales, transposed, transposed_scales = made if blocks else made * 2
-    outputs = (values, scales, transposed, transposed_scales)
-    _quantize_kernel[grid](x, *outputs, *sizes, **flags, **tuning.select("fp8_quantize", x.device))
-    height = GROUP if blocks else 1
-    return Quantized(values, scales, height), Quantized(transposed, transposed_scales, height)
+    grid = (cdiv(rows, GROUP), cdiv(columns, GROUP), matrices[0] if matrices else 1)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    padded = cdiv(rows, 4) * 4  # the transpose is written in words
+    transposed = torch.empty((*matrices, columns, padded), dtype=dtype, device=x.device)
+    scales = torch.empty((*matrices, *grid[:2]) if amax is None else (1, 1), device=x.device)
+    others = scales if amax is not None else torch.empty((*matrices, grid[1], grid[0]), device=x.device)
+    flags = {"GIVEN": amax is not None, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max}
+    outputs = (values, scales, transposed.view(torch.int32), others)
+    sizes = (rows, columns, x.stride(-2), padded // 4)
+    config = tuning.select("fp8_transpose", x.device)
+    _quantize_blocks_kernel[grid](x, scales if amax is None else amax, *outputs, *sizes, **flags, GROUP=GROUP, **config)
+    height = GROUP if amax is None else 0
+    return Quantized(values, scales, height), Quantized(transposed[..., :rows].contiguous(), others, height)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False) -> Quantized:
@@ -198,7 +209,15 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool =
         values `[rows, columns]`, scales `[rows, ceil(columns/128)]`.
     """
     if dispatch.runs_triton(x):
-        return _launch(rows_of(x), False, dtype, powers_of_two)[0]
+        flat, largest = rows_of(x), torch.finfo(dtype).max
+        (rows, columns), groups = flat.shape, cdiv(x.shape[-1], GROUP)
+        values = torch.empty(rows, columns, dtype=dtype, device=x.device)
+        scales = torch.empty(rows, groups, device=x.device)
+        flags = {"LARGEST": largest, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
+        sizes = (rows, columns, flat.stride(0))
+        config = tuning.select("fp8_quantize", x.device)
+        _quantize_kernel[(cdiv(rows, GROUP), groups)](flat, values, scales, *sizes, **flags, **config)
+        return Quantized(values, scales, 1)
     return quantize_reference(x, 1, dtype, powers_of_two)
 
 
@@ -216,7 +235,7 @@ def quantize_blocks(
         x with scales `[..., ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales transposed.
     """
     if dispatch.runs_triton(x):
-        return _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), True, dtype, powers_of_two)
+        return launch_blocks(rows_of(x) if x.ndim == 2 else x.contiguous(), dtype, powers_of_two)
     straight = quantize_reference(x, GROUP, dtype, powers_of_two)
     return straight, Quantized(straight.values.mT.contiguous(), straight.scales.mT.contiguous(), GROUP)
 
@@ -253,7 +272,7 @@ def groups_of(rows: int, offsets: Tensor | None) -> int:
 def _fp8_transpose_kernel(
     values_ptr,
     scales_ptr,
-    transposed_ptr,
+    words_ptr,
     transposed_scales_ptr,
     offsets_ptr,
     rows,
@@ -273,36 +292,42 @@ def _fp8_transpose_kernel(
         expert, first, last = expert_of(group, offsets_ptr, num_experts, rows, GROUP, EXPERTS)
         if expert >= num_experts:
             return
-    row = first.to(tl.int64) + tl.arange(0, GROUP)
+    first = first.to(tl.int64)
     column_groups = tl.cdiv(columns, GROUP)
-    column = column_group * GROUP + tl.arange(0, GROUP)
-    live = (row < last)[:, None] & (column < columns)[None, :]
-    values = tl.load(values_ptr + row[:, None] * columns + column[None, :], live, other=0.0)
+    slices = row_slices(values_ptr, columns, first, column_group * GROUP, last, columns, GROUP)
     if KEEP:
-        scale = tl.load(scales_ptr + first.to(tl.int64) * column_groups + column_group)
+        scale = tl.load(scales_ptr + first * column_groups + column_group)
     else:
-        x = values.to(tl.float32)
-        x *= tl.load(scales_ptr + row * column_groups + column_group, row < last, other=0.0)[:, None]
-        DTYPE: tl.constexpr = transposed_ptr.dtype.element_ty
-        values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
-    place = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
-    # The tile's dead rows are stored too: they are the zeros that fill the group. A mask with `row` in it, where an
-    # expert's rows begin anywhere, would have every byte stored by itself.
-    known = (column < columns)[None, :]
-    tl.store(transposed_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known)
-    tl.store(transposed_scales_ptr + group.to(tl.int64) * columns + column[None, :], scale, known)
+        wide = ()
+        scales_ptr += first * column_groups + column_group
+        for j in tl.static_range(16):
+            row = 16 * tl.arange(0, GROUP // 16) + j
+            factor = tl.load(scales_ptr + row * column_groups, row < (last - first).to(tl.int32), other=0.0)
+            wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
+        amax = largest(largest_of(wide), 0)[None, :]
+        slices = ()
+        for j in tl.static_range(16):
+            values, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+            slices += (values,)
+    # The tile's dead rows are stored too: they are the zeros that fill the group.
+    row_words = groups * (GROUP // 4)
+    store_transposed(
+        words_ptr + group * (GROUP // 4), slices, column_group * GROUP, columns, row_words, GROUP // 4, GROUP
+    )
+    column = column_group * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(transposed_scales_ptr + group.to(tl.int64) * columns + column, scale, column < columns)
 
 
 @jit
-def _transpose_kernel(x_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
+def _transpose_kernel(x_ptr, words_ptr, rows, columns, row_words, GROUP: tl.constexpr):
     """Processes one tile of one matrix of bytes."""
-    across = tl.cdiv(columns, TILE)
-    matrix = tl.program_id(1).to(tl.int64) * rows * columns
-    row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    live = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(x_ptr + matrix + row[:, None] * columns + column[None, :], live, other=0)
-    tl.store(out_ptr + matrix + column[None, :] * rows + row[:, None], x, live)
+    across = tl.cdiv(columns, GROUP)
+    matrix = tl.program_id(1).to(tl.int64)
+    first_row = (tl.program_id(0) // across).to(tl.int64) * GROUP
+    first_column = (tl.program_id(0) % across).to(tl.int64) * GROUP
+    slices = row_slices(x_ptr + matrix * rows * columns, columns, first_row, first_column, rows, columns, GROUP)
+    words_ptr += matrix * columns * row_words + first_row // 4
+    store_transposed(words_ptr, slices, first_column, columns, row_words, row_words - first_row // 4, GROUP)
 
 
 def transpose_values(values: Tensor) -> Tensor:
@@ -317,12 +342,13 @@ def transpose_values(values: Tensor) -> Tensor:
     if not dispatch.runs_triton(values):
         return values.mT.contiguous()
     *matrices, rows, columns = values.shape
-    out = torch.empty(*matrices, columns, rows, dtype=values.dtype, device=values.device)
+    padded = cdiv(rows, 4) * 4  # the transpose is written in words
+    out = torch.empty(*matrices, columns, padded, dtype=values.dtype, device=values.device)
     config = tuning.select("fp8_transpose", values.device)
     grid = (cdiv(rows, GROUP) * cdiv(columns, GROUP), matrices[0] if matrices else 1)
-    sides = (values.contiguous().view(torch.uint8), out.view(torch.uint8))
-    _transpose_kernel[grid](*sides, rows, columns, TILE=GROUP, **config)
-    return out
+    sides = (values.contiguous().view(torch.uint8), out.view(torch.int32))
+    _transpose_kernel[grid](*sides, rows, columns, padded // 4, GROUP=GROUP, **config)
+    return out[..., :rows].contiguous()
 
 
 def fp8_transpose(
@@ -349,7 +375,7 @@ def fp8_transpose(
     scales = torch.empty(groups, columns, device=x.values.device).t()
     experts = 0 if offsets is None else offsets.numel() - 1
     flags = {"EXPERTS": next_power_of_2(experts) if experts else 0, "POWERS_OF_TWO": powers_of_two, "KEEP": keep}
-    pointers = (x.values, x.scales, values, scales, x.scales if offsets is None else offsets)
+    pointers = (x.values, x.scales, values.view(torch.int32), scales, x.scales if offsets is None else offsets)
     config = tuning.select("fp8_transpose", values.device)
     grid = (groups, cdiv(columns, GROUP))
     largest = torch.finfo(values.dtype).max

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import cdiv, jit, rows_of, tl
-from megatron5d.kernels.fp8.quantize import E4M3, Quantized, cast_scaled, largest, quantized, scales_of
+from megatron5d.kernels.fp8.quantize import (
+    E4M3,
+    Quantized,
+    cast_scaled,
+    largest,
+    launch_blocks,
+    quantized,
+    scales_of,
+)
 
 
 def amax_reference(x: Tensor) -> Tensor:
@@ -78,24 +86,20 @@ def _cast_kernel(
     x_ptr,
     amax_ptr,
     values_ptr,
-    transposed_ptr,
     scale_ptr,
     rows,
     columns,
     x_stride,
-    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Casts one tile, and its transpose; the first program writes the scale, which each computes for itself."""
+    """Casts one tile; the first program writes the scale, which each computes for itself."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     values, scale = quantized(x, tl.load(amax_ptr), LARGEST, POWERS_OF_TWO, DTYPE)
     tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
-    if TRANSPOSED:
-        tl.store(transposed_ptr + column[None, :] * rows + row[:, None], values, live)
     tl.store(scale_ptr, scale, tl.program_id(0) == 0)
 
 
@@ -137,19 +141,16 @@ def _amax(x: Tensor, by_row: bool) -> Tensor:
     return parts
 
 
-def _cast(
-    x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor, transposed: bool
-) -> tuple[Quantized, Quantized]:
-    """Casts x `[..., columns]`, and its transpose `[columns, rows]` if `transposed`."""
+def _cast(x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor) -> Quantized:
+    """Casts x `[..., columns]`."""
     flat = rows_of(x)
     rows, columns = flat.shape
     values, scale = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(1, 1, device=x.device)
-    other = torch.empty(columns, rows, dtype=dtype, device=x.device) if transposed else values
-    flags = {"TRANSPOSED": transposed, "LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two}
+    flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two}
     config = tuning.select("fp8_tensor", x.device)
     grid = (_tiles(rows, columns, config["TILE"]),)
-    _cast_kernel[grid](flat, amax, values, other, scale, rows, columns, flat.stride(0), **flags, **config)
-    return Quantized(values, scale, 0), Quantized(other, scale, 0)
+    _cast_kernel[grid](flat, amax, values, scale, rows, columns, flat.stride(0), **flags, **config)
+    return Quantized(values, scale, 0)
 
 
 def _maximum(x: Tensor, amax: Tensor | None) -> Tensor:
@@ -197,7 +198,7 @@ def quantize_tensor(
     """
     amax = _maximum(x, amax)
     if dispatch.runs_triton(x):
-        return _cast(x, dtype, powers_of_two, amax, False)[0]
+        return _cast(x, dtype, powers_of_two, amax)
     return quantize_tensor_reference(x, dtype, powers_of_two=powers_of_two, amax=amax)
 
 
@@ -220,7 +221,7 @@ def quantize_tensor_both_ways(
         raise ValueError(f"x {tuple(x.shape)} must be a matrix to be transposed")
     amax = _maximum(x, amax)
     if dispatch.runs_triton(x):
-        return _cast(x, dtype, powers_of_two, amax, True)
+        return launch_blocks(rows_of(x), dtype, powers_of_two, amax)
     straight = quantize_tensor_reference(x, dtype, powers_of_two=powers_of_two, amax=amax)
     return straight, Quantized(straight.values.t().contiguous(), straight.scales, 0)
 

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron5d.autograd.offload import HostCopy
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 
 
 class RecomputedParts:
@@ -87,7 +87,7 @@ class RecomputedParts:
 KEEP_ALL = RecomputedParts()
 
 
-class _Part(torch.autograd.Function):
+class _Part(FirstOrderFunction):
     @staticmethod
     def forward(ctx, parts: RecomputedParts, fn, *inputs):
         ctx.parts, ctx.fn, ctx.leaves, ctx.outputs = parts, fn, None, None
@@ -99,7 +99,6 @@ class _Part(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, *grads):
         pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
         torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
@@ -232,6 +231,11 @@ class ActivationPolicy:
     host_bytes: int | None = None
     input_host_bytes: int | None = None
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the phase's graph keeps what autograd saves, as it is."""
+        return not self.parts.names and self.host_bytes is None
+
     @contextmanager
     def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
         """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
@@ -243,9 +247,6 @@ class ActivationPolicy:
             The copies on the host; the list is complete when the context ends.
         """
         found: list[HostCopy] = []
-        if not self.parts.names and self.host_bytes is None:
-            yield found
-            return
         copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
         weights: set[int] = set()  # ids of storages: on the meta device all of them have the same address
         if self.host_bytes is not None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.comm.collectives import Pending, differentiable
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.axis import Axis
 
 
@@ -177,7 +177,7 @@ class Exchange:
         return grad
 
 
-class _Start(torch.autograd.Function):
+class _Start(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
@@ -185,19 +185,17 @@ class _Start(torch.autograd.Function):
         return x.new_zeros(1)
 
     @staticmethod
-    @first_order
     def backward(ctx, _):
         return ctx.exchange._wait_back(), None
 
 
-class _Finish(torch.autograd.Function):
+class _Finish(FirstOrderFunction):
     @staticmethod
     def forward(ctx, handle, exchange):
         ctx.exchange = exchange
         return exchange._wait()
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         ctx.exchange._start_back(grad)
         return grad.new_zeros(1), None

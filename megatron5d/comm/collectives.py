@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.comm.failures import finish
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.all_ranks import gather_json
 from megatron5d.topology.axis import Axis
 
@@ -228,14 +228,13 @@ def gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
     return all_gather(x.movedim(-1, 0), axis).movedim(0, -1)
 
 
-class _Differentiable(torch.autograd.Function):
+class _Differentiable(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, axis: Axis, op: Op, transpose: Op):
         ctx.axis, ctx.transpose = axis, transpose
         return op(x, axis)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         return ctx.transpose(grad, ctx.axis), None, None, None
 

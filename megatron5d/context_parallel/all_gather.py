@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron5d.comm.collectives import Pending, reduce_scatter, start_all_gather
 from megatron5d.context_parallel.block_attention import KVFormat, Merge, attend_block, block_gradients, sink_gradient
 from megatron5d.context_parallel.block_plan import ContextPlan
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.axis import Axis
 
 HEAD_GROUPS = 4  # gathers per layer, each of 1/4 of the heads; fewer where there are fewer heads
@@ -48,7 +48,7 @@ def _gathered(block: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]
         yield heads, blocks
 
 
-class AllGatherAttention(torch.autograd.Function):
+class AllGatherAttention(FirstOrderFunction):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
     q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`. `axis` is cp_outer, here all of cp.
@@ -72,7 +72,6 @@ class AllGatherAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
         kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score

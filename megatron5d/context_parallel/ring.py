@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron5d.comm.collectives import start_shift
 from megatron5d.context_parallel.block_attention import KVFormat, Merge, attend_block, block_gradients, sink_gradient
 from megatron5d.context_parallel.block_plan import ContextPlan
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.axis import Axis
 
 _KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttention(FirstOrderFunction):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
     q `[s/outer, b, a', d]`, this rank's block `[s/outer, b, ...]` of keys and values -> `[s/outer, b, a', dv]`.
@@ -48,7 +48,6 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
         kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score

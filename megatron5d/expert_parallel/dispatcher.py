@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron5d.comm.all_to_all import Codec, Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.collectives import start_all_gather
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.moe import Permutation, permutation, permute, permute_choices, unpermute
 from megatron5d.topology.axis import Axis
 
@@ -237,7 +237,7 @@ class Dispatcher:
         )
 
 
-class _Reorder(torch.autograd.Function):
+class _Reorder(FirstOrderFunction):
     """A permutation of rows; its transpose is the inverse permutation."""
 
     @staticmethod
@@ -246,7 +246,6 @@ class _Reorder(torch.autograd.Function):
         return x[index]
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad[inverse], None, None

@@ -13,26 +13,25 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.recompute import KEEP_ALL, recomputable
+from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad
 from megatron5d.config.schema import ModelConfig
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.precision.gemm import expert_gemms_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, parameter, offsets, num_local: int, defer: Defer):
         gemms = expert_gemms_of(parameter)
-        operand = recomputable(x, lambda x: gemms.operand(x, offsets))
+        operand = gemms.kept(x, offsets)
         ctx.save_for_backward(offsets, *operand)
         ctx.parameter, ctx.num_local, ctx.defer = parameter, num_local, defer
         return gemms.forward(operand, parameter, num_local, offsets)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         offsets, *x = ctx.saved_tensors
         parameter, num_local = ctx.parameter, ctx.num_local

@@ -30,7 +30,7 @@ from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.moe import top_k
 from megatron5d.topology.axis import Axis
 
@@ -310,7 +310,7 @@ def normalised_backward(probs: Tensor, logits: Tensor, grad: Tensor, score: str)
     return probs * (1 - torch.sigmoid(logits)) * centred
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(FirstOrderFunction):
     @staticmethod
     def forward(ctx, weights, logits, balancer, row, tokens, pending):
         ctx.save_for_backward(logits)
@@ -318,7 +318,6 @@ class _Attach(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         (logits,) = ctx.saved_tensors
         return grad, ctx.balancer.logit_gradient(ctx.row, logits, ctx.tokens, ctx.pending), None, None, None, None

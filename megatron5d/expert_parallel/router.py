@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron5d.autograd.wgrad import Defer, add_weight_grad, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
-from megatron5d.kernels.dispatch import first_order, statistics_dtype
+from megatron5d.kernels.dispatch import FirstOrderFunction, statistics_dtype
 from megatron5d.kernels.moe import top_k
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
@@ -62,7 +62,7 @@ class Jitter:
         return x * factors.to(x.dtype)
 
 
-class _RouterLinear(torch.autograd.Function):
+class _RouterLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, defer: Defer):
         ctx.weight, ctx.defer = weight, defer
@@ -71,7 +71,6 @@ class _RouterLinear(torch.autograd.Function):
         return x.to(wide) @ weight.to(wide).t()  # [n, h] -> [n, E]
 
     @staticmethod
-    @first_order
     def backward(ctx, dlogits):
         (x,) = ctx.saved_tensors
         weight = ctx.weight

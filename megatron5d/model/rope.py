@@ -110,4 +110,5 @@ class RotaryTables:
             cos, sin `[s/cp, b, dr/2]`.
         """
         angles = positions.t().to(self.inv.dtype).unsqueeze(-1) * self.inv
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)

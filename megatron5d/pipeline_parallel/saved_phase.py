@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -44,18 +44,20 @@ class SavedPhase:
 
     def __init__(self, phase: nn.Module, batch: MicroBatch | None) -> None:
         self.phase, self.batch = phase, batch
-        self.input_grads: Any = None  # state of the input, with an _InputGrad in place of each tensor with a gradient
-        self.output_edges: Any = None  # state of the output, with its place in the graph instead of each such tensor
+        self.input_grads: list[Tensor | None] = []  # of the input's floating-point tensors, in order
+        self.output_edges: list[GradientEdge | None] = []  # where those of the output enter the graph
         self.copies: list[HostCopy] = []  # saved tensors that are offloaded to the host
         self.weight_grads = WeightGrads()
 
     def forward(self, x: Any) -> Any:
         """Returns the phase's output, detached from its graph; `x` is the detached output of the phase before."""
-        self.input_grads = map_tensors(_InputGrad, x)
-        with torch.enable_grad(), policy_of(self.phase).saving(self.phase) as self.copies:
-            y = self.phase(_attach(x, self.input_grads), self.batch, self.weight_grads)
-        self.output_edges = map_tensors(_edge, y)
-        return map_tensors(Tensor.detach, y)
+        x, policy = _attach(x, self.input_grads), policy_of(self.phase)
+        if policy.keeps_all:
+            y = self.phase(x, self.batch, self.weight_grads)
+        else:
+            with policy.saving(self.phase) as self.copies:
+                y = self.phase(x, self.batch, self.weight_grads)
+        return _detach(y, self.output_edges)
 
     def fetch(self) -> None:
         """Starts copying offloaded tensors back to the device."""
@@ -64,13 +66,23 @@ class SavedPhase:
             copy.fetch()
 
     def backward(self, grad: Any, split: bool) -> Any:
-        """Returns the gradient of the input; `split` keeps the weight gradients for `weight_grads.run`."""
+        """Runs backward from the output; `split` keeps the weight gradients for `weight_grads.run`.
+
+        Args:
+            grad: of the output: a tensor, of several tensors a tuple; None where there is none.
+
+        Returns:
+            That of the input, the same.
+        """
         self.weight_grads.immediate = not split
-        edges, self.output_edges = self.output_edges, None
-        _backward(edges, grad)
+        edges, self.output_edges = self.output_edges, []
+        _backward(edges, grad if isinstance(grad, tuple) else (grad,))
         hand_over_grads(_parameters_of(self.phase), self.weight_grads)
-        input_grads, self.input_grads = self.input_grads, None
-        return _arrived(input_grads)
+        grads, self.input_grads[:] = (
+            tuple(self.input_grads),
+            (),
+        )  # the graph, which W keeps, holds them no more
+        return grads if len(grads) > 1 else grads[0] if grads else None
 
     def run_wgrad(self) -> None:
         """Runs the weight gradients that the backward has kept (W)."""
@@ -148,63 +160,48 @@ class WeightGrads:
         self.waiting.clear()
 
 
-class _InputGrad:
-    """Receives the gradient of one tensor that a phase was given."""
-
-    __slots__ = ("grad",)
-
-    def __init__(self, _: Tensor) -> None:
-        self.grad: Tensor | None = None
-
-
-class _PhaseInput(torch.autograd.Function):
+class _PhaseInput(FirstOrderFunction):
     """Gives a phase its input and takes the gradient.
 
     Not a leaf of the graph, which would keep the input's values until the backward even where no operation needs them.
     """
 
     @staticmethod
-    def forward(ctx, anchor, x, input_grad: _InputGrad):
-        ctx.input_grad = input_grad
+    def forward(ctx, anchor, x, grads: list[Tensor | None]):
+        ctx.grads, ctx.place = grads, len(grads)
+        grads.append(None)
         return x.view_as(x)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
-        ctx.input_grad.grad = grad
+        ctx.grads[ctx.place] = grad
         return None, None, None
 
 
-def _attach(x: Any, input_grads: Any) -> Any:
-    """Returns the state that a phase is called with, whose gradients go to `input_grads`."""
-    if isinstance(x, tuple):
-        return tuple(map(_attach, x, input_grads))
-    return _PhaseInput.apply(_ANCHOR, x, input_grads) if isinstance(input_grads, _InputGrad) else x
+def _attach(x: Any, grads: list[Tensor | None]) -> Any:
+    """Returns the state that a phase is called with, whose gradients go to `grads`."""
+    if isinstance(x, Tensor):
+        return _PhaseInput.apply(_ANCHOR, x, grads) if x.is_floating_point() else x
+    return tuple([_attach(item, grads) for item in x]) if isinstance(x, tuple) else x
 
 
-def _arrived(input_grads: Any) -> Any:
-    """Takes the gradients that a backward has left, so that the graph, which deferred W keeps, no longer holds them."""
-    if isinstance(input_grads, tuple):
-        return tuple(map(_arrived, input_grads))
-    if not isinstance(input_grads, _InputGrad):
-        return input_grads
-    grad, input_grads.grad = input_grads.grad, None
-    return grad
+def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
+    """Returns a state without its graph, and adds where its gradients enter that: an edge keeps no values alive."""
+    if isinstance(y, Tensor):
+        if not y.is_floating_point():
+            return y
+        edges.append(get_gradient_edge(y) if y.requires_grad else None)
+        return y.detach()
+    return tuple([_detach(item, edges) for item in y]) if isinstance(y, tuple) else y
 
 
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    """Returns where the gradient of a tensor enters the graph; unlike the tensor itself it keeps no values alive."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _backward(edges: Any, grad: Any) -> None:
+def _backward(edges: list[GradientEdge | None], grads: tuple[Tensor | None, ...]) -> None:
     """Runs backward from a phase's output, without entries that have or require no gradient."""
-    both = zip(flattened(edges), flattened(grad), strict=True)
-    pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
-    roots, grads = tuple(edge for edge, _ in pairs), tuple(g for _, g in pairs)
+    both = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None and grad is not None]
+    roots, given = tuple([edge for edge, _ in both]), tuple([grad for _, grad in both])
     # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
     # long as the pass.
-    _ENGINE.run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -217,14 +214,14 @@ def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
 
 def map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:
     """Returns a state with its floating-point tensors changed."""
-    if isinstance(state, tuple):
-        return tuple(map_tensors(change, item) for item in state)
-    return change(state) if isinstance(state, Tensor) and state.is_floating_point() else state
+    if isinstance(state, Tensor):
+        return change(state) if state.is_floating_point() else state
+    return tuple([map_tensors(change, item) for item in state]) if isinstance(state, tuple) else state
 
 
 def flattened(state: Any) -> list[Any]:
-    """Returns the entries of a state in order; an edge, which is a named tuple, counts as one."""
-    return [entry for item in state for entry in flattened(item)] if type(state) is tuple else [state]
+    """Returns the entries of a state in order."""
+    return [entry for item in state for entry in flattened(item)] if isinstance(state, tuple) else [state]
 
 
 def on_device(state: Any) -> Any:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron5d.autograd.recompute import recomputable
 from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import (
@@ -99,6 +100,10 @@ class Fp8Recipe:
     def over_ranks(self, maxima: Tensor) -> Tensor:
         """Maps maxima of this rank to maxima over all ranks that hold parts of the same weights."""
         return maxima
+
+    def kept(self, x: Tensor, *rows: Tensor) -> Operand:
+        """Makes the operand of an input x; `rows` are offsets of experts."""
+        return recomputable(x, lambda x: self.operand(x, *rows))  # type: ignore[attr-defined]
 
     def stored(self, values: Tensor, scales: Tensor) -> Quantized:
         """Joins `[..., out, in]` in e4m3 and the scales of its blocks `[matrices, down, across]` for the GEMMs."""

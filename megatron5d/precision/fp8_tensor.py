@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import activation_backward, norm_backward
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import E4M3, GROUP, Quantized, quantize_rows
 
@@ -67,7 +67,7 @@ def _fp8_tensor(q: Quantized, shape: torch.Size, dtype: torch.dtype) -> Fp8Tenso
     return Fp8Tensor(q.values.view(shape), q.scales.view(*shape[:-1], q.scales.shape[-1]), dtype)
 
 
-class SwigluFp8(torch.autograd.Function):
+class SwigluFp8(FirstOrderFunction):
     """`swiglu`, or with weights `weighted_activation` of rows, as an Fp8Tensor in 1×128 groups of e4m3."""
 
     @staticmethod
@@ -79,13 +79,12 @@ class SwigluFp8(torch.autograd.Function):
         return _fp8_tensor(q, shape, gate_up.dtype)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         gate_up, weights = ctx.saved_tensors
         return *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None
 
 
-class NormFp8(torch.autograd.Function):
+class NormFp8(FirstOrderFunction):
     """`add_rms_norm`, or with `centred` `add_layer_norm`, of x alone: the norm as such an Fp8Tensor, and x."""
 
     @staticmethod
@@ -97,7 +96,6 @@ class NormFp8(torch.autograd.Function):
         return _fp8_tensor(q, x.shape, x.dtype), x
 
     @staticmethod
-    @first_order
     def backward(ctx, dy, dx):
         if dy is None:
             return dx, None, None, None, None, None

@@ -39,6 +39,10 @@ class Gemms:
         """
         return (x,)
 
+    def kept(self, x: Tensor) -> Operand:
+        """Makes the operand of an input x that is kept for the backward, recomputed with x where x is."""
+        return (x,)
+
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`."""
         return activate(x, kind, overwrite)
@@ -75,6 +79,10 @@ class ExpertGemms:
         """Makes the operand of x `[r, features]`."""
         return (x.contiguous() if gradient else x,)
 
+    def kept(self, x: Tensor, offsets: Tensor) -> Operand:
+        """Makes the operand of an input x, as in Gemms."""
+        return (x,)
+
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         """Applies the activation before the GEMM, times the weight `[r]` of each row; else as in Gemms."""
         return weighted_activation(x, weights, kind, overwrite)
@@ -104,7 +112,7 @@ PLAIN_EXPERTS = ExpertGemms()
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
     """Returns the GEMMs of a weight; PLAIN if other weights with the same input have different ones."""
     gemms = getattr(weight, "gemms", PLAIN)
-    return gemms if all(gemms_of(other) is gemms for other in others) else PLAIN
+    return PLAIN if others and any(gemms_of(other) is not gemms for other in others) else gemms
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:

@@ -25,11 +25,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron5d.autograd.recompute import recomputable
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.kernels import vocab_cross_entropy_backward, vocab_statistics
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.precision.gemm import Operand, gemms_of
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
@@ -46,7 +45,7 @@ def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: A
     return row_max, row_sum, target
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
+class _VocabCrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(ctx, logits, labels, vocab: VocabRange, tp: Axis, z_coef: float):
         flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)  # [n, v/tp], [n]; n = s/cp·b
@@ -61,7 +60,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return loss, lse
 
     @staticmethod
-    @first_order
     def backward(ctx, dloss, _):
         flat, labels, row_max, row_sum = ctx.saved_tensors
         vocab = ctx.vocab
@@ -156,11 +154,11 @@ class SlicedLoss:
         return dz if slope is None else dz.mul_(slope)
 
 
-class _SlicedLoss(torch.autograd.Function):
+class _SlicedLoss(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
         ctx.head, ctx.weight, ctx.defer = head, weight, defer
-        operand = recomputable(x, gemms_of(weight).operand)
+        operand = gemms_of(weight).kept(x)
         parts = tuple(part.wait() for part in head.gather(operand))  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         found = []
         for here in head.slices(*labels.shape):
@@ -176,7 +174,6 @@ class _SlicedLoss(torch.autograd.Function):
         return loss, lse
 
     @staticmethod
-    @first_order
     def backward(ctx, dloss, _):
         head, weight = ctx.head, ctx.weight
         labels, row_max, row_sum, *operand = ctx.saved_tensors

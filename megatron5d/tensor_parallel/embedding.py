@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -42,7 +42,7 @@ def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: f
     return new_parameter((vocab.rows, hidden_size), spec, **factory)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(FirstOrderFunction):
     @staticmethod
     def forward(ctx, weight, ids, start, defer: Defer):
         local = ids - start  # [s/cp, b] rows of this rank's share; tokens outside of it belong to other ranks
@@ -53,7 +53,6 @@ class _Lookup(torch.autograd.Function):
         return weight[local].masked_fill(outside.unsqueeze(-1), 0)  # partial [s/cp, b, h]
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         local, outside = ctx.saved_tensors
         weight = ctx.weight

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.recompute import recomputable
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import (
     Pending,
@@ -29,19 +27,46 @@ from megatron5d.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Gemm, overlap_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _LocalLinear(FirstOrderFunction):
+    """Both kinds of layer where nothing is sent."""
+
+    @staticmethod
+    def forward(ctx, x, weight, defer: Defer):
+        ctx.weight, ctx.defer, gemms = weight, defer, gemms_of(weight)
+        operand = gemms.kept(x)
+        ctx.save_for_backward(*operand)
+        return gemms.forward(operand, weight)  # [..., in] -> [..., out]
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, x, gemms = ctx.weight, ctx.saved_tensors, gemms_of(ctx.weight)
+        dy = gemms.operand(dy, gradient=True)
+        dx = gemms.input_grad(dy, weight)  # [..., out] -> [..., in]
+        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in]
+        return dx, None, None
+
+
+def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
+    """Maps x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
+
+    For one rank, and for callers that gather x, and sum its gradient, over tp themselves.
+    """
+    return _LocalLinear.apply(x, weight, defer)
+
+
+class _ColumnLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
         ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
         gemms = gemms_of(weight)
-        operand = recomputable(x, gemms.operand)
+        operand = gemms.kept(x)
         ctx.save_for_backward(*operand)
         if not sp:
             return gemms.forward(operand, weight)  # [s/cp, b, in] -> [s/cp, b, out/tp]
@@ -49,7 +74,6 @@ class _ColumnLinear(torch.autograd.Function):
         return overlap_of(weight).all_gather_gemm(operand, Gemm(weight), tp, keep=False)[0]
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         tp, weight = ctx.tp, ctx.weight
         gemms = gemms_of(weight)
@@ -84,33 +108,23 @@ def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = 
     Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many; without sp none /
         all_reduce tp.
     """
-    return _ColumnLinear.apply(x, weight, tp, sp and tp.size > 1, defer)
+    if tp.size == 1:
+        return local_linear(x, weight, defer)
+    return _ColumnLinear.apply(x, weight, tp, sp, defer)
 
 
-_NO_AXIS = Axis("tp")
-
-
-def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
-    """Maps x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
-
-    For callers that gather x, and sum its gradient, over tp themselves.
-    """
-    return column_linear(x, weight, _NO_AXIS, False, defer)
-
-
-class _RowLinear(torch.autograd.Function):
+class _RowLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
         ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
         gemms = gemms_of(weight)
-        operand = recomputable(x, gemms.operand)
+        operand = gemms.kept(x)
         ctx.save_for_backward(*operand)
         if sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
             return overlap_of(weight).gemm_reduce_scatter(operand, Gemm(weight), tp)
         return all_reduce(gemms.forward(operand, weight), tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         weight, x = ctx.weight, ctx.saved_tensors
         gemms = gemms_of(weight)
@@ -240,7 +254,10 @@ class RowParallelLinear(nn.Module):
 
         Comm: reduce_scatter tp of s/cp·b·out elements with sp, else all_reduce / all_gather with sp, else none.
         """
-        y = _RowLinear.apply(x, self.weight, self.tp, self.sp, defer)
+        if self.tp.size == 1:
+            y = local_linear(x, self.weight, defer)
+        else:
+            y = _RowLinear.apply(x, self.weight, self.tp, self.sp, defer)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

@@ -100,11 +100,10 @@ PLANTED = [
     (
         "second_derivatives_are_refused",
         {
-            "kernels/a.py": "class _A(torch.autograd.Function):\n    @staticmethod\n    @first_order\n"
-            "    def backward(ctx, dy): return dy\n"
+            "kernels/a.py": "class _A(FirstOrderFunction):\n    @staticmethod\n    def backward(ctx, dy): return dy\n"
             "class _B(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, dy): return dy\n",
         },
-        "kernels/a.py:7: the backward of _B is not @first_order",
+        "kernels/a.py:4: _B is not a FirstOrderFunction",
     ),
     ("environment_is_read_in_topology", {"tools/plan.py": "import os\nos.getenv('A')"}, "tools/plan.py:2"),
     ("environment_is_read_in_topology", {"tools/plan.py": "from os import environ"}, "tools/plan.py:1"),

@@ -24,6 +24,8 @@ INSTRUCTIONS = {
     "system release": r"\bMEMBAR\S*\.SYS",
 }
 BESIDE = "exp2 beside wgmma"
+REGISTERS_OF_SM, WARPS_OF_SM, SHARED_OF_SM = 65536, 64, 228 * 1024
+MORE_IS_BETTER = ("ctas",)
 _CLOSED = re.compile(r"\b[HIQ]GMMA.*gsb0")
 
 
@@ -41,6 +43,39 @@ def _nvidia(cubin: bytes, disassemble: bool) -> tuple[int, int, str]:
         # the instructions alone, without looking for where branches lead: the same text in three quarters of the time
         listing = _run("nvdisasm", "--no-dataflow", "--no-vliw", "-c", file.name) if disassemble else ""
     return int(usage[1]), int(usage[2]), listing
+
+
+def _loops(ptx: str) -> list[str]:
+    """The bodies of loops: from a label to a branch back to it."""
+    lines, labels, bodies = ptx.splitlines(), {}, []
+    for at, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\d+_\d+):", line.strip()):
+            labels[label[1]] = at
+        if (branch := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\d+_\d+)", line)) and branch[1] in labels:
+            bodies.append("\n".join(lines[labels[branch[1]] : at]))
+    return bodies
+
+
+def performance(ptx: str, registers: int, shared: int, num_warps: int) -> dict[str, int]:
+    """What a model of the binary says of speed.
+
+    Returns:
+        ctas: how many programs share a multiprocessor, by registers (given out in eights), shared memory and warps.
+        barriers: of the block, outside loops; loop_barriers: in the innermost loop that has most of them.
+        drains: places in loops where a warp group waits for all its GEMMs: with one CTA nothing runs beside the rest.
+        narrow: exchanges through shared memory of fewer than 4 bytes by an instruction.
+    """
+    barrier, bodies = r"\bbar(?:rier)?\.sync", _loops(ptx)
+    innermost = [one for one in bodies if not any(other in one for other in bodies if other is not one)]
+    threads = 32 * num_warps
+    by_registers = REGISTERS_OF_SM // (-(-registers // 8) * 8 * threads)
+    return {
+        "ctas": min(by_registers, SHARED_OF_SM // (shared + 1024), WARPS_OF_SM // num_warps, 32),
+        "barriers": len(re.findall(barrier, ptx)) - sum(len(re.findall(barrier, one)) for one in innermost),
+        "loop_barriers": max((len(re.findall(barrier, one)) for one in innermost), default=0),
+        "drains": sum(len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0;", one)) for one in innermost),
+        "narrow": len(re.findall(r"\b(?:st|ld)\.shared\.b(?:8|16)\b", ptx)),
+    }
 
 
 def _beside(listing: str) -> int:
@@ -82,12 +117,14 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
         registers, stack, listing = _nvidia(asm["cubin"], disassemble)
     counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
     counts[BESIDE] = _beside(listing)
+    shared, ptx = launch.compiled.metadata.shared, asm.get("ptx", "")
     return {
         "kernel": launch.name,
         "num_warps": launch.num_warps,
         "registers": registers,
         "stack": stack,
-        "shared": launch.compiled.metadata.shared,
+        "shared": shared,
+        "performance": performance(ptx, registers, shared, launch.num_warps) if ptx else {},
         "instructions": {name: n for name, n in counts.items() if n},
-        "serialised": max(0, len(_CLOSED.findall(listing)) - asm.get("ptx", "").count("wgmma.commit_group")),
+        "serialised": max(0, len(_CLOSED.findall(listing)) - ptx.count("wgmma.commit_group")),
     }

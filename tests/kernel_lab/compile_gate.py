@@ -22,13 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from kernel_lab.binary import SHARED_LIMIT, examine
+from kernel_lab.binary import MORE_IS_BETTER, SHARED_LIMIT, examine
 from kernel_lab.capture import TARGETS, capture
 from kernel_lab.gate_cases import CASES
 from triton.runtime.cache import triton_key
 
 from megatron5d.kernels import tuning
 
+PERFORMANCE = ("sm_90", "sm_100")  # targets whose speed is budgeted too
 BUDGET = Path(__file__).with_name("budget.json")
 DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100")
 _IMPORTED_LATE = ("torch._dynamo", "triton.experimental.gluon.nvidia.hopper")  # by autograd Functions and the compiler
@@ -100,6 +101,7 @@ def faults(name: str, target: str, report: dict, budget: dict) -> list[str]:
         for resource in ("registers", "shared"):
             if limits and launch[resource] > limits[resource]:
                 found.append(f"{who} takes {launch[resource]} {resource}, the budget is {limits[resource]}")
+        found += slower(who, launch["performance"], (limits or {}).get("performance", {}).get(launch["kernel"], {}))
         if launch["serialised"]:
             found.append(f"{who} waits for each of its GEMMs (ptxas C7510, C7515): no two run side by side")
     if limits is None:
@@ -107,6 +109,22 @@ def faults(name: str, target: str, report: dict, budget: dict) -> list[str]:
     for instruction in CASES[name].promises.get(target, ()):
         if not any(instruction in launch["instructions"] for launch in report["launches"]):
             found.append(f"no kernel contains {instruction}, which the case promises")
+    return found
+
+
+def slower(who: str, performance: dict, budget: dict) -> list[str]:
+    """Where the model of a binary says that it is slower than the budget."""
+    worse = [n for n in budget if (performance[n] - budget[n]) * (-1 if n in MORE_IS_BETTER else 1) > 0]
+    return [f"{who} has {performance[n]} {n} by the model of its binary, the budget is {budget[n]}" for n in worse]
+
+
+def _slowest(launches: list[dict]) -> dict[str, dict]:
+    """The performance of each kernel: of several launches the worst figure of each kind."""
+    found: dict[str, dict] = {}
+    for launch in launches:
+        figures = found.setdefault(launch["kernel"], dict(launch["performance"]))
+        for name, value in launch["performance"].items():
+            figures[name] = (min if name in MORE_IS_BETTER else max)(figures[name], value)
     return found
 
 
@@ -147,6 +165,8 @@ def write_budget(reports: dict[str, dict[str, dict]]) -> None:
         for target, report in by_target.items():
             if "launches" in report:
                 most = {r: max(launch[r] for launch in report["launches"]) for r in ("registers", "shared")}
+                if target in PERFORMANCE:
+                    most["performance"] = _slowest(report["launches"])
                 budget.setdefault(name, {})[target] = most
     BUDGET.write_text(json.dumps({n: budget[n] for n in sorted(budget) if n in CASES}, indent=1) + "\n")
 

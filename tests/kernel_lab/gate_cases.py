@@ -133,6 +133,13 @@ def _fp8() -> None:
     fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient
 
 
+def _fp8_weight_grad() -> None:
+    """As a linear layer does it: both operands from the transpose, scales of a group side by side in memory."""
+    dy, x = (Quantized(meta(4096, n, dtype=E4M3), meta(4096, n // 128, dtype=torch.float32), 1) for n in (7168, 2048))
+    main_grad = meta(7168, 2048, dtype=torch.float32)
+    fp8_matmul(fp8_transpose(dy, powers_of_two=True), fp8_transpose(x, powers_of_two=True), accumulate_into=main_grad)
+
+
 def _fp8_quantised() -> None:
     quantize_rows(meta(4096, 7168))
     quantize_blocks(meta(4096, 7168))
@@ -251,6 +258,7 @@ CASES: dict[str, Case] = {
     **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
     **_ahead_cases(),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
+    "fp8-weight-grad": Case(_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
     "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
     "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its GEMMs take the plain path there
     "grouped": Case(

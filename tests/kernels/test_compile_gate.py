@@ -40,6 +40,7 @@ def test_every_kernel_is_within_its_budget(tmp_path):
 
 def report(**changes) -> dict:
     launch = {"kernel": "k", "num_warps": 8, "registers": 100, "stack": 0, "shared": 1000, "serialised": 0}
+    launch["performance"] = {"ctas": 3, "loop_barriers": 4, "drains": 1, "narrow": 0}
     return {"launches": [launch | {"instructions": {"wgmma": 4}} | changes]}
 
 
@@ -52,13 +53,18 @@ def report(**changes) -> dict:
         ({"shared": 300 * 1024}, "wants 307200 bytes"),
         ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
         ({"serialised": 3}, "waits for each of its GEMMs"),
+        ({"performance": {"ctas": 1, "loop_barriers": 4, "drains": 1, "narrow": 0}}, "has 1 ctas by the model"),
+        ({"performance": {"ctas": 3, "loop_barriers": 5, "drains": 1, "narrow": 0}}, "has 5 loop_barriers"),
+        ({"performance": {"ctas": 3, "loop_barriers": 4, "drains": 2, "narrow": 0}}, "has 2 drains"),
+        ({"performance": {"ctas": 4, "loop_barriers": 4, "drains": 1, "narrow": 8}}, "has 8 narrow"),
     ],
 )
 def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
     from kernel_lab import compile_gate, gate_cases
 
     monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None, {"sm_90": ("wgmma",)}))
-    budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30}}}
+    performance = {"k": {"ctas": 3, "loop_barriers": 4, "drains": 1, "narrow": 0}}
+    budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30, "performance": performance}}}
     found = compile_gate.faults("case", "sm_90", report(**changes), budget)
     assert (not found) if message is None else (len(found) == 1 and message in found[0])
 
@@ -130,6 +136,41 @@ print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of fp8_transpose: va
 """
     run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.stdout.split() == ["4", "16", "False"], run.stdout + run.stderr
+
+
+def test_slow_choices_of_the_past_fail():
+    """Tiles of 128×128 leave one FP8 GEMM a multiprocessor; a transpose by bytes exchanges bytes."""
+    compiled = """
+import json, sys
+import torch
+from kernel_lab import compile_gate
+from kernel_lab.binary import examine
+from kernel_lab.capture import capture
+from kernel_lab.gate_cases import CASES, meta
+from megatron5d.kernels import tuning
+from megatron5d.kernels.dispatch import jit, tl
+
+@jit
+def _transpose_kernel(x_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(out_ptr + column * rows + row, tl.load(x_ptr + row * columns + column))
+
+old = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4}
+tuning.table("sm_90")["fp8_matmul"][0]["config"] |= old
+with capture("sm_90") as (launches, _):
+    CASES["fp8-weight-grad"].run()
+    x = meta(4096, 7168, dtype=torch.uint8)
+    _transpose_kernel[(32, 56)](x, x.t().contiguous(), 4096, 7168, 128)
+reports = [examine(launch, "sm_90", False) for launch in launches]
+budget = json.loads(compile_gate.BUDGET.read_text())["fp8-weight-grad"]["sm_90"]["performance"]
+budget["_transpose_kernel"] = budget["_fp8_transpose_kernel"]
+for one in (reports[-2], reports[-1]):
+    print(*compile_gate.slower("it", one["performance"], budget[one["kernel"]]), sep="; ")
+"""
+    run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    gemm, transpose = run.stdout.splitlines()
+    assert "it has 1 ctas" in gemm and "narrow" in transpose, run.stdout + run.stderr
 
 
 def test_attention_of_hopper_makes_no_product_twice():

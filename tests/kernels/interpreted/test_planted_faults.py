@@ -2,13 +2,16 @@
 
 import importlib.util
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
 from megatron5d import kernels
+from megatron5d.kernels.flash_attention import backward
 from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.fp8 import quantize
 from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of_rows_reference,
@@ -77,8 +80,15 @@ def attention_in_a_window(module):
     return module.forward(q, k, v, rule, None)[0], kernels.attention_reference(*wide, rule)[0]
 
 
-def attention_backward(module):
-    rule, inputs = AttentionRule(0.2), attention_inputs()
+def attention_keys(module):
+    """One KV head of three blocks of keys, which four processors share."""
+    q, k, v = (torch.randn(260, 1, heads, 16).bfloat16() for heads in (4, 1, 1))
+    with mock.patch.object(backward, "launch_keys", module.launch_keys):
+        return attention_backward(backward, [q, k, v])
+
+
+def attention_backward(module, inputs):
+    rule = AttentionRule(0.2)
     wide = [x.double().requires_grad_() for x in inputs]
     out, lse = kernels.attention_reference(*wide, rule)
     dout = torch.randn(out.shape).bfloat16()
@@ -98,6 +108,12 @@ def float8_tensor(module):
     x[129, 149] = -50
     want, (straight, transposed) = quantize_tensor_reference(x).dequantize(), module.quantize_tensor_both_ways(x)
     return torch.stack([straight.dequantize(), transposed.dequantize().t()]), torch.stack([want, want])
+
+
+def float8_transposed(module):
+    x = torch.randn(130, 140).to(torch.float8_e4m3fn)
+    with mock.patch.object(quantize, "store_transposed", module.store_transposed):
+        return quantize.transpose_values(x).float(), x.t().float()
 
 
 def float8_rows(module):
@@ -160,12 +176,36 @@ FAULTS = {
     ),
     "no causal mask": ("flash_attention/forward", attention_forward, "tl.where(seen, ", "tl.where(seen | True, "),
     "no rescaling": ("flash_attention/forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
-    "no delta": ("flash_attention/backward", attention_backward, "(dp - delta[None, :])", "dp"),
+    "no delta": ("flash_attention/backward_keys", attention_keys, "(dp - delta[None, :])", "dp"),
     "late start": (
-        "flash_attention/backward",
-        attention_backward,
+        "flash_attention/backward_keys",
+        attention_keys,
         "tl.range(begin, end, BLOCK_M)",
         "tl.range(begin + BLOCK_M, end, BLOCK_M)",
+    ),
+    "a part forgotten": (
+        "flash_attention/backward_keys",
+        attention_keys,
+        "in range(program, (stop",
+        "in range(program + 1, (stop",
+    ),
+    "a part twice": (
+        "flash_attention/backward_keys",
+        attention_keys,
+        "(2 * other + (other == program))",
+        "(2 * program + 1)",
+    ),
+    "the next block's share": (
+        "flash_attention/backward_keys",
+        attention_keys,
+        "dk = tl.where(ends, 0.0, dk)",
+        "dk = tl.where(ends, 1.0, 1.0) * dk",
+    ),
+    "rows of a column in another order": (
+        "fp8/tiles",
+        float8_transposed,
+        "tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))",
+        "tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))",
     ),
     "missing promotion": ("fp8/gemm", float8, "total += part", "total = part"),
     "one side's scale": ("fp8/gemm", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
@@ -175,12 +215,6 @@ FAULTS = {
         float8_tensor,
         "largest(largest(x, 1), 0)",
         "tl.max(tl.min(tl.abs(x), 1), 0)",
-    ),
-    "transposed by columns": (
-        "fp8/quantize_tensor",
-        float8_tensor,
-        "column[None, :] * rows +",
-        "column[None, :] * columns +",
     ),
     "one row's maximum": (
         "fp8/quantize_tensor",

@@ -98,7 +98,7 @@ class Breaks:
     def begin(self, op, microbatch, x, batch, split):
         if op in "BI" and microbatch == 3:
             raise ValueError("the gradient of a broken stage")
-        return self.stage.begin(op, microbatch, x, batch)
+        return self.stage.begin(op, microbatch, x, batch, split)
 
 
 def test_an_error_names_rank_action_stage_and_micro_batch():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from megatron5d.tensor_parallel.cross_entropy import SlicedLoss
+from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
 
@@ -38,3 +38,11 @@ def test_a_loss_in_slices_is_the_loss(tokens, softcap, z_coef):
     torch.testing.assert_close((loss, lse), (wanted, wanted_lse))
     torch.testing.assert_close((mine.grad, weight.grad[:v]), (theirs.grad, plain.grad))
     assert not weight.grad[v:].any(), "padding has a gradient"
+
+
+def test_token_0_has_a_loss_and_a_negative_label_none():
+    logits, labels = torch.randn(2, 2, 5, dtype=torch.float64), torch.tensor([[0, 4], [-1, 0]])
+    loss, _ = vocab_parallel_cross_entropy(logits, labels, VocabRange(5, Axis("tp", (0,), 0)), Axis("tp", (0,), 0))
+    assert torch.allclose(
+        loss, cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1).view(2, 2)
+    )
