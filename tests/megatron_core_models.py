@@ -256,6 +256,9 @@ def step(rank: int, world: int, job: dict) -> None:
         loaded = dist_checkpointing.load(state(True), str(source))
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
+    for part in optimizer.chained_optimizers:
+        for kept in part.optimizer.state.values():  # with torch's Adam 0.16.1 loads one counter for all of them
+            kept["step"] = kept["step"].clone()
     for parameter in model.parameters():
         parameter.main_grad.copy_(parameter.detach() / 10)
     assert not optimizer.prepare_grads() and optimizer.step_with_ready_grads()  # without the norm, which asks for a GPU

@@ -106,7 +106,8 @@ def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
     """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run is.
 
     Raises:
-        ValueError: another optimiser, settings of parameters that Megatron-LM does not group, or no state.
+        ValueError: another optimiser, settings of parameters that Megatron-LM does not group, a mixture of experts, or
+            no state.
     """
     optim, saved = config.optim, SavedTensors(folder)
     progress = Progress(**read_run(folder)["progress"])
@@ -116,8 +117,8 @@ def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
     if not any(key.startswith("optim.exp_avg.") for key in saved.tensors):
         raise ValueError(f"--optimizer: {folder} holds weights alone")
     if config.model.num_experts:
-        print("Megatron-Core keeps the experts' state apart where --expert-model-parallel-size is above 1: so is this",
-              file=sys.stderr)  # fmt: skip
+        raise ValueError("--optimizer: Megatron-Core keeps Adam's groups of experts apart where "
+                         "--expert-model-parallel-size is above 1, and only there: write the weights alone")  # fmt: skip
 
     def reader(kind: str) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -137,21 +138,17 @@ def _common(config: Config, progress: Progress) -> dict[str, Any]:
              "min_lr": optim.min_lr, "lr": learning_rate(optim, max(progress.step, 1), config.train.steps),
              "betas": tuple(optim.betas), "eps": optim.eps, "bias_correction": True, "amsgrad": False,
              "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-             "decoupled_weight_decay": True, "step": progress.step - progress.skipped}  # fmt: skip
-    state = [
-        {"param_state_sharding_type": "fully_reshardable", "optimizer": {"param_groups": [
-            plain | {"wd_mult": wd, "is_expert_parallel": experts, "weight_decay": wd * optim.weight_decay}
-            for wd in (1.0, 0.0)
-        ]}}
-        for experts in ((False, True) if config.model.num_experts else (False,))
-    ]  # fmt: skip
+             "decoupled_weight_decay": True, "step": progress.step - progress.skipped,
+             "is_expert_parallel": False}  # fmt: skip
+    groups = [plain | {"wd_mult": wd, "weight_decay": wd * optim.weight_decay} for wd in (1.0, 0.0)]
+    state = {"param_state_sharding_type": "fully_reshardable", "optimizer": {"param_groups": groups}}
     schedule = {"max_lr": optim.lr, "min_lr": optim.min_lr, "lr_warmup_steps": optim.warmup_steps * samples,
                 "num_steps": progress.consumed_samples, "lr_decay_steps": config.train.steps * samples,
                 "lr_decay_style": optim.schedule.replace("wsd", "WSD"), "start_wd": optim.weight_decay,
                 "end_wd": optim.weight_decay, "wd_incr_style": "constant", "wd_incr_steps": 0}  # fmt: skip
     format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
                  "singleton_local_shards": False, "distrib_optim_fully_reshardable_mem_efficient": False}  # fmt: skip
-    return {"optimizer": state[0] if len(state) == 1 else dict(enumerate(state)), "opt_param_scheduler": schedule,
+    return {"optimizer": state, "opt_param_scheduler": schedule,
               "num_floating_point_operations_so_far": 0, "content_metadata": format_of}  # fmt: skip
 
 

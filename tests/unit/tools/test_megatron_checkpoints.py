@@ -248,6 +248,18 @@ def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(tmp_path
             torch.testing.assert_close(found[f"{kind}.{name}"], want, rtol=1e-6, atol=1e-7)
 
 
+def test_states_that_the_distributed_optimizer_would_not_read_are_refused(theirs, tmp_path, capsys):
+    for name, why in (
+        ("optimizer-parameters", "groups of experts apart"),
+        ("optimizer-buckets", "holds weights alone"),
+    ):
+        converted("from-megatron", "--megatron", theirs / name, "--out", tmp_path / name)
+        words = ["to-megatron", "--checkpoint", str(tmp_path / name), "--out", str(tmp_path / "back"), "--optimizer"]
+        assert convert.main(words) == 2
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
 def changed_args(source: Path, folder: Path, **changes: object) -> Path:
     """A copy of a checkpoint with other arguments."""
     shutil.copytree(source, folder)
