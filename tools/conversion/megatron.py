@@ -118,12 +118,12 @@ def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
         raise ValueError(f"--optimizer: {folder} holds weights alone")
     if config.model.num_experts:
         raise ValueError("--optimizer: Megatron-Core keeps Adam's groups of experts apart where "
-                         "--expert-model-parallel-size is above 1, and only there: write the weights alone")  # fmt: skip
+                         "--expert-model-parallel-size is above 1, and only there: write weights alone")  # fmt: skip
 
     def reader(kind: str) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
             key = f"optim.{kind}.{name}"  # of a run in fp32 the weights are the masters
-            return saved.read(key if key in saved.tensors else PREFIX + name, offset, shape)
+            return saved.read(key if kind != "master" or key in saved.tensors else PREFIX + name, offset, shape)
 
         return read
 
