@@ -58,8 +58,7 @@ class Training(NamedTuple):
 def write_checkpoint(
     out: Path, model: ModelConfig, args: Namespace, read: _Read, dtype: torch.dtype, training: Training | None = None
 ) -> Path:
-    """Writes `out/release` or the folder of an iteration, and the tracker file, with one layer's tensor in memory at a
-    time.
+    """Writes `out/release` or an iteration's folder, and the tracker file, with one layer's tensor in memory at a time.
 
     Args:
         out: a directory without Megatron checkpoints; created if it does not exist.
