@@ -227,13 +227,15 @@ def rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Row
     for workers in (1, 2):
         row = preprocessing(folder, documents, workers, arguments.repeats)
         yield f"preprocessing, {workers} worker{'s' * (workers > 1)}", row
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     prefixes = [str(folder / f"index{i}") for i in range(5)]
     for i, prefix in enumerate(prefixes):
         write_index(prefix, arguments.tokens / (4 if i else 1), i)
-    for what, part in (("order: one dataset", prefixes[:1]), ("order: a blend of four", prefixes[1:])):
-        yield what, ordering(part, arguments.tokens, folder / "cache", arguments.repeats)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # Megatron-Core's datasets ask it
+    try:
+        for what, part in (("order: one dataset", prefixes[:1]), ("order: a blend of four", prefixes[1:])):
+            yield what, ordering(part, arguments.tokens, folder / "cache", arguments.repeats)
+    finally:
+        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
