@@ -18,7 +18,7 @@ import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 sys.path.remove(str(Path(__file__).parent))  # tests/kernels is not the package that is meant
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,10 +30,12 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.enums import AttnBackend
@@ -141,7 +143,7 @@ def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
 
 
 def _start(tp: int, pp: int, ep: int) -> None:
-    if tp * pp * ep == 1:
+    if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
 
@@ -216,10 +218,64 @@ def logits(rank: int, world: int, job: dict) -> None:
     np.save(job["out"], found[..., : args.vocab_size].float().numpy())
 
 
+def _distributed_optimizer(model: GPTModel, given: dict):
+    """The model over data-parallel ranks, and the optimiser of all of them, which shards its state."""
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    tensor, kind_of = torch.tensor, torch.Tensor.type
+    torch.tensor = lambda *values, device=None, **kinds: tensor(*values, **kinds)
+    torch.Tensor.type = lambda self, *to: kind_of(self, *to) if to else kind_of(self).replace("torch.", "torch.cuda.")
+    config = OptimizerConfig(optimizer="adam", lr=given["lr"], weight_decay=given["weight_decay"], clip_grad=0.0,
+                             use_distributed_optimizer=True, bf16=False)  # fmt: skip
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    for part in optimizer.chained_optimizers:
+        part._init_optimizer_states_with_dummy_values()  # torch's Adam has no state before its first step
+    return wrapped, optimizer
+
+
+def step(rank: int, world: int, job: dict) -> None:
+    """Loads a model and its distributed optimiser, makes a step in which a tenth of each weight is its gradient, and
+    saves both."""
+    _start(job["tp"], 1, job["ep"])
+    source = Path(job["folder"])
+    source /= f"iter_{int((source / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+    common = dist_checkpointing.load_common_state_dict(str(source))
+    args, kind = common["args"], common["content_metadata"]
+    model = _model(args, job["tp"], 1, job["ep"])
+    wrapped, optimizer = _distributed_optimizer(model, job)
+
+    def state(loading: bool) -> dict:
+        shards = model.sharded_state_dict(metadata=kind)
+        return {"model": shards, "optimizer": optimizer.sharded_state_dict(shards, loading, metadata=kind)}
+
+    take = DistributedOptimizer._set_main_param_and_optimizer_states
+    counted = torch.tensor(float(common["optimizer"]["optimizer"]["param_groups"][0]["step"]))
+    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states",
+                      lambda self, to, values: take(self, to, {"step": counted, **values})):  # fmt: skip
+        # torch's Adam counts steps by parameter, Apex's and TransformerEngine's, which Megatron-LM expects, by group
+        loaded = dist_checkpointing.load(state(True), str(source))
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    for part in optimizer.chained_optimizers:
+        for kept in part.optimizer.state.values():  # with torch's Adam 0.16.1 loads one counter for all of them
+            kept["step"] = kept["step"].clone()
+    for parameter in model.parameters():
+        parameter.main_grad.copy_(parameter.detach() / 10)
+    assert not optimizer.prepare_grads() and optimizer.step_with_ready_grads()  # without the norm, which asks for a GPU
+    folder = Path(job["out"]) / f"iter_{common['iteration'] + 1:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    kept = {"args": args, "iteration": common["iteration"] + 1, "content_metadata": kind, "checkpoint_version": 3.0}
+    dist_checkpointing.save(kept | state(False), str(folder))
+    (Path(job["out"]) / "latest_checkpointed_iteration.txt").write_text(str(kept["iteration"]))
+
+
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for job in json.loads(Path(sys.argv[1]).read_text()):
         if job["do"] == "write":
             run_ranks(write, job["tp"] * job["pp"] * job["ep"], job, timeout=100)
+        elif job["do"] == "step":
+            run_ranks(step, job["dp"] * job["tp"], job, timeout=100)
         else:
             run_ranks(logits, 1, job, timeout=100)

@@ -65,7 +65,8 @@ def make_micro_batch(
     padded = 0 if seq_len is None else seq_len + 1 - rows.shape[1]  # not by IGNORED in rows: a label would be an input
     inputs, labels = (F.pad(part, (0, padded), value=IGNORED) for part in (rows[:, :-1], rows[:, 1:]))
     ignored = inputs == IGNORED
-    loss_mask = ((labels != IGNORED) & ~ignored & (inputs != (eod if eod_mask_loss else IGNORED))).float()
+    silent = ignored | (inputs == eod) if eod_mask_loss else ignored  # no prediction is made here
+    loss_mask = ((labels != IGNORED) & ~silent).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
     begins = _document_begins(inputs, eod, document_starts) if document_mask else torch.zeros_like(ignored)

@@ -69,9 +69,14 @@ class Forecaster:
         world: number of ranks.
         target: what is planned for.
         layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
+        moments: takes two moments of every slot of each rank asked about, see `find_peak`, in the order of asking.
     """
 
-    def __init__(self, config: Config, world: int, target: Target, layout: PipelineLayout | None = None) -> None:
+    def __init__(
+        self, config: Config, world: int, target: Target, layout: PipelineLayout | None = None,
+        moments: list[list[Peak]] | None = None,
+    ) -> None:  # fmt: skip
+        self._moments = moments
         self.config, self.world, self.target = config, world, target
         self.layout = layout or quick_layout(config, world)
         self.sizes = sizes_of(config, world)
@@ -162,12 +167,15 @@ class Forecaster:
         reductions."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
         held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
+        moments: list[Peak] | None = None if self._moments is None else []
         sync.drop()
         with Replay(sync, phases, passes_of(self._program, held), self.target.block) as replay:
-            peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay)
+            peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay, moments)
             replay.forget_peak()
             sync.finish_reduce()
             global_square_sum(sync.buckets)
+        if self._moments is not None and moments is not None:
+            self._moments.append(moments)
         return peak, replay.peak_bytes
 
     def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:

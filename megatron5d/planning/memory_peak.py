@@ -141,6 +141,7 @@ def find_peak(
     traces: Mapping[int, StageTrace],
     message_bytes: int,
     replay: Replay | None = None,
+    moments: list[Peak] | None = None,
 ) -> Peak:
     """Returns the worst moment of a step on one rank.
 
@@ -150,6 +151,7 @@ def find_peak(
         traces: of every stage that the rank holds.
         message_bytes: of a message between stages.
         replay: data parallelism, inside its context; None = it has no temporary buffers.
+        moments: takes two moments of every slot: the worst while it runs, and what is held when it has run.
     """
     walk = _Walk(program, rank, traces, message_bytes, replay)
     line = list(slot_messages(program, rank))
@@ -162,7 +164,12 @@ def find_peak(
         running = [walk.run(action) for action in each.slot]
         while running:
             running = [action for action in running if next(action, None) is not None]
-    return replace(walk.peak, host=walk.most_host)
+        if moments is not None:
+            moments.append(walk.take_moment())
+            walk.see(each.slot[-1], 0)
+            moments.append(walk.take_moment())
+    worst = walk.peak if moments is None else max(moments, key=lambda moment: moment.total, default=Peak())
+    return replace(worst, host=walk.most_host)
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
@@ -294,6 +301,11 @@ class _Walk:
         else:
             self._sent[message.flow].append(extra)
         self.messages += extra
+
+    def take_moment(self) -> Peak:
+        """Returns the worst moment since the last call."""
+        worst, self.peak, self.most = self.peak, Peak(), 0
+        return worst
 
     def see(self, action: Action, rise: int) -> None:
         """Records the present moment, with `rise` temporary bytes, if it needs more than any before."""

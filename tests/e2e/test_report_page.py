@@ -30,7 +30,8 @@ def report():
     question = Question(overrides=OVERRIDES, world=WORLD, device="h100", against="parallel.tp=1 parallel.sp=false")
     log = [
         json.dumps({"step": step, "loss": 7.0 - step / 50, "tokens": 64 * step, "step_time_s": 0.5, "bubble": 0.25,
-                    "tokens_per_s_per_gpu": 8.0, "zero_exposed_s": 0.01, "moe/layer_1/load": 1.5})
+                    "tokens_per_s_per_gpu": 8.0, "zero_exposed_s": 0.01, "moe/layer_1/load": 1.5,
+                    "comm_tp_bytes": 123_000_000, "comm_tp_exposed_s": 0.04})
         for step in range(1, 31)
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +70,45 @@ def test_numbers_are_those_of_the_planner(report):
 def test_a_run_tells_its_world_and_its_events(report):
     (run,) = report["runs"]
     assert run["world"] == 16 and run["events"] == [{"step": 20, "what": "checkpoint saved"}]
-    assert dict(run["breakdown"]) == {"everything else": 0.365, "zero exposed": 0.01, "pipeline bubble": 0.125}
+    parts = {"comm tp exposed": 0.04, "zero exposed": 0.01, "pipeline bubble": 0.125}
+    assert dict(run["breakdown"]) == {"everything else": 0.325, **parts}
+
+
+def test_memory_over_a_step_peaks_at_the_forecast_and_follows_the_rank(browser, report):
+    layout = report["layouts"][0]
+    ranks = layout["memory_over_time"]["ranks"]
+    for rank, forecast in zip(ranks, layout["variants"][""]["memory"]):
+        moments = [sum(values) for values in zip(*rank["passing"].values())]
+        assert len(set(moments)) > 4 and len(moments) == len(rank["start"]) == len(rank["end"])
+        most = sum(rank["staying"].values()) + max(*moments, rank["end_of_step"])
+        assert most == sum(forecast.values()) - forecast.get("setup", 0)
+        assert {"weights", "gradients", "optimizer"} <= set(rank["staying"])
+    drawn = []
+    for place in (0, 1):
+        browser.run("change({rank: withPipelineRank(arguments[0])})", place)
+        assert f"Pipeline rank {place} over a step" in browser.run(
+            "return document.querySelector('#memory').textContent"
+        )
+        paths = "return [...document.querySelectorAll('#memory path')].map((each) => each.getAttribute('d'))"
+        drawn.append(browser.run(paths))
+    browser.run("change({rank: 0})")
+    assert drawn[0] != drawn[1] and not any("NaN" in path for paths in drawn for path in paths)
+
+
+def test_what_a_run_sent_and_waited_stands_beside_the_forecast(browser, report):
+    numbers = report["layouts"][0]["variants"][""]
+    lines = "[...document.querySelectorAll('#step tr')]"
+    rows = browser.run(f"return {lines}.map((row) => [...row.children].map((each) => each.textContent))")
+    (sent,) = [row for row in rows if row[0] == "tp" and row[-1] == "123 MB"]
+    (waited,) = [row for row in rows if row[0] == "tp" and row[-1] == "40.0 ms"]
+    told = numbers["sent_bytes"][0]["tp"], numbers["seconds"]["tp"]
+    assert [sent[1], waited[1]] == [
+        browser.run("return bytes(arguments[0])", told[0]),
+        browser.run("return seconds(arguments[0])", told[1]),
+    ]
+    assert ["pp", "125 ms"] in [[row[0], row[-1]] for row in rows] and ["dp", "10.0 ms"] in [
+        [row[0], row[-1]] for row in rows
+    ]
 
 
 def test_every_switch_changes_the_layer(browser, report):

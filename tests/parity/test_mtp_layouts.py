@@ -25,7 +25,7 @@ MOE = MoeConfig(balance=["aux", "global_aux", "bias"], aux_coef=0.1, z_coef=0.02
 
 
 def config_of(depths=1, *, layers=2, gbs=4, mbs=1, schedule="1f1b", sparse=True, recompute="none", data=None, **more):
-    sliced = more.pop("logit_tokens", None)
+    sliced, stages = more.pop("logit_tokens", None), more.pop("stages", None)
     model = {name: more.pop(name) for name in ("tie_embeddings", "vocab_size", "position") if name in more}
     return Config(
         model=ModelConfig(
@@ -33,7 +33,7 @@ def config_of(depths=1, *, layers=2, gbs=4, mbs=1, schedule="1f1b", sparse=True,
                "num_kv_heads": 2, "vocab_size": 61, "num_mtp_layers": depths, **(EXPERTS if sparse else {}), **model}
         ),
         parallel=ParallelConfig(**more),
-        pipeline=PipelineConfig(schedule=schedule),
+        pipeline=PipelineConfig(schedule=schedule, layout=stages),
         train=TrainConfig(steps=10, gbs=gbs, mbs=mbs, seq_len=8, mtp_loss=0.6, z_loss=0.01),
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         moe=MOE if sparse else MoeConfig(),
@@ -55,6 +55,7 @@ CASES = {
         {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "etp": 1, "tie_embeddings": True, "logit_tokens": 3},
     ),
     "zero 3, recomputed": (2, {"recompute": "full", "zero": 3}),  # a unit whose head runs before the rest is run again
+    "pp3, with the head on a stage that holds no layer": (3, {"depths": 2, "pp": 3, "stages": [1, 1, 0], "gbs": 6}),
     "zb_v, embedding here": (2, {"pp": 2, "layers": 4, "schedule": "zb_v"}),
     "dualpipe, zero": (2, {"pp": 2, "schedule": "dualpipe", "zero": 1}),
     "all five, documents": (

@@ -70,6 +70,7 @@ def add_to_megatron(command: OptionParser) -> None:
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
     add("--out", type=Path, required=True, metavar="DIR", help="directory for Megatron-LM's --load, without any yet")
     add("--dtype", **_DTYPE)
+    add("--optimizer", action="store_true", help="Adam's state and the step, too, to continue the run")
 
 
 def add_inspect(command: OptionParser) -> None:

@@ -5,27 +5,32 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron5d.checkpoint.folder import saved_config
+from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
+from megatron5d.checkpoint.inspection import SavedTensors
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.megatron.arguments import args_of, model_config_of
 from megatron5d.checkpoint.megatron.checkpoint import MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, entries
-from megatron5d.checkpoint.megatron.writer import write_release
+from megatron5d.checkpoint.megatron.writer import STATES, Training, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
+from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import Progress, twin
 
-# Our kinds of the optimiser's state, and Megatron-Core's.
-_OPTIMIZER = {"master": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_OTHER_NAMES = {"fp32_param": "param"}  # of kinds of the optimiser's state: by one or the other layout of Megatron-Core
 
 
 def from_megatron(args: argparse.Namespace) -> int:
@@ -51,11 +56,12 @@ def from_megatron(args: argparse.Namespace) -> int:
         print(f"{rows - model.vocab_size} rows that pad the vocabulary are left out", file=sys.stderr)
     tensors = dict(_fitting(stored, table, model, DTYPES[dtype]))
     progress = Progress()
-    if _OPTIMIZER["exp_avg"] in found.optimizer and getattr(theirs, "optimizer", "adam") == "adam":
+    kept = {_OTHER_NAMES.get(kind, kind): state for kind, state in found.optimizer.items()}
+    if "exp_avg" in kept and getattr(theirs, "optimizer", "adam") == "adam":
         own = [entry for entry in table if not entry.wide]
-        for kind, name in _OPTIMIZER.items():
-            if name in found.optimizer:
-                state = _fitting(found.optimizer[name], own, model, torch.float32)
+        for kind, name in STATES.items():
+            if name in kept:
+                state = _fitting(kept[name], own, model, torch.float32)
                 tensors |= {f"optim.{kind}.{key.removeprefix(PREFIX)}": tensor for key, tensor in state.items()}
         samples = getattr(theirs, "consumed_train_samples", 0)
         progress = Progress(step=found.iteration, consumed_samples=samples, tokens=samples * theirs.seq_length)
@@ -79,11 +85,11 @@ def _fitting(
 
 
 def to_megatron(args: argparse.Namespace) -> int:
-    """Writes a `torch_dist` release, and prints its folder; returns 0.
+    """Writes a `torch_dist` release, or with the optimiser an iteration, and prints its folder; returns 0.
 
     Raises:
-        ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, or `out` holds a
-            checkpoint of Megatron-LM.
+        ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an optimiser that it does
+            not have, or `out` holds a checkpoint of Megatron-LM.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)
@@ -91,8 +97,59 @@ def to_megatron(args: argparse.Namespace) -> int:
     theirs = args_of(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
     weights = SavedWeights(folder, DTYPES[dtype], twin)
     check_complete(weights, entries(config.model), folder)
-    print(f"wrote {write_release(args.out, config.model, theirs, weights.read, DTYPES[dtype])}")
+    training = _training(folder, config, theirs) if args.optimizer else None
+    print(f"wrote {write_checkpoint(args.out, config.model, theirs, weights.read, DTYPES[dtype], training)}")
     return 0
+
+
+def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
+    """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run is.
+
+    Raises:
+        ValueError: another optimiser, settings of parameters that Megatron-LM does not group, a mixture of experts, or
+            no state.
+    """
+    optim, saved = config.optim, SavedTensors(folder)
+    progress = Progress(**read_run(folder)["progress"])
+    if optim.name != "adamw" or optim.lr_scale or optim.decay_scale or optim.decay_exclude or optim.freeze:
+        raise ValueError(f"--optimizer: Megatron-LM groups parameters for Adam by their dims alone; {folder} has "
+                         f"optim.name = {optim.name}, lr_scale, decay_scale, decay_exclude or freeze")  # fmt: skip
+    if not any(key.startswith("optim.exp_avg.") for key in saved.tensors):
+        raise ValueError(f"--optimizer: {folder} holds weights alone")
+    if config.model.num_experts:
+        raise ValueError("--optimizer: Megatron-Core keeps Adam's groups of experts apart where "
+                         "--expert-model-parallel-size is above 1, and only there: write weights alone")  # fmt: skip
+
+    def reader(kind: str) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
+        def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+            key = f"optim.{kind}.{name}"  # of a run in fp32 the weights are the masters
+            return saved.read(key if kind != "master" or key in saved.tensors else PREFIX + name, offset, shape)
+
+        return read
+
+    vars(theirs)["consumed_train_samples"] = progress.consumed_samples
+    return Training(progress.step, {kind: reader(kind) for kind in STATES}, _common(config, progress))
+
+
+def _common(config: Config, progress: Progress) -> dict[str, Any]:
+    """Returns groups of parameters, the schedule and the layout of the state, as Megatron-LM saves them."""
+    optim, samples = config.optim, config.train.gbs
+    plain = {"lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True, "max_lr": optim.lr,
+             "min_lr": optim.min_lr, "lr": learning_rate(optim, max(progress.step, 1), config.train.steps),
+             "betas": tuple(optim.betas), "eps": optim.eps, "bias_correction": True, "amsgrad": False,
+             "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+             "decoupled_weight_decay": True, "step": progress.step - progress.skipped,
+             "is_expert_parallel": False}  # fmt: skip
+    groups = [plain | {"wd_mult": wd, "weight_decay": wd * optim.weight_decay} for wd in (1.0, 0.0)]
+    state = {"param_state_sharding_type": "fully_reshardable", "optimizer": {"param_groups": groups}}
+    schedule = {"max_lr": optim.lr, "min_lr": optim.min_lr, "lr_warmup_steps": optim.warmup_steps * samples,
+                "num_steps": progress.consumed_samples, "lr_decay_steps": config.train.steps * samples,
+                "lr_decay_style": optim.schedule.replace("wsd", "WSD"), "start_wd": optim.weight_decay,
+                "end_wd": optim.weight_decay, "wd_incr_style": "constant", "wd_incr_steps": 0}  # fmt: skip
+    format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+                 "singleton_local_shards": False, "distrib_optim_fully_reshardable_mem_efficient": False}  # fmt: skip
+    return {"optimizer": state, "opt_param_scheduler": schedule,
+              "num_floating_point_operations_so_far": 0, "content_metadata": format_of}  # fmt: skip
 
 
 def _tokenizer(data: DataConfig) -> str | None:

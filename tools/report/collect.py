@@ -16,14 +16,14 @@ from typing import Any
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
-from megatron5d.planning.auto_schedule import pipeline_faults
+from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.predict import Estimator
+from megatron5d.planning.predict import Estimator, bytes_on
 from megatron5d.planning.rank_memory import gigabytes
 from megatron5d.planning.workload import Workloads
 from megatron5d.tools.report.layer import layer_record
-from megatron5d.tools.report.timeline import pipeline_record
+from megatron5d.tools.report.timeline import memory_over_time, pipeline_record
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
 from megatron5d.train.build import sizes_of
 
@@ -75,9 +75,12 @@ def layout_record(asked: Asked) -> dict[str, Any]:
     on = _switched_on(config)
     with ProcessPoolExecutor(2) as pool:
         pipeline = pool.submit(pipeline_record, config, world, asked.cluster)
+        over_time = pool.submit(memory_over_time, config, world, asked.cluster, asked.target)
         stages = pool.map(zero_stage, [asked] * 4, range(4))
         variants = _variants(pool, asked, on)
         timelines, zero_stages = pipeline.result(), list(stages)
+    if "sent_bytes" not in variants[""]:  # where no time is predicted
+        variants[""]["sent_bytes"] = [dict(sent) for sent in bytes_on(config, world, quick_layout(config, world))]
     name_cuts(variants, on)
     sizes = sizes_of(config, world)
     dense = dense_grid(sizes)
@@ -95,6 +98,7 @@ def layout_record(asked: Asked) -> dict[str, Any]:
         "zero_stages": zero_stages,
         "grid": {"dense": grid_record(dense), "expert": grid_record(expert) if config.model.num_experts else None},
         "pipeline": timelines,
+        "memory_over_time": over_time.result(),
     }  # fmt: skip
 
 

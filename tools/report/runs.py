@@ -54,6 +54,8 @@ def run_record(name: str, records: Iterable[str], saved: Iterable[int] = ()) -> 
         "events": _events(steps, saved),
         "step_time_s": _median(steps, "step_time_s"),
         "breakdown": _breakdown(steps),
+        "sent_bytes": _by_axis(steps, "_bytes"),
+        "exposed_s": _exposed(steps),
         "world": _world(steps),
     }
 
@@ -116,6 +118,25 @@ def _breakdown(steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
     if "bubble" in steps[-1]:
         parts.append(("pipeline bubble", _median(steps, "bubble") * total))
     return [("everything else", max(0.0, total - sum(value for _, value in parts))), *parts]
+
+
+def _by_axis(steps: list[dict[str, Any]], ending: str) -> dict[str, float]:
+    """Returns axis -> median of what rank 0 sent or waited there in a step, of the fields that end so."""
+    fields = {field for record in steps for field in record if field.startswith("comm_") and field.endswith(ending)}
+    return {field.removeprefix("comm_").removesuffix(ending): _median(steps, field) for field in sorted(fields)}
+
+
+def _exposed(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns axis -> median of the seconds in which rank 0 waited there in a step, as far as the log tells.
+
+    On pp it is the bubble; on dp the waits for ZeRO's weights, where no axis of dp was timed.
+    """
+    found = _by_axis(steps, "_exposed_s")
+    if "bubble" in steps[-1]:
+        found["pp"] = _median(steps, "bubble") * _median(steps, "step_time_s")
+    if "zero_exposed_s" in steps[-1] and not any(axis.startswith("dp") for axis in found):
+        found["dp"] = _median(steps, "zero_exposed_s")
+    return found
 
 
 def _median(steps: list[dict[str, Any]], field: str) -> float:

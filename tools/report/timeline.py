@@ -16,13 +16,17 @@ from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, simulate
 from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import Cluster
-from megatron5d.planning.memory_forecast import Target
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.memory_peak import Peak
 from megatron5d.planning.predict import Estimator
 from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.workload import Workloads
 from megatron5d.train.pipeline_layout import micro_batch_counts
 
 MOST_SLOTS = 40_000  # of all timelines of a page together: it stays below 2 MB
+MOST_MOMENTS = 6_000  # of memory over time, of all pipeline ranks together
+STAYING = ("weights", "gradients", "optimizer", "buffers", "inputs", "library", "margin", "symmetric", "outside")
+PASSING = ("activations", "stash", "messages", "units", "workspace")
 TICKS = 100_000  # a makespan; times of slots are integers
 
 
@@ -59,6 +63,46 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
                 "held_bytes": [held[a:b].astype(int).tolist() for a, b in zip(edges, edges[1:])],
             }
     return records
+
+
+def memory_over_time(config: Config, world: int, cluster: Cluster | None, target: Target) -> dict[str, Any]:
+    """Returns what every pipeline rank needs over a step, as the forecast walks through it, in the simulator's time.
+
+    Args:
+        config, world, cluster: as in `pipeline_record`.
+        target: of the forecast.
+
+    Returns:
+        `in_seconds`, `makespan`, and `ranks`: of each `staying` (kind -> bytes all the time), `end_of_step` (temporary
+        bytes after the passes), `start` and `end` of its spans in ticks, and `passing`: kind -> bytes at the worst
+        moment of each span. A span is a slot, or what is held from its end until the next; many are merged where
+        the page has no room.
+    """
+    timed = Timed(config, world, cluster)
+    program, _, found = timed.step(config)
+    walked: list[list[Peak]] = []
+    ranks = Forecaster(config, world, target, moments=walked).ranks()
+    edges = program.table.rank_start.tolist()
+    scale = TICKS / found.makespan if found.makespan else 0.0
+    size = -(-2 * len(found.start) // MOST_MOMENTS)
+    records = []
+    for rank, moments, first, stop in zip(ranks.values(), walked, edges, edges[1:]):
+        bounds = np.rint(scale * np.stack([found.start[first:stop], found.end[first:stop]], 1)).astype(int).ravel()
+        bounds = np.append(bounds, TICKS).tolist()
+        groups = [moments[place : place + size] for place in range(0, len(moments), size)]
+        worst = [_by_kind(max(group, key=lambda moment: moment.total)) for group in groups]
+        records.append({
+            "staying": {kind: value for kind in STAYING if (value := getattr(rank, kind))},
+            "end_of_step": rank.end_of_step,
+            "start": bounds[:-1:size],
+            "end": [*bounds[size:-1:size], TICKS],
+            "passing": {kind: values for kind in PASSING if any(values := [each[kind] for each in worst])},
+        })  # fmt: skip
+    return {"in_seconds": timed.in_seconds, "makespan": found.makespan, "ranks": records}
+
+
+def _by_kind(moment: Peak) -> dict[str, int]:
+    return vars(moment) | {"activations": sum(moment.activations.values())}
 
 
 class Timed:

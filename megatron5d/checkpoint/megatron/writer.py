@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
+from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor
 from megatron5d.checkpoint.megatron.checkpoint import TRACKER
 from megatron5d.checkpoint.megatron.distributed import BACKEND, COMMON
@@ -31,6 +33,7 @@ from megatron5d.config.schema import ModelConfig
 
 # A release has no optimiser and starts at iteration 0, which Megatron-LM knows without further flags.
 RELEASE = "release"
+STATES = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # our kinds, and Megatron-Core's
 _NOTHING = "__0_1.distcp"  # holds the one object that all extra states are
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)$")
 _ALONE = "pre_mlp_layernorm."
@@ -38,8 +41,24 @@ _Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 _Index = tuple[int, ...]  # of a layer or an expert in a stack, of both, or of neither
 
 
-def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, dtype: torch.dtype) -> Path:
-    """Writes `out/release` and the tracker file, with one layer's tensor in memory at a time.
+class Training(NamedTuple):
+    """What a run is continued with.
+
+    Args:
+        iteration: steps done.
+        read: as of the weights, for each of STATES.
+        common: what the optimiser and its schedule keep besides tensors.
+    """
+
+    iteration: int
+    read: dict[str, _Read]
+    common: dict[str, Any]
+
+
+def write_checkpoint(
+    out: Path, model: ModelConfig, args: Namespace, read: _Read, dtype: torch.dtype, training: Training | None = None
+) -> Path:
+    """Writes `out/release` or an iteration's folder, and the tracker file, with one layer's tensor in memory at a time.
 
     Args:
         out: a directory without Megatron checkpoints; created if it does not exist.
@@ -47,6 +66,7 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
         args: what Megatron-LM calls it.
         read: returns the rectangle of our tensor with a (global name, offset, shape).
         dtype: of the written weights.
+        training: None = a release.
 
     Returns:
         The folder of the checkpoint.
@@ -55,13 +75,19 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
         ValueError: there is a Megatron checkpoint already.
         OSError: a file cannot be written.
     """
-    folder = out / RELEASE
+    iteration = training.iteration if training else 0
+    folder = out / (f"iter_{iteration:07d}" if training else RELEASE)
     if (out / TRACKER).exists():
         raise ValueError(f"{out} already holds a checkpoint of Megatron-LM; give a directory without any")
     folder.mkdir(parents=True, exist_ok=True)
     save = Save(uuid.uuid4().hex, 0)
     places = _places(model)
-    written = write(folder, {key: _lazy(at, model, read, dtype) for key, at in places.items()}, 0, save)
+    tensors: dict[str, ShardedTensor] = {key: _lazy(at, model, read, dtype) for key, at in places.items()}
+    for kind, read_state in (training.read if training else {}).items():
+        for key, at in places.items():
+            if not next(iter(at.values())).wide:  # of which nothing is kept: no gradient moves them
+                tensors[f"optimizer.state.{STATES[kind]}.{key}"] = _lazy(at, model, read_state, torch.float32)
+    written = write(folder, tensors, 0, save)
     _, metadata, stored = IndexWriter().build([written])
     content = io.BytesIO()
     torch.save([None], content)  # an object in a list, as Megatron-Core writes the shards of one
@@ -73,10 +99,11 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
     writer.finish(metadata, [stored])
-    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0}, folder / COMMON)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
+    torch.save(common | (training.common if training else {}), folder / COMMON)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
-    (out / TRACKER).write_text(RELEASE)
+    (out / TRACKER).write_text(str(iteration) if training else RELEASE)
     return folder
 
 

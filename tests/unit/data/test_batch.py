@@ -88,20 +88,24 @@ def test_moves_as_a_whole():
 
 
 @settings(max_examples=80, deadline=None)
-@given(rows_of_tokens, st.booleans(), st.booleans())
-def test_padding_neither_predicts_nor_is_seen(rows, causal, document_mask):
+@given(rows_of_tokens, st.booleans(), st.booleans(), st.booleans())
+def test_padding_neither_predicts_nor_is_seen(rows, causal, document_mask, eod_mask_loss):
     rows = torch.tensor(rows)
     rows[rows == 4] = IGNORED
     depths = min(2, rows.shape[1] - 2)
-    batch = look_ahead(make_micro_batch(rows, causal=causal, document_mask=document_mask, eod=EOD), depths)
+    options = {"causal": causal, "document_mask": document_mask, "eod": EOD, "eod_mask_loss": eod_mask_loss}
+    batch = look_ahead(make_micro_batch(rows, **options), depths)
     real, (b, s) = rows != IGNORED, batch.tokens.shape
+    speaks = real & (rows != EOD) if eod_mask_loss else real
     documents = torch.zeros(b, s) if batch.documents is None else batch.documents
     for r in range(b):
         for p in range(s):
-            assert batch.loss_mask[r, p] == (real[r, p] and real[r, p + 1])
+            assert batch.loss_mask[r, p] == (speaks[r, p] and real[r, p + 1])
             for k in range(1, depths + 1):
                 alike = p + k < s and documents[r, p] == documents[r, p + k]
-                assert batch.ahead_mask[k - 1, r, p] == (alike and bool(real[r, p : p + k + 2].all()))
+                assert batch.ahead_mask[k - 1, r, p] == (
+                    alike and bool(speaks[r, p + k]) and bool(real[r, p : p + k + 2].all())
+                )
             for other in range(p if causal else s):
                 if real[r, p] and not real[r, other]:
                     assert documents[r, p] != documents[r, other]

@@ -31,3 +31,13 @@ def test_llama3_blends_between_long_and_short_waves():
     assert ((plain / 8 < found) & (found < plain))[blended].all()
     want = theirs(128, 5e5, "llama3", factor=8.0, original_max_position_embeddings=original, **factors)
     torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("theta, original", [(1e4, 4096), (100.0, 4096), (1e4, 16)])
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_ramps_between_the_bands_wherever_they_lie(theta, original, truncate):
+    """Also where the slow band lies beyond the last pair, or the fast one before the first."""
+    scaling = RopeScaling("yarn", 4.0, original, truncate=truncate)
+    factor = {"factor": 4.0, "original_max_position_embeddings": original, "truncate": truncate}
+    found = inverse_frequencies(64, theta, scaling)
+    torch.testing.assert_close(found, theirs(64, theta, "yarn", **factor), rtol=1e-5, atol=0)

@@ -49,6 +49,9 @@ def test_a_peak_is_made_of_what_is_there_and_of_what_runs():
     peak = find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=4)
     assert peak == Peak({"attention": 20}, workspace=7, action=(peak.action), in_flight=2)
     assert str(peak.action)[:2] == "0B" and peak.total == 27
+    moments: list[Peak] = []
+    assert find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=4, moments=moments) == peak
+    assert [moment.total for moment in moments] == [13, 10, 23, 20, 27, 10, 17, 0]  # in each slot, and after it
 
 
 class SumsOf7(Replay):

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import whole_tensors
 
 from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.checkpoint.storage import Reader
+from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools import convert, logits
 
 ROOT = Path(__file__).parents[3]
@@ -213,6 +215,49 @@ def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_pa
     converted("from-megatron", "--megatron", theirs / "optimizer-buckets", "--out", tmp_path / "weights")
     assert "the optimiser's state (buckets) is not read" in capsys.readouterr().err
     assert whole_checkpoint(tmp_path / "weights", "").name == "step-00000000"
+
+
+def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(tmp_path):
+    """It reads what to-megatron --optimizer writes; its next step, which from-megatron reads, is Adam's."""
+    args = ARGS["tied"] | {"consumed_train_samples": 56, "optimizer": "adam"}
+    made = {"format": "torch_dist", "optimizer": "parameters", "args": args, "tp": 1, "pp": 1, "ep": 1}
+    megatron_core(tmp_path, [{"do": "write", "folder": str(tmp_path / "theirs"), **made}])
+    converted("from-megatron", "--megatron", tmp_path / "theirs", "--out", tmp_path / "ours")
+    converted("to-megatron", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "back", "--optimizer")
+    step = {"folder": str(tmp_path / "back"), "out": str(tmp_path / "stepped"), "lr": 0.5, "weight_decay": 0.5}
+    megatron_core(tmp_path, [{"do": "step", "tp": 1, "ep": 1, "dp": 2, **step}])
+    converted("from-megatron", "--megatron", tmp_path / "stepped", "--out", tmp_path / "after")
+    folder, after = (whole_checkpoint(tmp_path / name, "") for name in ("ours", "after"))
+    assert after.name == "step-00000008"
+    config = saved_config(folder)
+    before, found = whole_tensors(folder), whole_tensors(after)
+    assert before.keys() == found.keys()
+    for key in (key for key in before if key.startswith("model.")):
+        name = key.removeprefix("model.")
+        weight = torch.nn.Parameter(before[f"optim.master.{name}"].clone())
+        decay = config.optim.weight_decay * (weight.dim() > 1)
+        rate = learning_rate(config.optim, 7, config.train.steps)
+        adam = torch.optim.AdamW([weight], rate, config.optim.betas, config.optim.eps, decay)
+        weight.grad = before[key] / 10
+        kept = {kind: before[f"optim.{kind}.{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
+        adam.state[weight] = {"step": torch.tensor(7.0), **kept}
+        adam.step()
+        assert not torch.equal(weight, before[key])
+        kept = {f"optim.{kind}": values for kind, values in kept.items()} | {"optim.master": weight.detach()}
+        for kind, want in [("model", weight.detach()), *kept.items()]:
+            torch.testing.assert_close(found[f"{kind}.{name}"], want, rtol=1e-6, atol=1e-7)
+
+
+def test_states_that_the_distributed_optimizer_would_not_read_are_refused(theirs, tmp_path, capsys):
+    for name, why in (
+        ("optimizer-parameters", "groups of experts apart"),
+        ("optimizer-buckets", "holds weights alone"),
+    ):
+        converted("from-megatron", "--megatron", theirs / name, "--out", tmp_path / name)
+        words = ["to-megatron", "--checkpoint", str(tmp_path / name), "--out", str(tmp_path / "back"), "--optimizer"]
+        assert convert.main(words) == 2
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
 
 
 def changed_args(source: Path, folder: Path, **changes: object) -> Path:

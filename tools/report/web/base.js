@@ -26,6 +26,7 @@ const gib = (value) => (Math.abs(value) >= 2 ** 28 ? `${(value / 2 ** 30).toFixe
 const trim = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2));
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const seconds = (value) => (value >= 1 ? `${trim(value)} s` : value >= 1e-3 ? `${trim(1e3 * value)} ms` : `${trim(1e6 * value)} µs`);
+const span = (record, value) => (record.in_seconds ? seconds(value) : `${trim(value)} units`); // a unit: a forward of one stage
 const count = (value) => Math.round(value).toLocaleString("en-US");
 
 /** A number that opens its formula and its file. */

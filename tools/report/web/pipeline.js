@@ -3,7 +3,6 @@
 
 const OPS = { F: ["forward", "--f"], I: ["input gradient", "--i"], W: ["weight gradient", "--w"], B: ["backward", "--b"] };
 const view = { zoom: 1, from: 0, other: "" };
-const span = (record, value) => (record.in_seconds ? seconds(value) : `${trim(value)} units`); // a unit: a forward of one stage
 const parsed = (text) => { const [, op, stage, batch] = /^([FIWB])(\d+)\.(\d+)$/.exec(text); return { op, stage: +stage, batch: +batch }; };
 
 /** Draws one schedule; returns a function that tells what is at a place of the canvas. */
