@@ -156,7 +156,8 @@ class _Spelling:
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
                 composed = compose(self.name, [*self.accepted, *search])
-            self.resolves = self.resolves or _RESOLVED.search(OmegaConf.to_yaml(composed)) is not None
+            raw = OmegaConf.to_container(composed)
+            self.resolves = self.resolves or _RESOLVED.search(str(raw)) is not None
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason, key = (
@@ -167,7 +168,7 @@ class _Spelling:
             self._fault("composition", "", f"{key}: {reason}" if key else reason, fix)
             return {}
         assert isinstance(data, dict)
-        self._check_texts(data, OmegaConf.to_container(composed))
+        self._check_texts(data, raw)
         return {str(key): value for key, value in data.items()}
 
     def _check_texts(self, data: dict[Any, Any], raw: Any) -> None:

@@ -6,12 +6,15 @@ different routes through the ranks. A `Program` adds, for each rank, an ordered 
 two that run interleaved so that the communication of one hides under the compute of the other.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # below it is imported late: a configuration is refused without it
 
 OPS = ("F", "I", "W", "B")
 """F forward; I backward of the input; W backward of the weights; B both at once, in one action."""
@@ -104,11 +107,15 @@ class Table(NamedTuple):
     @property
     def slot(self) -> np.ndarray:
         """`[num_actions]` the slot of every action."""
+        import numpy as np
+
         return np.repeat(np.arange(len(self.slot_start) - 1), np.diff(self.slot_start))
 
     @property
     def rank(self) -> np.ndarray:
         """`[num_actions]` the rank of every action."""
+        import numpy as np
+
         return np.repeat(np.arange(len(self.rank_start) - 1), np.diff(self.slot_start[self.rank_start]))
 
 
@@ -155,6 +162,8 @@ class Program:
     @cached_property
     def table(self) -> Table:
         """The same Program as integer arrays."""
+        import numpy as np
+
         slots = [slot for line in self.ranks for slot in line]
         actions = [action for slot in slots for action in slot]
         code = {op: index for index, op in enumerate(OPS)}
@@ -183,4 +192,6 @@ def program_from_table(name: str, placement: Placement, direction: Sequence[int]
 
 
 def _offsets(lengths: Iterable[int]) -> np.ndarray:
+    import numpy as np
+
     return np.concatenate([[0], np.cumsum(np.fromiter(lengths, dtype=np.int64))]).astype(np.int64)

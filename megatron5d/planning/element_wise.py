@@ -7,7 +7,7 @@ compiler: a second of every start. Here only the dtype is asked of torch, on the
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
-_REDUCING = (torch.ops.aten.mean.dim, torch.ops.aten.logsumexp.default)
 
 
-def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operation of the meta device, if it makes one new tensor element by element, or is another simple one.
 
     Args:
@@ -29,12 +28,12 @@ def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tens
         kwargs: those with names.
 
     Returns:
-        The output, without memory; None where torch has to run it.
+        The output or outputs, without memory; None where torch has to run it.
     """
     if func in _JOINING:
         return _joined(func is _JOINING[1], *args)
-    if func in _REDUCING and args[0].is_meta and not kwargs:
-        return torch.ops.aten.sum.dim_IntList(*args)  # of the same shape and dtype
+    if func in _WITH_RULE:
+        return _WITH_RULE[func](*args, **kwargs) if args[0].is_meta else None
     if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
         return torch.empty(args[0].shape, dtype=args[3], device="meta")
     if not _is_simple(func) or type(args[0]) not in (Tensor, nn.Parameter, float, int):
@@ -70,6 +69,76 @@ def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | 
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
+def _rolled(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _like(x: Tensor, memory_format: Any = None, **named: Any) -> Tensor | None:
+    if memory_format is not None:
+        return None
+    dtype, strides = named.get("dtype") or x.dtype, _strides(x.shape, _order(x.shape, [x.stride()]))
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device="meta")
+
+
+def _reduced(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **more: Any) -> Tensor | None:
+    """Returns the sum, mean, largest element or log-sum-exp of floats."""
+    if more or not x.is_floating_point():
+        return None
+    gone = {dim % x.ndim for dim in dims} if dims else range(x.ndim)
+    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone]
+    return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _multiplied(x: Tensor, y: Tensor) -> Tensor | None:
+    if x.shape[0] != y.shape[0] or x.shape[2] != y.shape[1] or x.dtype != y.dtype:
+        return None  # torch has a message
+    return torch.empty((*x.shape[:2], y.shape[2]), dtype=x.dtype, device="meta")
+
+
+def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...] | None:
+    """Returns the LayerNorm, means and reciprocal deviations of an x that is as wide as its statistics."""
+    if x.dtype not in (torch.float32, torch.float64):
+        return None
+    each = (*x.shape[: x.ndim - len(normalized)], *(1,) * len(normalized))
+    return _rolled(x), x.new_empty(each), x.new_empty(each)
+
+
+def _normed_backward(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    *_, weight, bias, wanted = others
+    return tuple(_rolled(each) if wants else None for each, wants in zip((x, weight, bias), wanted))
+
+
+def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns the output of x[rows] and x[:, rows]; None for masks and for several indices."""
+    *before, rows = indices
+    if rows is None or rows.dtype not in (torch.int64, torch.int32) or any(each is not None for each in before):
+        return None
+    dim, strides = len(before), x.stride()
+    after = len(strides) - dim - 1
+    shape = (*x.shape[:dim], *rows.shape, *x.shape[dim + 1 :])
+    read = [*strides[:dim], *(0,) * rows.ndim, *strides[dim + 1 :]]
+    order = _order(shape, [read, [0] * dim + list(rows.stride()) + [0] * after])
+    return torch.empty_strided(shape, _strides(shape, order), dtype=x.dtype, device="meta")
+
+
+_WITH_RULE: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.roll.default: _rolled,
+    torch.ops.aten.empty_like.default: _like,
+    torch.ops.aten.zeros_like.default: _like,
+    torch.ops.aten._softmax.default: lambda x, _, half: None if half else _rolled(x),
+    torch.ops.aten.gather.default: lambda x, _, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
+    torch.ops.aten.sum.dim_IntList: _reduced,
+    torch.ops.aten.amax.default: _reduced,
+    torch.ops.aten.mean.dim: _reduced,
+    torch.ops.aten.logsumexp.default: _reduced,
+    torch.ops.aten.bmm.default: _multiplied,
+    torch.ops.aten.index.Tensor: _indexed,
+    torch.ops.aten.native_layer_norm.default: _normed,
+    torch.ops.aten.native_layer_norm_backward.default: _normed_backward,
+}
+"""Operations that torch computes in Python; some of them import its compiler."""
+
+
 @functools.cache
 def _is_simple(func: Any) -> bool:
     """Returns whether an operation changes its first argument's elements, or is element-wise and makes a tensor."""
@@ -101,10 +170,15 @@ def _output(func: Any, named: tuple, *given: tuple) -> tuple[Sequence[int], Sequ
     shape = [next((size for size in each if size != 1), 1) for each in sizes]  # broadcast; torch's imports sympy
     contiguous = func in _CONTIGUOUS or ("memory_format", torch.contiguous_format) in named
     order = range(len(shape)) if contiguous else _order(shape, [_expanded(each, shape) for each in tensors])
+    return shape, _strides(shape, order), func(*tiny, **dict(named)).dtype
+
+
+def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Returns the strides without gaps of dims in an order from the outermost in memory to the innermost."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim], step = step, step * max(shape[dim], 1)
-    return shape, strides, func(*tiny, **dict(named)).dtype
+    return strides
 
 
 def _expanded(layout: Layout, shape: Sequence[int]) -> list[int]:

@@ -38,7 +38,7 @@ def one_step(folder, *more):
 
 @pytest.mark.parametrize("wrong", ["parallel.tp=3", "model.num_heads=5", "optim.lr=-1", "pipeline.schedule=none_such"])
 def test_a_refused_configuration_imports_no_torch(wrong):
-    assert outcome([wrong], ["torch", "triton"], "sys.modules['torch'] = None") == "left with 2 []"
+    assert outcome([wrong], ["torch", "triton", "numpy"], "sys.modules['torch'] = None") == "left with 2 []"
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt2", "tiny_deepseek", "tiny_qwen3_moe"])
@@ -49,19 +49,18 @@ def test_a_first_step_does_not_import_torchs_compiler(model, tmp_path):
 
 
 def cpu_seconds(*arguments):
-    """The least of three, of the children's user and system time: the machine does other things."""
-    best = float("inf")
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=ROOT, env=ENVIRONMENT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return best
+    """User and system time of a child."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=ROOT, env=ENVIRONMENT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def test_a_first_step_costs_little_more_than_the_import_of_torch(tmp_path):
-    step = cpu_seconds("pretrain.py", *one_step(tmp_path, "model=tiny"))
-    assert step < 2.3 * cpu_seconds("-c", "import torch")  # 1.8 as measured; 2.8 with torch's compiler
+    start = ["pretrain.py", *one_step(tmp_path, "model=tiny")]
+    rounds = [(cpu_seconds(*start), cpu_seconds("-c", "import torch")) for _ in range(4)]  # by turns: others run, too
+    step, torch = map(min, zip(*rounds))
+    assert step < 2.4 * torch  # 2.0 to 2.1 as measured; 2.8 with torch's compiler

@@ -63,6 +63,23 @@ def test_any_strides_and_broadcasts(seed):
         lambda x: torch.ops.aten.stack.default([x, x], -1),
         lambda x: torch.ops.aten._softmax_backward_data.default(x, x, -1, x.dtype),
         lambda x: torch.ops.aten.exp_.default(x),
+        lambda x: torch.ops.aten.roll.default(x, [1], [-1]),
+        lambda x: torch.ops.aten.zeros_like.default(x),
+        lambda x: torch.ops.aten.zeros_like.default(x[:1, :1, :1].expand(4, 2, 3)),
+        lambda x: torch.ops.aten.zeros_like.default(x.permute(2, 0, 1)),
+        lambda x: torch.ops.aten._softmax.default(x.permute(2, 0, 1), -1, False),
+        lambda x: torch.ops.aten.gather.default(x[0], 1, rows(x)[:2]),
+        lambda x: torch.ops.aten.sum.dim_IntList(x, [0, -1]),
+        lambda x: torch.ops.aten.sum.dim_IntList(x, None, True),
+        lambda x: torch.ops.aten.amax.default(x, [1], True),
+        lambda x: torch.ops.aten.amax.default(x),
+        lambda x: torch.ops.aten.bmm.default(x, x.transpose(1, 2)),
+        lambda x: torch.ops.aten.empty_like.default(x.permute(2, 0, 1), dtype=torch.float64),
+        lambda x: torch.ops.aten.index.Tensor(x, [rows(x)]),
+        lambda x: torch.ops.aten.index.Tensor(x, [rows(x).t()]),
+        lambda x: torch.ops.aten.index.Tensor(x.permute(2, 0, 1), [rows(x).t()]),
+        lambda x: torch.ops.aten.index.Tensor(x, [None, rows(x).t()]),
+        lambda x: torch.ops.aten.index.Tensor(x[:1, :1, :1].expand(4, 2, 3), [rows(x).t()]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,6 +88,28 @@ def test_other_operations(call, dtype):
     with Answered() as answered:
         out = call(on_meta(x))
     assert answered.count == 1 and form(out) == form(call(x))
+
+
+def rows(x):
+    return torch.zeros(3, 2, dtype=torch.int64, device=x.device)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_layer_norm_and_its_gradients(dims, dtype):
+    x = torch.ones(3, 4, 2, dtype=dtype)
+    shape, weight = x.shape[3 - dims :], torch.ones(x.shape[3 - dims :], dtype=dtype)
+    expected = aten.native_layer_norm.default(x, shape, weight, weight, 1e-5)
+    given = [on_meta(each) for each in (x, weight)]
+    out = output_of(aten.native_layer_norm.default, (given[0], shape, given[1], given[1], 1e-5), {})
+    assert [form(each) for each in out] == [form(each) for each in expected]
+    for wanted in [(True, True, True), (True, True, False)]:
+        real = aten.native_layer_norm_backward.default(x, x, shape, *expected[1:], weight, weight, wanted)
+        sized = output_of(
+            aten.native_layer_norm_backward.default, (given[0], given[0], shape, *out[1:], *given[1:] * 2, wanted), {}
+        )
+        assert [each is None for each in sized] == [not each for each in wanted]
+        assert [form(each) for each in sized if each is not None] == [form(each) for each in real if each is not None]
 
 
 class Answered(torch.utils._python_dispatch.TorchDispatchMode):
