@@ -70,12 +70,19 @@ def state_bytes(memory: RankMemory) -> int:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 30))])
 def test_what_is_computed_again_or_waits_on_the_host_takes_no_more(seed):
-    """Partly and wholly recomputed layers are each held to none: one whole layer's may be more than many parts'."""
+    """Partly and wholly recomputed layers are each held to none: one whole layer's may be more than many parts'.
+
+    A phase's input, which the phase before holds too, comes back from the host beside it while the phase runs.
+    """
     config = drawn(seed)
-    plain = first_and_last(config)
+    plain, p = first_and_last(config), config.parallel
+    rows = config.train.seq_len // p.cp // (p.tp if p.sp else 1)
+    one_input = rows * config.train.mbs * config.model.hidden_size * 2
     for change in ({"recompute.mode": "selective"}, {"recompute.mode": "full"}, AWAY, {"optim.offload": True}):
         assert valid(changed(config, change)), change
-        assert not_more(first_and_last(changed(config, change)), plain), change
+        slack = one_input if change is AWAY else 0
+        for less, more in zip(first_and_last(changed(config, change)), plain, strict=True):
+            assert less.allocated <= more.allocated + slack, change
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 30))])
