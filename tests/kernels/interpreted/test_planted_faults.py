@@ -138,8 +138,8 @@ FAULTS = {
     "too few heads": (
         "rope",
         rope_of_projection,
-        "qkv[:, :, heads[0] : sum(heads)]\n",
-        "qkv[:, :, heads[0] : sum(heads)].clone()\n",
+        "_launch((q, k), (q, k), cos, sin, False, interleaved)",
+        "_launch((q, k), (q, k.clone()), cos, sin, False, interleaved)",
     ),
     "not rotated back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
     "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),
