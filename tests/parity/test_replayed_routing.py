@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import assert_parity, layout_run, make_rows, reference_run
-from test_moe_layouts import config_of
+from parity.test_moe_layouts import config_of
 
 from megatron5d.config.schema import PipelineConfig, RecomputeConfig
 from megatron5d.expert_parallel.load_balancing import Tokens
