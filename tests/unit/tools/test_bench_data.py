@@ -1,9 +1,10 @@
 """Tokenising, preprocessing and Megatron's order keep pace with their peers; ratios of CPU times, with slack."""
 
 import json
+import subprocess
+import sys
 
 import pytest
-import torch
 
 from megatron5d.tools import bench_data
 
@@ -20,10 +21,10 @@ MOST = {  # ours ÷ peer; about half as much again as is measured
 
 
 @pytest.mark.alone
-def test_ratios_hold(capsys):
-    assert bench_data.main(["--mb", "3", "--tokens", "1e9", "--repeats", "2", "--json"]) == 0
-    assert not torch.distributed.is_initialized(), "it would be the next test's"
-    found = json.loads(capsys.readouterr().out)
+def test_ratios_hold():
+    """In a process of its own: Megatron-Core changes what torch.load admits."""
+    command = [sys.executable, bench_data.__file__, "--mb", "3", "--tokens", "1e9", "--repeats", "2", "--json"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found.keys() == MOST.keys()
     for what, row in found.items():
         ours = row.pop("ours")
