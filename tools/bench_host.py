@@ -191,11 +191,10 @@ def layer(*options: str) -> Sides:
 
 
 def sharded_layer() -> Sides:
-    """Makes a dense block under tp 2 with sp, in a group that sends nothing, which stays until the process ends."""
+    """Makes a dense block under tp 2 with sp, in a group that sends nothing and that `ratios` ends."""
     from torch.testing._internal.distributed import fake_pg
 
-    if not dist.is_initialized():
-        dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
     config = load_config([*LAYER, "parallel.tp=2", "parallel.sp=true"])
     x = torch.randn(config.train.seq_len // 2, 1, config.model.hidden_size)
     return {"ours": our_layer(config, 2), "by hand": recorded(PlainBlock(config, 2), x)}
@@ -260,7 +259,11 @@ def cpu_seconds(sides: Sides, rounds: int) -> dict[str, float]:
 
 def ratios(row: str, rounds: int) -> dict[str, float]:
     """Returns our CPU time over that of each peer of a row."""
-    seconds = cpu_seconds(sides_of(row), rounds)
+    try:
+        seconds = cpu_seconds(sides_of(row), rounds)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     mine = seconds.pop("ours")
     return {name: mine / other for name, other in seconds.items()}
 

@@ -25,7 +25,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.pipeline_parallel.phase import NoHooks
 from megatron5d.pipeline_parallel.stage import Pass, Stage
-from megatron5d.planning.element_wise import output_of
+from megatron5d.planning.meta_outputs import output_of
 from megatron5d.precision.fp8_recipes import quantized_copies
 from megatron5d.precision.gemm import forget_copies
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megatron5d.planning.element_wise import output_of
+from megatron5d.planning.meta_outputs import output_of
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]

@@ -1,7 +1,7 @@
-"""Outputs of element-wise operations on the meta device, from sizes alone.
+"""Outputs of the operations of a model on the meta device, from sizes alone.
 
-torch has them computed by Python functions, which take some ten times as long, and the first of which imports its
-compiler: a second of every start. Here only the dtype is asked of torch, on the CPU.
+torch has them computed by Python functions, which take some ten times as long, and some of which import its compiler:
+a second of every start. Of element-wise ones only the dtype is asked of torch, on the CPU.
 """
 
 from __future__ import annotations
