@@ -46,10 +46,13 @@ class TensorDescriptor:
 
 
 class _Language:
-    """triton.language, as far as it is named outside kernels: dtypes, and annotations of their arguments."""
+    """triton.language, as far as it is named outside kernels: dtypes, annotations of their arguments, and constants."""
 
     def __getattr__(self, name: str) -> "_Language":
         return self
+
+    def constexpr(self, value: Any) -> Any:
+        return value
 
 
 tl = _Language()
