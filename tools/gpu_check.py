@@ -47,10 +47,9 @@ from megatron5d.config.schema import TrainConfig
 from megatron5d.kernels import choice, dispatch
 from megatron5d.kernels.gemm import accumulate_weight_grad_triton
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.check_report import Book
 from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
 from megatron5d.tools.bench.libraries import with_libraries, write_orders
-from megatron5d.tools.bench.programs import ended, sanitizer, versions
+from megatron5d.tools.bench.programs import Book, ended, sanitizer, versions
 from megatron5d.tools.bench_kernels import because, measure
 from megatron5d.tools.tune_kernels import SPACE, results
 

@@ -123,5 +123,5 @@ NO_OVERLAP = Overlap()
 
 
 def overlap_of(weight: Tensor) -> Overlap:
-    """Returns how this weight's GEMMs and their collectives are combined; model/options.py sets it."""
+    """Returns how this weight's GEMMs and their collectives are combined; model/gpt.py sets it."""
     return getattr(weight, "overlap", NO_OVERLAP)

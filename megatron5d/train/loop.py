@@ -20,7 +20,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule, in_ranges
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
@@ -33,9 +33,8 @@ from megatron5d.train.data import (
     without_targets,
 )
 from megatron5d.train.guard import StepSamples
-from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
-from megatron5d.train.monitoring.prediction import Prediction
-from megatron5d.train.monitoring.report import Reporter
+from megatron5d.train.monitoring.profiler import MemorySnapshots, memory_snapshots
+from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.provenance import commit, write_provenance
