@@ -10,8 +10,6 @@ whole steps of tools/bench_train.py; and the tuner with the time that is left. E
 crashes or hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

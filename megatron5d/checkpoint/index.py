@@ -5,8 +5,6 @@ which may name any function of any module and have it called. It is read without
 that it names: each becomes a record that keeps its state, and only names of DCP's own metadata are admitted.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Iterable

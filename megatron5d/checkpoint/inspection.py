@@ -1,7 +1,5 @@
 """The tensors of a whole checkpoint for tools: read a rectangle at a time, or checked file by file."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod

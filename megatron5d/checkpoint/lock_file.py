@@ -12,8 +12,6 @@ A run that was suspended for longer than STALE_S counts as dead and loses its lo
 (`check`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -7,8 +7,6 @@ for multi-token prediction start as in a new run.
 Source: Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models; transformers' `mean_resizing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ one group. NCCL knows no tags and runs all messages of a pair of ranks in one gr
 channels between the same two ranks live in different groups.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

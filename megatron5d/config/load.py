@@ -4,8 +4,6 @@ Only Hydra's composition is used: it makes no output folder, changes no working 
 An override that cannot be read or resolved is refused with one that works when pasted into a shell.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence

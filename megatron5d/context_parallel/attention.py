@@ -30,8 +30,6 @@ Each exchange sends (s/n)·b·heads·d·(n-1)/n elements per rank; the backward 
 Source: Jacobs et al. 2023 (arXiv:2309.14509).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ al. 2023, arXiv:2311.09431). Where all chunks are equally much work, as under a 
 neighbours. The rows of an outer rank are cut contiguously over its inner ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

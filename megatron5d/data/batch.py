@@ -4,8 +4,6 @@ What context parallelism means to the model: this rank's positions, and the atte
 reads steps ahead. The loader's whole state is `consumed_samples`: a new one that starts there continues as the old one.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence

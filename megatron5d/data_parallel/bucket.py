@@ -28,8 +28,6 @@ rank is a replica of the other, since they reach a unit at different times. Grad
 summed last, on the slices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

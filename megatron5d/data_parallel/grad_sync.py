@@ -27,8 +27,6 @@ when the gradient of the next unit is ready: it has had time until then, and its
 buffer to free or a replica to sum with is left until the end of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The part of attention between the projections, the same for GQA and MLA: scores, masks, softmax, values.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 How a row of layers is cut into stages: so that no stage, or no rank with all its stages, has too much to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -10,8 +10,6 @@ names in Hugging Face's configurations:
            and cos, sin multiplied by an attention factor (Peng et al., arXiv:2309.00071)
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -29,8 +29,6 @@ on 1/(shard·tp) of them, while other ranks work on matrices of about the same s
 time. Ranks that own the same slices (`Bucket.replicate`) all do the same work.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

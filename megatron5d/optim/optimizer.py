@@ -8,8 +8,6 @@ at the last step (`constant` stays at lr). wsd = warm-up, stable, decay: linear 
 (Hu et al. 2024, arXiv:2404.06395).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

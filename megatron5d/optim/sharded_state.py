@@ -13,8 +13,6 @@ The random bits depend only on seed, step, global name and global index of an el
 slices, copies and resumed runs use the same.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 What the parity check has found, as a record for programs and as text for people.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

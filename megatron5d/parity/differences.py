@@ -1,7 +1,5 @@
 """How far the numbers of some ranks are from those of one process, one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan

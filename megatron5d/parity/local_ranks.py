@@ -4,8 +4,6 @@ A fork of a process that has imported torch becomes a rank in milliseconds, and 
 parent must use a single OpenMP thread, because others do not survive a fork and their work would hang.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import gc

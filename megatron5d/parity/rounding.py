@@ -7,8 +7,6 @@ Two such distances of a few elements differ by chance: tensors of one kind are j
 together, and small ones may be further off than large ones (`_chance`).
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterator, Sequence

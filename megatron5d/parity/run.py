@@ -7,8 +7,6 @@ to a model on one page (tests/reference_gpt.py).
 One run can repeat another's choices of experts, so that rounding cannot send a token another way.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -12,8 +12,6 @@ The operation before a GEMM (`activate`, the norms) is here as well, because its
 GEMM can read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch.nn.functional as F

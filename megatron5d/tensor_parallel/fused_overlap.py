@@ -8,8 +8,6 @@ On a GPU, in 16-bit floats, each is one launch; other GEMMs run chunk by chunk t
 On the CPU the buffers lie in shared memory (comm/symmetric_memory.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

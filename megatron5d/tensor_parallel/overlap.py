@@ -10,8 +10,6 @@ chunks around a ring of ranks and adds up in that order. With `fused` ranks writ
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ rank alone (files, above all) therefore runs inside `on_every_rank` or `on_rank_
 Ranks send each other JSON, or bytes: nothing that arrives is unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, et
 Nothing here communicates: the layout of 16,384 ranks can be checked in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

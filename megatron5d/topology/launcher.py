@@ -5,8 +5,6 @@ other by the step's node list and the job's number; under mpirun MASTER_ADDR and
 launchers have set their variables and disagree, one of them is not the one that started this process: that is refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -11,8 +11,6 @@ Rows that no piece covers are padding: they are zero, receive no gradient and ar
 Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -3,8 +3,6 @@
 And what is printed when a run breaks: one message if its reader can mend it, the call stack if we must.
 """
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections.abc import Sequence

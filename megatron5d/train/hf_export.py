@@ -3,8 +3,6 @@
 Ranks exchange nothing: each reads from the checkpoint what it writes, whatever layout has saved it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable

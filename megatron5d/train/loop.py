@@ -3,8 +3,6 @@
 What a run writes and no other run may: its checkpoints and its log. They are locked before anything is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field

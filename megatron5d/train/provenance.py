@@ -1,7 +1,5 @@
 """Says which code a run is made of: version, commit, changes since. Kept beside its log and in its checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """What a user should know when a run starts, though nothing is wrong enough to refuse it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

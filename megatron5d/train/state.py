@@ -1,7 +1,5 @@
 """The state of a run at one moment, how it is saved and how it is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace

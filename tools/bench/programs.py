@@ -3,8 +3,6 @@
 What is found is written as JSON and as tables in Markdown, both whole after every result.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """Which files of a Hugging Face folder hold what, and what the usual wrong ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

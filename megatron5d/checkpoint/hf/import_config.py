@@ -5,8 +5,6 @@ out has the family's default (families.py). Dropout rates are not part of the fu
 passed over.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from math import log
 from pathlib import Path

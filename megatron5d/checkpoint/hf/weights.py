@@ -1,7 +1,5 @@
 """Weights of a Hugging Face folder, into the local parameters of a model of ours or into a checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Writes a `torch_dist` checkpoint that Megatron-LM loads on any layout."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -3,8 +3,6 @@
 The first steps' measurements are printed beside what planning expects of the run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

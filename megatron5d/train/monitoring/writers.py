@@ -1,7 +1,5 @@
 """What a run tells about itself: JSON lines and its progress, and how no writer can end it. Rank 0 alone writes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
