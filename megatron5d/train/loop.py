@@ -31,7 +31,7 @@ from megatron5d.train.data import (
     without_targets,
 )
 from megatron5d.train.guard import StepSamples
-from megatron5d.train.monitoring.profiler import MemorySnapshots, memory_snapshots
+from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout

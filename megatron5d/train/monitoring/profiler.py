@@ -2,14 +2,9 @@
 
 Two steps are looked at. In the first one only the clock is read, between phases and nowhere else, so that it takes as
 long as ever; the next is recorded by torch's profiler, which slows the host, with a range for each phase.
-
-`log.memory_snapshot` writes snapshots of a GPU's memory, for their usual viewer.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +15,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.phase import KINDS, PhaseHooks
-from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
-from megatron5d.train.guard import add_note, ran_out_of_memory
 from megatron5d.train.monitoring.writers import harmless
 
 GATHERING, BETWEEN, REST = "wait for gathered weights", "between phases: messages, loss", "end: reduction, update"
@@ -208,52 +200,3 @@ def _of(kind: str, seconds: Mapping[Mark, float]) -> float:
 def _line(name: str, taken: float, whole: float, each: Sequence[float] = ()) -> str:
     columns = "".join(f"{1e3 * part:>10.2f}" if part else f"{'':>10}" for part in each)
     return f"{name:<32}{columns:<{10 * len(KINDS)}}{1e3 * taken:>10.2f}{taken / whole:>8.1%}"
-
-
-_HISTORY = 100_000  # allocations that a snapshot remembers
-
-
-@contextmanager
-def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapshots]:
-    """Records allocations inside this context; `log.memory_snapshot` gets them when memory runs out."""
-    snapshots = MemorySnapshots(config, process)
-    try:
-        yield snapshots
-    except RuntimeError as error:
-        if ran_out_of_memory(error):
-            path = snapshots.dump("oom")
-            add_note(error, f"what was allocated: {path or 'log.memory_snapshot=FOLDER writes it'}")
-        raise
-
-
-class MemorySnapshots:
-    """Memory snapshots of this rank's GPU, for https://pytorch.org/memory_viz.
-
-    Args:
-        config: log.memory_snapshot, a folder or None; log.memory_snapshot_step.
-        process: this rank.
-    """
-
-    def __init__(self, config: Config, process: Process) -> None:
-        self.folder, self.step, self.rank = config.log.memory_snapshot, config.log.memory_snapshot_step, process.rank
-        self.active = self.folder is not None and process.device.type == "cuda"
-        self.note = None
-        if self.folder is not None and not self.active:
-            self.note = "log.memory_snapshot is for GPUs: on this CPU none will be taken"
-        if self.active:
-            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
-
-    def after_step(self, step: int) -> None:
-        """Takes the one that was asked for."""
-        if step == self.step:
-            self.dump(f"step{step}")
-
-    def dump(self, name: str) -> Path | None:
-        """Writes what is remembered; None where nothing is."""
-        if not self.active or self.folder is None:
-            return None
-        path = Path(self.folder) / f"rank{self.rank}_{name}.pickle"
-        with harmless(f"log.memory_snapshot = {self.folder}", lambda text: print(text, file=sys.stderr, flush=True)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
-        return path

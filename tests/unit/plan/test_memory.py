@@ -26,7 +26,7 @@ from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, 
 from megatron5d.planning.rank_memory import GIB, RankMemory, table
 from megatron5d.topology.process import Process
 from megatron5d.train.guard import crash_message
-from megatron5d.train.monitoring.profiler import MemorySnapshots, memory_snapshots
+from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 
 H100 = Target("sm_90")
 
