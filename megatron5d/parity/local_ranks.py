@@ -100,7 +100,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
                 ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), timeout))
             _collect(ranks, timeout)
             failed = any(not r.done or r.error for r in ranks)
-            mismatch = trace and trace.first_mismatch(Path(folder), world, ended=not failed)
+            mismatch = trace.first_mismatch(Path(folder), world, ended=not failed) if trace else None
             if failed or mismatch:
                 raise RankFailure("\n".join(filter(None, [mismatch, _failures(ranks, timeout) if failed else None])))
             return [r.value for r in ranks]
