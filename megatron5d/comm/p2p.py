@@ -134,8 +134,7 @@ class ReceiveChannel(_End):
 
 
 def colours(links: Sequence[Link]) -> list[int]:
-    """Returns numbers a group for every link, as few as possible, such that links between the same two ranks share
-    none."""
+    """Numbers a group for every link, as few as possible: no two links between the same ranks share one."""
     used: dict[frozenset[int], int] = {}
     found = []
     for link in links:

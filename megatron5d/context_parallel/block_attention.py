@@ -103,8 +103,7 @@ class Planner:
         self._undivided = self._plan(None)
 
     def __call__(self, documents: Tensor | None) -> ContextPlan:
-        """Returns `documents` int64 `[b, s]` must still be on the CPU: which blocks are empty depends on their
-        values."""
+        """Plans a micro-batch. `documents` int64 `[b, s]` must be on the CPU: its values say which blocks are empty."""
         return self._undivided if documents is None else self._plan(documents)
 
     def _plan(self, documents: Tensor | None) -> ContextPlan:

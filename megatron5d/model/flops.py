@@ -51,8 +51,7 @@ def end_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Returns the share of the output matrix, met once more and behind a join of 2h features by each depth of
-    prediction."""
+    """Returns the share of the output matrix; each depth of prediction meets it again, behind a join of 2h."""
     h, depths = model.hidden_size, model.num_mtp_layers
     return 6.0 * (model.vocab_size * h * (1 + depths) + 2 * h * h * depths)
 

@@ -223,6 +223,5 @@ class GPT(nn.Module):
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases, which are
-        buffers."""
+        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases (buffers)."""
         return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]

@@ -92,8 +92,7 @@ def _rows_of(spec: ShardSpec) -> tuple[int, int]:
 
 
 def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """Returns the shape of a gathered parameter: the global one, for experts with only those that this rank has a
-    part of."""
+    """Returns the shape of a gathered parameter: the global one, but of experts only those of this rank."""
     *lead, rows, cols = spec.shape
     first, last = _rows_of(spec)
     return (last - first, rows, cols) if lead else (rows, cols)

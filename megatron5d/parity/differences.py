@@ -99,8 +99,7 @@ def hidden_sums(
 
 
 def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: Sizes) -> Iterator[Difference]:
-    """Yields how many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of
-    all."""
+    """Yields how many sequences of each step are not the share of the rank that reads them: r, r + dp, ..."""
     for step, batches in enumerate(truth.samples, 1):
         off = []
         for rank, record in enumerate(records):

@@ -176,8 +176,7 @@ def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """Returns what the other ranks raise for this rank's error: the kind with its message, or the call stack of what is
-    our mistake."""
+    """Returns what the other ranks raise for this rank's error: its kind and message, or our call stack."""
     for kind in ("OSError", "ValueError"):
         if isinstance(error, _RAISED[kind]):
             return kind, str(error)

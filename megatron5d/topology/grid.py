@@ -150,8 +150,7 @@ def place_of(sizes: Sizes, rank: int) -> str:
 
 @lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
-    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; within a pipeline stage, ranks in ascending
-    order."""
+    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; ranks of a stage in ascending order."""
     stages = [sorted(dense.group(first, *DENSE_GROUPS["stage"])) for first in dense.group(0, "pp")]
     ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate

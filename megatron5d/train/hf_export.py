@@ -188,8 +188,7 @@ def agreed_export(config: Config, tell: Tell) -> HfExport:
 
 
 def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
-    """Returns the architecture with as many positions as training used: beyond its max_position_embeddings servers
-    cut."""
+    """Returns the architecture with as many positions as training used, beyond which servers cut."""
     model, seq_len = config.model, config.train.seq_len
     if model.position != "rope" or seq_len <= model.max_positions:
         return model

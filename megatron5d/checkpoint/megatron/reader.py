@@ -237,16 +237,14 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, S
 
 
 def _place(key: tuple[str | None, ...], sizes: list[int]) -> tuple[int, int, int]:
-    """Returns tensor, pipeline and expert rank; a name leaves out the pipeline or the expert rank where there is
-    only one."""
+    """Returns tensor, pipeline and expert rank; names leave out the last two where there is only one."""
     rest = [int(part) for part in key[1:] if part is not None]
     pipeline = rest.pop(0) if sizes[1] > 1 and rest else 0
     return int(key[0] or 0), pipeline, rest.pop(0) if rest else 0
 
 
 def _stage_tensors(stages: list[dict[str, Any]], expert_rank: int, args: Namespace) -> dict[str, Source]:
-    """Returns one tensor rank's shards, whose layers are counted through all stages and whose experts through all
-    ranks."""
+    """Returns one tensor rank's shards; layers are counted through all stages, experts through all ranks."""
     found: dict[str, Source] = {}
     chunks = (
         ["model"] if "model" in stages[0] else [f"model{v}" for v in range(len(stages[0])) if f"model{v}" in stages[0]]
