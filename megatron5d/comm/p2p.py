@@ -134,7 +134,7 @@ class ReceiveChannel(_End):
 
 
 def colours(links: Sequence[Link]) -> list[int]:
-    """Numbers a group for every link, as few as possible: no two links between the same ranks share one."""
+    """Returns a group number for every link, as few as possible: no two between the same ranks share one."""
     used: dict[frozenset[int], int] = {}
     found = []
     for link in links:
