@@ -56,28 +56,6 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
 
 
-def slots(where: Permutation, experts: Tensor, ends: Tensor, room: int) -> Permutation:
-    """Gives each group of experts a fixed number of rows, so that nobody need ask how many there are.
-
-    Args:
-        where: of all choices, sorted by expert.
-        experts: `[n, k]`, each choice's group; as many as there are groups where there is none.
-        ends: int64 `[groups + 1]`, where each group's rows begin and end in `where`.
-        room: rows of a group; those beyond it have no place.
-
-    Returns:
-        The same with rows `[groups·room]`, those of a group first among its slots.
-    """
-    groups = len(ends) - 1
-    slot = torch.arange(room, device=ends.device)
-    row = (ends[:-1, None] + slot).flatten().clamp_(max=where.token.numel() - 1)
-    live = slot < ends.diff()[:, None]
-    turn = where.place - ends[experts]
-    fits = (turn < room) & (experts < groups)
-    place = torch.where(fits, experts * room + turn, groups * room)
-    return Permutation(place, where.token[row], where.offsets, where.choice[row], live.flatten())
-
-
 @jit
 def _gather_kernel(x_ptr, token_ptr, scale_ptr, out_ptr, width, x_stride, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """Computes out[r] = scale[r] · x[token[r]]."""

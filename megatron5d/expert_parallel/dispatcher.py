@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron5d.comm.all_to_all import Codec, Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.collectives import start_all_gather
 from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.kernels.moe import Permutation, permutation, permute, permute_choices, slots, unpermute
+from megatron5d.kernels.moe import Permutation, permutation, permute, permute_choices, unpermute
 from megatron5d.topology.axis import Axis
 
 
@@ -299,6 +299,28 @@ class Dispatcher:
         expert = torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
         arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
         return self._exchanges(sent_order, send, receive, from_etp, permutation(arrived[:, None], local))
+
+
+def slots(where: Permutation, experts: Tensor, ends: Tensor, room: int) -> Permutation:
+    """Gives each group of experts a fixed number of rows, so that nobody need ask how many there are.
+
+    Args:
+        where: of all choices, sorted by expert.
+        experts: `[n, k]`, each choice's group; as many as there are groups where there is none.
+        ends: int64 `[groups + 1]`, where each group's rows begin and end in `where`.
+        room: rows of a group; those beyond it have no place.
+
+    Returns:
+        The same with rows `[groups·room]`, those of a group first among its slots.
+    """
+    groups = len(ends) - 1
+    slot = torch.arange(room, device=ends.device)
+    row = (ends[:-1, None] + slot).flatten().clamp_(max=where.token.numel() - 1)
+    live = slot < ends.diff()[:, None]
+    turn = where.place - ends[experts]
+    fits = (turn < room) & (experts < groups)
+    place = torch.where(fits, experts * room + turn, groups * room)
+    return Permutation(place, where.token[row], where.offsets, where.choice[row], live.flatten())
 
 
 class _Reorder(FirstOrderFunction):

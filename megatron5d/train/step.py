@@ -116,10 +116,12 @@ class Trainer:
         if left_out:
             losses = {term.name: math.nan for term in self.terms}
             return StepResult(losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}")
-        result = self._computed(batches, stop, watched, where, plans=True)
-        if result is None:  # some rank had no room for its tokens
-            result = self._computed(batches, stop, watched, where, plans=False)
-            assert result is not None, "there is room for counted rows"
+        if self.room is not None:
+            self.room.start_step()
+        result = self._computed(batches, stop, watched, where)
+        if result is None:  # some rank had no room for its tokens; now all rows are counted
+            result = self._computed(batches, stop, watched, where)
+            assert result is not None
             result = replace(result, repeated=True)
         if result.skipped is None:
             self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
@@ -131,16 +133,9 @@ class Trainer:
         return result
 
     def _computed(
-        self, batches: Sequence[MicroBatch], stop: bool, watched: bool, where: StepSamples | None, plans: bool
+        self, batches: Sequence[MicroBatch], stop: bool, watched: bool, where: StepSamples | None
     ) -> StepResult | None:
-        """Makes the mean gradient in the owned slices; returns the step's figures, or None without room for all tokens.
-
-        Args:
-            batches, stop, watched, where: as in `step`.
-            plans: rows may be planned, not counted.
-        """
-        if self.room is not None and plans:
-            self.room.start_step()
+        """Makes the mean gradient in the owned slices; returns the figures, or None without room for all rows."""
         sums = self.accumulate(batches, watched)
         self.sync.finish_reduce()  # the owned slices now hold the mean gradient
         return self._agree(sums, stop, imbalance_of(batches), where)
