@@ -10,8 +10,6 @@ Ways are measured by turns, and the least of several times counts: it is what a 
 Checksums are written and checked in ours alone. Exit code 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
