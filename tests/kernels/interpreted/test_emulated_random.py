@@ -94,5 +94,6 @@ def test_agrees_with_float64(number):
     kinds = [attention, grouped, fp8] if FP8 else [attention, grouped]
     for got, want in kinds[number % len(kinds)](dice):
         assert got.shape == want.shape and bool(got.isfinite().all())
-        error = (got.double() - want.detach()).norm()
-        assert error <= 5e-3 * want.norm() + 1e-2 * want.numel() ** 0.5 * (want.norm() < 1e-1), (number, error)
+        error, size = (got.double() - want.detach()).norm(), want.norm()
+        # 16 bits; where all but rounding cancels (one visible key), as a part of numbers around 1
+        assert error <= 1e-2 * (size if size > 0.1 else want.numel() ** 0.5), (number, error)
