@@ -149,6 +149,7 @@ class GPT(nn.Module):
         self.stages = dict(sorted((stages or {0: StageSpec(range(config.model.num_layers), True, True)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)
         shared = BlockInputs(config, mesh, device, self.balancer)
+        self.room = shared.room if config.moe.exchange == "planned" else None
         self.embedding = Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
