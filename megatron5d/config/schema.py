@@ -104,7 +104,6 @@ class ModelConfig:
 
     @property
     def expert_hidden_size(self) -> int:
-        """Features inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property

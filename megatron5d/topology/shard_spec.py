@@ -42,7 +42,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
