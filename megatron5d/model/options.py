@@ -15,7 +15,7 @@ from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.model.embedding_head import TIED
 from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
-from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.mesh import Mesh, Shared
 from megatron5d.topology.shard_spec import spec_of
 
 
@@ -46,12 +46,12 @@ def set_recompute(phases: Iterable[nn.Module], recompute: RecomputeConfig, stage
                 module.parts = parts  # type: ignore[assignment]
 
 
-def mark_replicas(parameters: Iterable[nn.Parameter], replicas: str) -> None:
-    """Notes in the specs which parameters the mirrored pipeline rank holds too: "all", "tied" or "none"."""
+def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
+    """Notes in the specs which parameters other pipeline ranks hold too."""
     for parameter in parameters:
         spec = spec_of(parameter)
-        if replicas == "all" or (replicas == "tied" and spec.name == TIED):
-            parameter.spec = replace(spec, shared="pair")  # type: ignore[attr-defined]
+        shared = "tied" if spec.name == TIED and "tied" in replicas else "pair" if "pair" in replicas else ""
+        parameter.spec = replace(spec, shared=shared)  # type: ignore[attr-defined]
 
 
 def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:

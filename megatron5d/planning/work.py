@@ -100,8 +100,8 @@ class Matrix:
 
 
 class Elements(NamedTuple):
-    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), a tied embedding's
-    that the mirrored pipeline rank holds too."""
+    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), an embedding's that
+    several pipeline ranks hold."""
 
     dense: Any = 0
     expert: Any = 0
@@ -190,6 +190,6 @@ class CoreFlops:
         if getattr(phase, "kind", None) != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
-        attention: Any = getattr(phase, "phase", phase)  # WithLossSums wraps those of multi-token prediction
+        attention: Any = getattr(phase, "phase", phase)  # Carrying wraps those of multi-token prediction
         whole = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
         return whole / (parallel.tp * parallel.cp) * self._passes[kind]
