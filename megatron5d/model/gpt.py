@@ -52,6 +52,7 @@ class GPT(nn.Module):
         self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)
         shared = BlockInputs(config, mesh, device, self.balancer)
+        self.room = shared.room if config.moe.exchange == "planned" else None
         self.embedding = Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
         self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]  # of this rank, at most one
         self.layers = nn.ModuleDict()

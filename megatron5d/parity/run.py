@@ -194,6 +194,8 @@ def _train_on_rank(
         where = StepSamples(step + 1, range(step * t.gbs, (step + 1) * t.gbs))
         batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
         result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True, where=where)
+        if result.repeated:
+            del record.gradients[-2]
         targets = float(result.num_targets)
         record.figures.append(result.losses | {"grad_norm": result.grad_norm, "num_targets": targets})
         record.layers.append(result.layers)

@@ -259,6 +259,8 @@ def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> Non
     for module in model.modules():
         if isinstance(module, MoEDispatch):
             module.dispatcher.planned.load, module.dispatcher.planned.limit = imbalance, capacity_factor or math.inf
+    if model.room is not None:
+        model.room.start_step()
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:

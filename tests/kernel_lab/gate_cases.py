@@ -205,7 +205,7 @@ def _moe() -> None:
     scores = meta(8192, 64, dtype=torch.float32, grad=True)
     forward_and_backward(moe.top_k(scores, 8))
     row = meta(8192 * 8, dtype=torch.int64)
-    where = moe.Permutation(row.view(8192, 8), row, meta(65, dtype=torch.int64))
+    where = moe.Permutation(row.view(8192, 8), row, meta(65, dtype=torch.int64), row)
     rows = moe.permute(meta(8192, 2048, grad=True), where)
     for probs in (None, meta(8192, 8, dtype=torch.float32, grad=True)):
         forward_and_backward(moe.unpermute(rows, where, probs))

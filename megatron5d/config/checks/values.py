@@ -61,6 +61,7 @@ WORDS: dict[str, Sequence[str]] = {
     "model.router_score": ("softmax", "sigmoid"),
     "model.group_score": ("max", "top2_sum"),
     "moe.drop_by": ("probability", "position"),
+    "moe.exchange": ("counted", "planned"),
     "pipeline.split": ("even", "cost"),
     "pipeline.balance": ("auto", "stages", "ranks", "late", "ends"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),

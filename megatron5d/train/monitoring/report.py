@@ -142,6 +142,8 @@ class Reporter:
         record |= {name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")}
         if config.optim.on_nonfinite == "skip" or config.optim.skip_norm or config.data.skip_steps:
             record["update_skipped"] = result.skipped is not None
+        if config.moe.exchange == "planned":
+            record["repeated"] = result.repeated
         if config.parallel.zero:
             record["zero_exposed_s"] = result.zero_exposed_s
         if config.parallel.pp > 1:
