@@ -38,7 +38,7 @@ class Carrying(nn.Module):
         self.phase, self.kind = phase, getattr(phase, "kind", None)
 
     def forward(self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Any]:
-        """What is carried as it is, x as the phase takes and returns it. Comm: that of the phase."""
+        """Passes what is carried on as it is, x as the phase takes and returns it. Comm: that of the phase."""
         carried, x = state
         return carried, self.phase(x, batch, defer)
 
@@ -71,7 +71,7 @@ class MtpInput(nn.Module):
         )  # fmt: skip
 
     def forward(self, state: Any, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
-        """What is carried as it is, `[s/cp/tp, b, h]` -> `[s/cp/tp, b, h]`. Comm: that of the embedding."""
+        """Passes what is carried on as it is, `[s/cp/tp, b, h]` -> `[s/cp/tp, b, h]`. Comm: that of the embedding."""
         if self.before_head:
             carried = self.final_norm(state)
             hidden = carried.chunk(self.depth + 1)[-1]

@@ -32,12 +32,13 @@ from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
+from megatron5d.planning.work import message_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
-from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, message_bytes, micro_batch_counts
+from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, micro_batch_counts
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import least_needed, table
 from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost
+from megatron5d.planning.work import message_bytes
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
 from megatron5d.train.monitoring.prediction import Prediction
-from megatron5d.train.pipeline_layout import PipelineLayout, message_bytes, micro_batch_counts
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
 
 class Estimator:

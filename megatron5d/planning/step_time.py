@@ -39,9 +39,9 @@ from megatron5d.planning.dp_traffic import (
     passed_bytes,
     rounds,
 )
-from megatron5d.planning.work import Unit, Work, together
+from megatron5d.planning.work import Unit, Work, message_bytes, together
 from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
-from megatron5d.train.pipeline_layout import PipelineLayout, message_bytes
+from megatron5d.train.pipeline_layout import PipelineLayout
 
 
 def pass_counts(program: Program) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from megatron5d.comm.ledger import Traffic
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops
+from megatron5d.model.partition import StageSpec
+from megatron5d.train.pipeline_layout import boundary_form
 
 Sent = Mapping[tuple[str, str], Traffic]
 """(axis, operation) -> calls, elements and bytes, as the ledger has them."""
@@ -193,3 +196,9 @@ class CoreFlops:
         attention: Any = getattr(phase, "phase", phase)  # Carrying wraps those of multi-token prediction
         whole = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
         return whole / (parallel.tp * parallel.cp) * self._passes[kind]
+
+
+def message_bytes(config: Config, specs: Sequence[StageSpec]) -> list[int]:
+    """Returns bytes of the hidden states that each stage sends to the next."""
+    forms = [boundary_form(config, "meta", spec.sent) for spec in specs]
+    return [prod(form.shape) * form.dtype.itemsize for form in forms]

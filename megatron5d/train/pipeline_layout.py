@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 
 from megatron5d.comm.p2p import TensorMeta
@@ -128,9 +127,3 @@ def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
     p, t = config.parallel, config.train
     rows = states * (t.seq_len // p.cp // (p.tp if p.sp else 1))
     return TensorMeta((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)
-
-
-def message_bytes(config: Config, specs: Sequence[StageSpec]) -> list[int]:
-    """Returns bytes of the hidden states that each stage sends to the next."""
-    forms = [boundary_form(config, "meta", spec.sent) for spec in specs]
-    return [prod(form.shape) * form.dtype.itemsize for form in forms]
