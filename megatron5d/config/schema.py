@@ -4,8 +4,6 @@ They hold plain values only. `checks/__init__.py` refuses values that do not fit
 that are misspelled. All other code gets these objects and never a Hydra node.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ that many); the embedding look-up is free; of the routed experts only those that
 et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao 2023 (arXiv:2307.08691).
 """
 
-from __future__ import annotations
-
 from megatron5d.config.derived import blocks, is_moe, window_of
 from megatron5d.config.schema import ModelConfig
 

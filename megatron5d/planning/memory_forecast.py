@@ -24,8 +24,7 @@ from megatron5d.kernels.tuning import planned
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
-from megatron5d.optim.grad_clip import global_square_sum
-from megatron5d.optim.optimizer import Optimizer, build_optimizer
+from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square_sum
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.planning.auto_schedule import quick_layout

@@ -21,8 +21,6 @@ have a scale each, over the rows of this rank, so it depends on ep.
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
