@@ -3,6 +3,7 @@ the worst moment to 0.1 %. Every kind of memory is two fifths of that moment in 
 """
 
 import dataclasses
+import functools
 import time
 import weakref
 from collections import Counter
@@ -204,22 +205,6 @@ def _pass(config, model, batch) -> Counter[str]:
     return kept
 
 
-def assert_predicted(forecaster: Forecaster, predicted: dict[int, RankMemory]) -> None:
-    config, world = forecaster.config, forecaster.world
-    for real in run_ranks(count_on_rank, world, config, predicted):
-        mine = predicted[real.pp_rank]
-        assert (mine.weights, mine.gradients, mine.optimizer) == real.kinds
-        # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter;
-        # and torch 2.11 keeps the byte of a barrier
-        assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 1)
-        assert mine.symmetric == real.symmetric
-        assert mine.inputs == real.inputs
-        assert is_predicted(mine, real.peak, real.host), (mine, real)
-        kept = forecaster.activations(real.pp_rank)
-        assert kept == pytest.approx(real.activations, rel=0.02)
-    return predicted
-
-
 TIED = {"model": "odd_vocab_tied", "fields": {"vocab_size": 4000}}  # the largest gradient waits for its sum
 LAYOUTS = {
     "one": (1, {}),
@@ -311,16 +296,33 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def forecast(case: str) -> tuple[Forecaster, dict[int, RankMemory]]:
+    world, options = LAYOUTS[case]
+    forecaster = Forecaster(large(**options), world, CPU)
+    return forecaster, forecaster.ranks()
+
+
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_predicted_is_counted(case):
-    world, options = LAYOUTS[case]
-    assert_predicted(large(**options), world)
+    forecaster, predicted = forecast(case)
+    for real in run_ranks(count_on_rank, forecaster.world, forecaster.config, predicted):
+        mine = predicted[real.pp_rank]
+        assert (mine.weights, mine.gradients, mine.optimizer) == real.kinds
+        # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter;
+        # and torch 2.11 keeps the byte of a barrier
+        assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 1)
+        assert mine.symmetric == real.symmetric
+        assert mine.inputs == real.inputs
+        assert is_predicted(mine, real.peak, real.host), (mine, real)
+        kept = forecaster.activations(real.pp_rank)
+        assert kept == pytest.approx(real.activations, rel=0.02)
 
 
 def test_every_kind_is_large_somewhere():
     largest = Counter[str]()
-    for world, options in LAYOUTS.values():
-        for memory in Forecaster(large(**options), world, CPU).ranks().values():
+    for case in LAYOUTS:
+        for memory in forecast(case)[1].values():
             peak = memory.peak
             if peak.total < memory.end_of_step:
                 continue
