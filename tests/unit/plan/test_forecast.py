@@ -138,14 +138,13 @@ def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory
     trainer.step(batches, 1e-3)
     weights, *others = (sum(each.values()) for each in storages)
     mine = predicted[mesh["pp"].rank]
-    peaks, host_peaks = [], []
+    found = []
     for attempt in range(5):  # gloo's threads let go of what they have sent when they get round to it: the least counts
         with DeviceWatch() as watch:
             trainer.step(batches, 1e-3)
-        peaks.append(watch.peak_bytes)
-        host_peaks.append(watch.host_peak)
-        least = min(peaks) - (mine.weights - weights), away + min(host_peaks)
-        if attempt and everywhere(is_predicted(mine, *least), world):
+        found.append((watch.peak_bytes, watch.host_peak))
+        peak, host = map(min, zip(*found))
+        if attempt and everywhere(is_predicted(mine, peak - (mine.weights - weights), away + host), world):
             break
     sync.finish_gather()
     with sync.weights.whole():
@@ -158,9 +157,9 @@ def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory
         resident + copies - away,
         model.overlap.buffer_bytes,
         sum(x.nbytes for batch in batches for x in vars(batch).values() if isinstance(x, torch.Tensor)),
-        min(peaks) - copies,
+        peak - copies,
         kept,
-        away + min(host_peaks),
+        away + host,
     )
 
 
