@@ -137,8 +137,7 @@ def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory
     batches = [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
     trainer.step(batches, 1e-3)
     weights, *others = (sum(each.values()) for each in storages)
-    mine = predicted[mesh["pp"].rank]
-    found = []
+    mine, found = predicted[mesh["pp"].rank], []
     for attempt in range(5):  # gloo's threads let go of what they have sent when they get round to it: the least counts
         with DeviceWatch() as watch:
             trainer.step(batches, 1e-3)
