@@ -13,15 +13,13 @@ An operand is (values, scales), both with the tokens in the leading dims: sequen
 gathered in FP8, which gives the same numbers as the other order. With blockwise, SwiGLU and norms whose result only
 these GEMMs read write it in FP8 (fp8_tensor.py): the same bits with one pass over memory. Weights and their transposes
 are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are quantised and
-gathered in FP8 (fp8_weights.py).
+gathered in FP8 (fp8_tensor.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
 have a scale each, over the rows of this rank, so it depends on ep.
 
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -48,8 +46,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
-from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
-from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
+from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, QuantizedPair, SwigluFp8, quantized_weight, stack_of
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
 
@@ -262,11 +259,10 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, num_local = x.shape[0], offsets.numel() - 1
         expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
-        expert = expert.clamp(max=num_local - 1)  # rows past the last offset are padding
-        amax = torch.zeros(num_local, device=x.device)
+        amax = torch.zeros(num_local + 1, device=x.device)  # rows past the last offset are padding, of no expert
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
-        amax = self.over_parts(amax)[expert]
+        amax = self.over_parts(amax[:-1])[expert.clamp(max=num_local - 1)]
         return quantize_by_row(x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:

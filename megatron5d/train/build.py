@@ -107,7 +107,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     if process.device.type == "cuda":
-        from megatron5d.train.kernel_choice import capability_here, choice_text
+        from megatron5d.train.preflight import capability_here, choice_text
 
         notes.append(choice_text(config, capability_here()))
     padded = on_rank_0(lambda: may_hold_padding(config))
@@ -160,8 +160,9 @@ def build_trainer(
     check = model.overlap.check
     masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
     trainer = Trainer(
-        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check, masked_by=masked_by
-    )
+        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, model.room, check_overlap=check,
+        masked_by=masked_by,
+    )  # fmt: skip
     return sync, optimizer, trainer
 
 

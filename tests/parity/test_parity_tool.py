@@ -7,7 +7,7 @@ import pytest
 from runs import write_corpus
 
 from megatron5d.comm.collectives import start_all_reduce
-from megatron5d.data_parallel import grad_sync
+from megatron5d.data_parallel import bucket
 from megatron5d.model import norm
 from megatron5d.parity import certificate, run
 from megatron5d.parity import certificate as report
@@ -59,13 +59,13 @@ def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsy
 
 
 def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
-    original, lost = grad_sync._kind, "layers.1.mlp.down.weight"
+    original, lost = bucket._kind, "layers.1.mlp.down.weight"
 
     def kind(parameter, gather_format):
         found = original(parameter, gather_format)
         return ("", *found[1:]) if spec_of(parameter).name == lost else found
 
-    monkeypatch.setattr(grad_sync, "_kind", kind)
+    monkeypatch.setattr(bucket, "_kind", kind)
     gradients, equal, record = found(capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full")
     assert gradients == [lost] and "the replica's rank" in record["tensors"][0]["summed_over"]
     assert equal == {"parallel.pp=1", "pipeline.schedule=1f1b"}
