@@ -108,7 +108,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     if process.device.type == "cuda":
-        from megatron5d.train.kernel_choice import capability_here, choice_text
+        from megatron5d.train.preflight import capability_here, choice_text
 
         notes.append(choice_text(config, capability_here()))
     padded = on_rank_0(lambda: may_hold_padding(config))
