@@ -24,7 +24,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.optimizer import learning_rate
+from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout

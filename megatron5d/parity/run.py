@@ -24,7 +24,7 @@ from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import scores_of, weights_of
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
-from megatron5d.optim.optimizer import learning_rate
+from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.local_ranks import run_ranks
 from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 from megatron5d.planning.auto_schedule import searched_layout

@@ -95,5 +95,6 @@ def test_agrees_with_float64(number):
     for got, want in kinds[number % len(kinds)](dice):
         assert got.shape == want.shape and bool(got.isfinite().all())
         error, size = (got.double() - want.detach()).norm(), want.norm()
-        # 16 bits; where all but rounding cancels (one visible key), as a part of numbers around 1
-        assert error <= 1e-2 * (size if size > 0.1 else want.numel() ** 0.5), (number, error)
+        # 16 bits; of numbers around 1 where all but rounding cancels: one visible key, sinks (a sum over queries)
+        cancels = size < 0.1 or want.dim() == 1
+        assert error <= 1e-2 * (max(size, want.numel() ** 0.5) if cancels else size), (number, error)
