@@ -16,6 +16,7 @@ from torch import Tensor, nn
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
 
 
@@ -32,6 +33,8 @@ def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """
     if func in _JOINING:
         return _joined(func is _JOINING[1], *args)
+    if func in _COUNTING:
+        return _counted(*args, **kwargs)
     if func in _WITH_RULE:
         return _WITH_RULE[func](*args, **kwargs) if args[0].is_meta else None
     if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
@@ -67,6 +70,13 @@ def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | 
     else:
         shape[dim] = sum(each.shape[dim] for each in tensors)
     return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+def _counted(*bounds: float, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
+    """Returns the output of torch.arange for integers."""
+    if torch.device(device or "cpu").type != "meta" or not all(type(bound) is int for bound in bounds):
+        return None
+    return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device="meta")
 
 
 def _rolled(x: Tensor, *_: Any) -> Tensor:
@@ -123,6 +133,7 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
 
 _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.roll.default: _rolled,
+    torch.ops.aten.tril.default: _rolled,
     torch.ops.aten.empty_like.default: _like,
     torch.ops.aten.zeros_like.default: _like,
     torch.ops.aten._softmax.default: lambda x, _, half: None if half else _rolled(x),

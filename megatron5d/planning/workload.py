@@ -14,6 +14,7 @@ import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd, prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
+_Trace = tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]
 
 
 class _Counter(MemoryWatch):
@@ -97,6 +99,7 @@ class Workloads:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
+        self._blocks: dict[str, tuple[_Trace, Any]] = {}
 
     def stages(self, config: Config, specs: Sequence[StageSpec], shared: str = "none") -> list[list[Unit]]:
         """Returns the units of every stage.
@@ -123,23 +126,30 @@ class Workloads:
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def block(
-        self, config: Config, before: Callable[[GPT], None]
-    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]]]:
-        """Returns the phases of the model's mixture block, or of its dense one, and op -> phase -> its work.
+        self, config: Config, before: Callable[[GPT], Any]
+    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]], Any]:
+        """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its work; and what
+        `before` has returned.
 
         Args:
             config: a valid configuration.
             before: called with the model on the meta device, before a sequence passes it.
         """
-        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before)
+        alone = _alone(config, config.recompute.mode != "none")
+        key, noted = repr(alone), list[Any]()
+        if key not in self._blocks:
+            trace = _run_alone(alone, self.target, lambda model: noted.append(before(model)))
+            self._blocks[key] = trace, noted[0]
+            self._known.setdefault(key, {}).update(_units(alone, *trace))
+        (model, kinds, passes), said = self._blocks[key]
         names = [kind[0] for kind in kinds]
-        return model.units[names.index("moe" if "moe" in names else "dense")], passes
+        return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
     def _unit(self, config: Config, kind: Kind) -> Unit:
         alone = _alone(config, kind[1])
         known = self._known.setdefault(repr(alone), {})
         if kind not in known:
-            known |= _traced(alone, self.target)
+            known |= _units(alone, *_run_alone(alone, self.target))
         unit = known[kind].times(config.train.mbs)
         return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
 
@@ -234,9 +244,8 @@ def _window(config: Config, frozen: frozenset[str]) -> range:
     return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
 
 
-def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
-    """Returns every kind of unit of a configuration of `_alone`, for one sequence."""
-    model, kinds, passes = _run_alone(config, target)
+def _units(config: Config, model: GPT, kinds: list[Kind], passes: dict[str, dict[nn.Module, Work]]) -> dict[Kind, Unit]:
+    """Returns every kind of unit of a configuration of `_alone`, for one sequence, which `_run_alone` has passed."""
     counted: set[nn.Parameter] = set()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
@@ -257,9 +266,7 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
     return found
 
 
-def _run_alone(
-    config: Config, target: Target, before: Callable[[GPT], None] = lambda model: None
-) -> tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]:
+def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = lambda model: None) -> _Trace:
     """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
 
     Args:
