@@ -72,7 +72,7 @@ def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | 
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
-def _counted(*bounds: float, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
+def _counted(*bounds: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
     """Returns the output of torch.arange for integers."""
     if torch.device(device or "cpu").type != "meta" or not all(type(bound) is int for bound in bounds):
         return None
@@ -99,10 +99,21 @@ def _reduced(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
+def _copied(x: Tensor, *, device: Any = None, **named: Any) -> Tensor | None:
+    return _like(x, **named) if device is None or torch.device(device).type == "meta" else None
+
+
+def _any(x: Tensor, dim: int, keepdim: bool = False) -> Tensor | None:
+    if x.dtype == torch.uint8 or not x.ndim:
+        return None
+    dim %= x.ndim
+    return torch.empty((*x.shape[:dim], *(1,) * keepdim, *x.shape[dim + 1 :]), dtype=torch.bool, device="meta")
+
+
 def _multiplied(x: Tensor, y: Tensor) -> Tensor | None:
-    if x.shape[0] != y.shape[0] or x.shape[2] != y.shape[1] or x.dtype != y.dtype:
+    if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-2] or x.dtype != y.dtype:
         return None  # torch has a message
-    return torch.empty((*x.shape[:2], y.shape[2]), dtype=x.dtype, device="meta")
+    return torch.empty((*x.shape[:-1], y.shape[-1]), dtype=x.dtype, device="meta")
 
 
 def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...] | None:
@@ -143,6 +154,9 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mean.dim: _reduced,
     torch.ops.aten.logsumexp.default: _reduced,
     torch.ops.aten.bmm.default: _multiplied,
+    torch.ops.aten.mm.default: _multiplied,
+    torch.ops.aten.any.dim: _any,
+    torch.ops.aten._to_copy.default: _copied,
     torch.ops.aten.index.Tensor: _indexed,
     torch.ops.aten.native_layer_norm.default: _normed,
     torch.ops.aten.native_layer_norm_backward.default: _normed_backward,

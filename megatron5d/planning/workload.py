@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.autograd.offload import WATCH
+from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import is_moe, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
@@ -47,7 +48,7 @@ EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
-_Trace = tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]
+_Trace = tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]], Any]
 
 
 class _Counter(MemoryWatch):
@@ -99,7 +100,7 @@ class Workloads:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
-        self._blocks: dict[str, tuple[_Trace, Any]] = {}
+        self._blocks: dict[str, _Trace] = {}
 
     def stages(self, config: Config, specs: Sequence[StageSpec], shared: str = "none") -> list[list[Unit]]:
         """Returns the units of every stage.
@@ -136,12 +137,11 @@ class Workloads:
             before: called with the model on the meta device, before a sequence passes it.
         """
         alone = _alone(config, config.recompute.mode != "none")
-        key, noted = repr(alone), list[Any]()
+        key = repr(alone)
         if key not in self._blocks:
-            trace = _run_alone(alone, self.target, lambda model: noted.append(before(model)))
-            self._blocks[key] = trace, noted[0]
-            self._known.setdefault(key, {}).update(_units(alone, *trace))
-        (model, kinds, passes), said = self._blocks[key]
+            self._blocks[key] = _run_alone(alone, self.target, before)
+            self._known.setdefault(key, {}).update(_units(alone, self._blocks[key]))
+        model, kinds, passes, said = self._blocks[key]
         names = [kind[0] for kind in kinds]
         return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
@@ -149,7 +149,7 @@ class Workloads:
         alone = _alone(config, kind[1])
         known = self._known.setdefault(repr(alone), {})
         if kind not in known:
-            known |= _units(alone, *_run_alone(alone, self.target))
+            known |= _units(alone, _run_alone(alone, self.target))
         unit = known[kind].times(config.train.mbs)
         return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
 
@@ -185,21 +185,17 @@ def _frozen_names(config: Config) -> frozenset[str]:
 
 def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) -> Iterator[Kind]:
     model, recompute, none = config.model, config.recompute, frozenset[str]()
+    ends = recompute.mode != "none"  # computed again where anything is: `logit_tokens` says how
     if spec.embedding:
-        yield EMBEDDING, _slices(config), none, none
+        yield EMBEDDING, ends, none, none
     for place, i in enumerate(spec.layers):
         yield _block(config, i, is_recomputed(recompute, stage, place), frozen)
     if spec.head:
-        yield HEAD, _slices(config), none, none
+        yield HEAD, ends, none, none
         for depth in range(model.num_mtp_layers):
             again = is_recomputed(recompute, stage, len(spec.layers) + depth)
             name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
             yield f"ahead {depth} {name}", again, fp8, fixed
-
-
-def _slices(config: Config) -> bool:
-    """Returns the ends are computed again where anything is: of them the mode says nothing, `logit_tokens` does."""
-    return config.recompute.mode != "none"
 
 
 def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
@@ -244,9 +240,9 @@ def _window(config: Config, frozen: frozenset[str]) -> range:
     return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
 
 
-def _units(config: Config, model: GPT, kinds: list[Kind], passes: dict[str, dict[nn.Module, Work]]) -> dict[Kind, Unit]:
+def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
     """Returns every kind of unit of a configuration of `_alone`, for one sequence, which `_run_alone` has passed."""
-    counted: set[nn.Parameter] = set()
+    (model, kinds, passes, _), counted = trace, set[nn.Parameter]()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
     for kind, unit in zip(kinds, model.units):
@@ -275,7 +271,7 @@ def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = la
         before: called with the model before the sequence passes.
 
     Returns:
-        The model, the kind of each of its units, and op -> phase -> its work.
+        The model, the kind of each of its units, op -> phase -> its work, and what `before` has returned.
     """
     parallel, model_config = config.parallel, config.model
     experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
@@ -291,7 +287,7 @@ def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = la
                 parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
         set_load(model, target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, world // dense)
-        before(model)
+        said = before(model)
         with _Counter(ledger) as counter:
             _count_products(model, counter)
             watched = WATCH.set(counter.copied)
@@ -299,7 +295,7 @@ def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = la
                 passes = _passes(config, model, batch, counter)
             finally:
                 WATCH.reset(watched)
-    return model, list(_kinds(config, 0, spec, frozen)), passes
+    return model, list(_kinds(config, 0, spec, frozen)), passes, said
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
@@ -335,7 +331,12 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, d
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}
     core = CoreFlops(config)
-    for back in "BIB":  # the first pass makes the weights' gradients, which are there from then on
+    # the first pass makes what stays: FP8 copies of weights, symmetric memory, weights' gradients
+    rehearse = config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused"
+    for parameter in model.parameters():
+        if not (rehearse or getattr(parameter, "frozen", False)):
+            grad_buffer(parameter)
+    for back in "BIB" if rehearse else "IB":
         stage = Stage(phases)
         counter.take(0.0)
         found["F"] = _run(stage.begin("F", 0, None, batch), counter, core)
