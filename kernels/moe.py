@@ -25,11 +25,16 @@ class Permutation:
         place: `[n, k]` int64, the row of each choice.
         token: `[n·k]` int64, the token of each row.
         offsets: `[E + 1]` int64, where each expert's rows begin and end.
+        choice: `[n·k]` int64, the choice of each row, counted over all tokens.
+        live: bool `[rows]`, in slots: whether a row is a choice's; the others hold some token. A choice without a row
+            has the place behind the last one. None = every choice has its row.
     """
 
     place: Tensor
     token: Tensor
     offsets: Tensor
+    choice: Tensor
+    live: Tensor | None = None
 
 
 def permutation(experts: Tensor, num_experts: int) -> Permutation:
@@ -48,7 +53,7 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     place[source] = torch.arange(source.numel(), device=source.device)
     bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
     offsets = torch.searchsorted(ordered, bounds)
-    return Permutation(place.view(experts.shape), source // experts.shape[1], offsets)
+    return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
 
 
 @jit
@@ -135,8 +140,9 @@ def _combine(rows: Tensor, where: Permutation, probs: Tensor | None) -> Tensor:
     """Combines rows into tokens, weighted by `probs` `[n, k]` or plainly summed; missing rows count as zeros."""
     n, k = where.place.shape
     if not dispatch.runs_triton(rows):
-        if rows.shape[0] < n * k:
-            rows = F.pad(rows, (0, 0, 0, n * k - rows.shape[0]))
+        needed = n * k if where.live is None else len(where.live) + 1
+        if rows.shape[0] < needed:
+            rows = F.pad(rows, (0, 0, 0, needed - rows.shape[0]))
         picked = rows[where.place].to(statistics_dtype(rows.dtype))
         weighted = picked if probs is None else picked * probs.to(picked.dtype)[..., None]
         return weighted.sum(1).to(rows.dtype)
@@ -191,10 +197,9 @@ class _Unpermute(FirstOrderFunction):
 
 
 def _by_row(values: Tensor, where: Permutation) -> Tensor:
-    """Computes `[n, k]` in the order of the choices -> `[n·k]` in that of the rows."""
-    by_row = torch.empty_like(values.flatten())
-    by_row[where.place.flatten()] = values.flatten()
-    return by_row
+    """Computes `[n, k]` in the order of the choices -> `[rows]` in that of the rows; 0 where a row is no choice's."""
+    by_row = values.flatten()[where.choice]
+    return by_row if where.live is None else by_row.masked_fill_(~where.live, 0)
 
 
 class _PermuteChoices(FirstOrderFunction):
@@ -205,7 +210,7 @@ class _PermuteChoices(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad[ctx.where.place], None
+        return (grad if ctx.where.live is None else F.pad(grad, (0, 1)))[ctx.where.place], None
 
 
 def permute(x: Tensor, where: Permutation) -> Tensor:

@@ -10,13 +10,14 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
+import ranks  # noqa: F401 (has every collective compared between ranks)
 import reference_gpt
 import reference_muon
 import torch
 
 from megatron5d.config.schema import Config, ParallelConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
 from megatron5d.parity.differences import tensor_differences
 from megatron5d.parity.run import make_rows, micro_batch, perturb, short_run

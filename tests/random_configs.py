@@ -8,6 +8,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import ranks  # noqa: F401 (has every collective compared between ranks)
+
 from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.schema import (
     Config,

@@ -9,8 +9,6 @@ Ways are measured by turns, and the least of several CPU times counts: it is wha
 Checksums are written and checked in ours alone. Exit code 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ On a CPU the copy is a second buffer, so that everything but the streams is the 
 A tensor of n bytes moves n bytes each way, once per micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextvars import ContextVar

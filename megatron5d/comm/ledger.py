@@ -1,7 +1,5 @@
 """Counts what every collective sends, per axis and operation, and measures how long this rank waits for the others."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator

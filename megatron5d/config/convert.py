@@ -1,7 +1,5 @@
 """Converts between plain mappings and the frozen dataclasses; unknown keys and wrong types are collected as faults."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator

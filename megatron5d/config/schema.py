@@ -4,8 +4,6 @@ They hold plain values only. `checks/__init__.py` refuses values that do not fit
 that are misspelled. All other code gets these objects and never a Hydra node.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -289,6 +287,7 @@ class MoeConfig:
     bias_rate: float = 0.0  # balance=bias: change of an expert's bias per step
     capacity_factor: float | None = None  # tokens of a micro-batch that an expert takes at most / its even share
     planned_imbalance: float = 1.5  # for the memory forecast: rows of the busiest rank's experts / an even share
+    exchange: str = "counted"  # counted | planned: a rank sends each other one planned_imbalance even shares, unasked
     jitter: float = 0.0  # in training, a router's input is multiplied by random factors of 1 ± this; 0 = off
     force_balanced: bool = False  # True: experts by turns, whatever the router says: for benchmarks
     replay: str | None = None  # file of the experts that tokens take, whatever the router says; None = the router's

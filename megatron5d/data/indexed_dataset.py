@@ -5,8 +5,6 @@ a file that is cut short under way is an error with its name and not the end of 
 Writing appends to `*.partial` files and renames them at the end, so a file named `.idx` is always whole.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

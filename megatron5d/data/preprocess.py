@@ -10,8 +10,6 @@ Both contain a fingerprint of the inputs and settings. Only a run with the same 
 stopped, and a finished job is recognised instead of repeated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

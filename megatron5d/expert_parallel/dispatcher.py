@@ -11,11 +11,13 @@ The router's weight of each choice goes to the expert beside the row, a second a
 there (experts.py), so that no combined row is kept for the gradient of the weights.
 Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/all_to_all.py), so that other
 work runs in between. Rows are always ordered by expert, then by source rank, then by token, and a token's outputs are
-summed in the order of its choices: the same tokens give the same sums, in the same order, on any layout. Splits of an
-all-to-all must be on the host, which therefore waits for the device in every `dispatch`, once a layer and micro-batch,
-and again where a layer is recomputed; with one rank and every choice sent it does not. Memory: a rank receives at most
-n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its experts. Source: GShard, Lepikhin et
-al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
+summed in the order of its choices: the same tokens give the same sums, in the same order, on any layout.
+Splits of an all-to-all must be on the host. They are counted, for which the host waits for the device in every
+`dispatch`, once a layer and micro-batch, and again where a layer is recomputed; or they are planned (`Room`): every
+rank sends every other one as many rows, some of them empty, and nobody waits. With ep 1 there is always room for all.
+Empty rows come last at the experts and are zeros after their GEMMs. Memory: a rank receives at most n·min(k, E/ep) rows
+from each of the ep·etp ranks, namely if all tokens choose its experts. Source: GShard, Lepikhin et al. 2020
+(arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 
 How many rows travel where a forecast runs on the meta device, whose tensors have no values to count.
 """
@@ -74,6 +76,48 @@ class PlannedLoad:
         return split.expand(ep.size, etp.size, ep.size, num_local)
 
 
+class Room:
+    """How many rows a rank sends each other one, where that is planned and not counted (moe.exchange=planned).
+
+    A step that is not over when a rank has more to send is run once more with counted rows; so are the steps that
+    follow, twice as many each time that this happens again soon: a router that is still uneven costs little.
+
+    Args:
+        imbalance: rows that there is room for, in even shares; None = rows are counted.
+        device: of the layers.
+    """
+
+    MOST_COUNTED_STEPS = 64
+
+    def __init__(self, imbalance: float | None, device: torch.device | str) -> None:
+        self.imbalance, self.planned = imbalance, False
+        self.refused = torch.zeros(1, dtype=torch.float64, device=device)  # pairs of ranks without room, this step
+        self._counted_steps = self._last = 0
+
+    def start_step(self) -> None:
+        """Plans the step's rows, if they are to be planned."""
+        self.planned = self.imbalance is not None and self._counted_steps == 0
+        self._counted_steps = max(0, self._counted_steps - 1)
+
+    def finish_step(self, refused: float) -> bool:
+        """Says whether the step must be run once more, with counted rows, from what all ranks refused."""
+        was_planned, self.planned = self.planned, False
+        self.refused.zero_()
+        if refused:
+            self._counted_steps = self._last = min(2 * self._last or 1, self.MOST_COUNTED_STEPS)
+        elif was_planned:
+            self._last = 0
+        return refused > 0
+
+    def of_pair(self, num_choices: int, ep: Axis) -> int | None:
+        """Returns the rows that a rank of `num_choices` sends each other one; None = as many as are counted."""
+        if ep.size == 1:
+            return num_choices
+        if not self.planned or self.imbalance is None:
+            return None
+        return min(num_choices, math.ceil(num_choices / ep.size * self.imbalance))
+
+
 @dataclass(frozen=True)
 class DirectDispatch:
     """Where the rows of one micro-batch go and how they come back.
@@ -81,7 +125,7 @@ class DirectDispatch:
     Args:
         etp: axis of the ranks that share experts.
         sent_order: for every choice of this rank's tokens, its row among the choices sorted by expert.
-        num_sent: choices that are sent; the others are dropped or padding and come last in `sent_order`.
+        num_sent: rows that are sent; the others are dropped or padding and come last in `sent_order`.
         dispatching, weights: the all-to-alls over ep to the experts, of rows and of their weights.
         combining: that of rows back.
         from_etp: how many rows each etp rank receives for the experts that they share.
@@ -165,45 +209,74 @@ class Dispatcher:
         ep, etp: axes of the expert view.
         ep_etp: both as one axis, etp fastest.
         codec: how rows are encoded on their way to the experts (moe.fp8_dispatch); None = as they are.
+        room: of the rows for each rank; None = rows are counted.
     """
 
-    def __init__(self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis, codec: Codec | None = None) -> None:
-        self.codec = codec
+    def __init__(
+        self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis, codec: Codec | None = None, room: Room | None = None
+    ) -> None:
+        self.codec, self.room = codec, room or Room(None, "cpu")
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
         self.planned = PlannedLoad()  # what forecasts assume instead of counts
 
-    def dispatch(
-        self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
-    ) -> tuple[Tensor, Tensor, DirectDispatch]:
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
         """Starts sending tokens to their experts.
 
         Args:
             x: `[n, h]`.
             experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
             weights: `[n, k]`.
-            all_sent: every choice is sent.
 
         Returns:
             The handles of the rows and of their weights for `enter_node`, and the state.
 
         Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for this rank.
         """
-        sent_order = permutation(experts, self.num_experts)
-        if all_sent and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
-            count = [experts.numel()]
-            there, weights_there, back = (Exchange(self.ep, count, count, codec) for codec in (self.codec, None, None))
-            state = DirectDispatch(self.etp, sent_order, count[0], there, weights_there, back, count, None)
-            rows, by_row = permute(x, sent_order), permute_choices(weights, sent_order)
+        order = permutation(experts, self.num_experts)
+        room = self.room.of_pair(experts.numel(), self.ep)
+        if self.ep_etp.size == 1:  # nothing to learn from others, and nothing to sort anew
+            state = self._exchanges(order, [experts.numel()], [experts.numel()], [experts.numel()], None)
+            rows, by_row = permute(x, order), permute_choices(weights, order)
         else:
             # [1, E] -> [ep·etp, E]  all_gather ep_etp
-            counting = start_all_gather(sent_order.offsets.diff()[None], self.ep_etp)
-            rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
-            by_row = permute_choices(weights, sent_order)  # [n, k] -> [n·k]
-            state = self._state(sent_order, counting.wait())
+            counting = start_all_gather(order.offsets.diff()[None], self.ep_etp)
+            if room is not None and self.ep.size > 1:
+                ends = order.offsets[:: self.num_local].contiguous()
+                order = slots(order, experts // self.num_local, ends, room)
+            rows = permute(x, order)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
+            by_row = permute_choices(weights, order)  # [n, k] -> [n·k]
+            counts = counting.wait()
+            state = self._state(order, counts) if room is None else self._planned_state(order, counts, room)
             rows, by_row = rows[: state.num_sent], by_row[: state.num_sent]
         # [n·k, h] and [n·k] under way  2× all_to_all ep
         return state.dispatching.start(rows), state.weights.start(by_row), state
+
+    def _exchanges(
+        self, order: Permutation, send: list[int], receive: list[int], from_etp: list[int], received: Permutation | None
+    ) -> DirectDispatch:
+        there, back = Exchange(self.ep, send, receive, self.codec), Exchange(self.ep, receive, send)
+        weights = Exchange(self.ep, send, receive)
+        return DirectDispatch(self.etp, order, sum(send), there, weights, back, from_etp, received)
+
+    def _planned_state(self, order: Permutation, counts: Tensor, room: int) -> DirectDispatch:
+        """Computes on the device which of the rows that arrive are whose, and whether some found no room.
+
+        Args:
+            order: of this rank's choices, `room` rows for each rank of ep.
+            counts: int64 `[ep·etp, E]`.
+            room: rows from every rank to every other one.
+        """
+        ep, etp, local = self.ep, self.etp, self.num_local
+        by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
+        if ep.size > 1:
+            self.room.refused += (by_rank.sum(-1) > room).sum()
+        ends = by_rank[:, :, ep.rank].transpose(0, 1).flatten(0, 1).cumsum(-1)  # [etp·ep, E/ep], as rows arrive
+        slot = torch.arange(room, device=counts.device).expand(len(ends), room)
+        arrived = torch.searchsorted(ends, slot.contiguous(), right=True)  # [etp·ep, room]; E/ep where a row is empty
+        splits = [room] * ep.size
+        received = permutation(arrived.view(-1, 1), local)
+        return self._exchanges(order, splits, splits, [room * ep.size] * etp.size, received)
 
     def _state(self, sent_order: Permutation, counts: Tensor) -> DirectDispatch:
         """Computes all splits from all ranks' counts.
@@ -225,16 +298,29 @@ class Dispatcher:
         lengths = here.transpose(0, 1).flatten()  # in the order of arrival: source etp, source ep, expert
         expert = torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
         arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
-        return DirectDispatch(
-            etp,
-            sent_order,
-            sum(send),
-            Exchange(ep, send, receive, self.codec),
-            Exchange(ep, send, receive),
-            Exchange(ep, receive, send),
-            from_etp,
-            permutation(arrived[:, None], local),
-        )
+        return self._exchanges(sent_order, send, receive, from_etp, permutation(arrived[:, None], local))
+
+
+def slots(where: Permutation, experts: Tensor, ends: Tensor, room: int) -> Permutation:
+    """Gives each group of experts a fixed number of rows, so that nobody need ask how many there are.
+
+    Args:
+        where: of all choices, sorted by expert.
+        experts: `[n, k]`, each choice's group; as many as there are groups where there is none.
+        ends: int64 `[groups + 1]`, where each group's rows begin and end in `where`.
+        room: rows of a group; those beyond it have no place.
+
+    Returns:
+        The same with rows `[groups·room]`, those of a group first among its slots.
+    """
+    groups = len(ends) - 1
+    slot = torch.arange(room, device=ends.device)
+    row = (ends[:-1, None] + slot).flatten().clamp_(max=where.token.numel() - 1)
+    live = slot < ends.diff()[:, None]
+    turn = where.place - ends[experts]
+    fits = (turn < room) & (experts < groups)
+    place = torch.where(fits, experts * room + turn, groups * room)
+    return Permutation(place, where.token[row], where.offsets, where.choice[row], live.flatten())
 
 
 class _Reorder(FirstOrderFunction):

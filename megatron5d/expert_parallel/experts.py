@@ -108,9 +108,9 @@ class Experts(nn.Module):
         return y + (weights[:, None] * self.down_bias[self._expert_of(y, offsets)]).to(y.dtype)
 
     def _expert_of(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Returns int64 `[r]`: the local expert of each row."""
-        experts = torch.arange(self.num_local, device=offsets.device)
-        return torch.repeat_interleave(experts, offsets.diff(), output_size=rows.shape[0])
+        """Returns int64 `[r]`: the local expert of each row; the last for rows past the last offset."""
+        row = torch.arange(rows.shape[0], device=offsets.device)
+        return torch.searchsorted(offsets[1:-1].contiguous(), row, right=True)
 
     def _inner(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp] or [r, f/etp]

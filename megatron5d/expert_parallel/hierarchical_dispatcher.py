@@ -105,9 +105,7 @@ class HierarchicalDispatcher:
         self.node_dispatcher = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
         self.planned = self.node_dispatcher.planned
 
-    def dispatch(
-        self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
-    ) -> tuple[Tensor, Tensor, NodeDispatch]:
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
         """Dispatches as Dispatcher does.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.

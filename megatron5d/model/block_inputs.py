@@ -17,6 +17,7 @@ from megatron5d.topology.mesh import Mesh
 
 if TYPE_CHECKING:
     from megatron5d.context_parallel.attention import ContextAttention
+    from megatron5d.expert_parallel.dispatcher import Room
     from megatron5d.expert_parallel.load_balancing import Balancer
     from megatron5d.expert_parallel.replay import RoutingFile
     from megatron5d.expert_parallel.router import Jitter
@@ -86,6 +87,14 @@ class BlockInputs:
         from megatron5d.model.token_share import TokenShare
 
         return TokenShare(self.tp, self.sp)
+
+    @cached_property
+    def room(self) -> Room:
+        """The room for tokens on their way to experts."""
+        from megatron5d.expert_parallel.dispatcher import Room
+
+        moe = self.config.moe
+        return Room(moe.planned_imbalance if moe.exchange == "planned" else None, self.device)
 
     @cached_property
     def jitter(self) -> Jitter | None:

@@ -1,7 +1,5 @@
 """The two ends of the model: tokens to hidden states, and hidden states to loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ that many); the embedding look-up is free; of the routed experts only those that
 et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao 2023 (arXiv:2307.08691).
 """
 
-from __future__ import annotations
-
 from megatron5d.config.derived import blocks, is_moe, window_of
 from megatron5d.config.schema import ModelConfig
 
@@ -53,8 +51,7 @@ def end_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Returns the share of the output matrix, met once more and behind a join of 2h features by each depth of
-    prediction."""
+    """Returns the share of the output matrix; each depth of prediction meets it again, behind a join of 2h."""
     h, depths = model.hidden_size, model.num_mtp_layers
     return 6.0 * (model.vocab_size * h * (1 + depths) + 2 * h * h * depths)
 

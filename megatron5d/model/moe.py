@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron5d.autograd.recompute import KEEP_ALL, Source, computed_from
 from megatron5d.autograd.wgrad import Defer
 from megatron5d.comm.all_to_all import Codec
-from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
+from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher, Room
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import Router, round_robin, within_capacity
@@ -46,20 +46,22 @@ class MoEState(NamedTuple):
 
 
 def capturable(shared: BlockInputs) -> bool:
-    """Says whether the phases can be captured as graphs: no splits of an all-to-all are read on the host."""
-    whole = shared.sp or shared.tp.size == 1  # else tokens may be padded to equal shares
-    whole = whole and shared.config.moe.replay is None and shared.config.moe.record is None  # files
-    return whole and shared.mesh["ep_etp"].size == 1 and shared.config.moe.capacity_factor is None
+    """Says whether the phases can be captured as graphs: neither splits nor files are read on the host."""
+    moe = shared.config.moe
+    planned = shared.mesh["ep"].size == 1 or moe.exchange == "planned"
+    return planned and moe.replay is None and moe.record is None
 
 
-def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Dispatcher | HierarchicalDispatcher:
+def dispatcher_of(
+    num_experts: int, mesh: Mesh, codec: Codec | None = None, room: Room | None = None
+) -> Dispatcher | HierarchicalDispatcher:
     """Builds the dispatcher that sends tokens straight to experts, or first to nodes (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
         from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
 
         outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
         return HierarchicalDispatcher(num_experts, outer, inner, etp, inner_etp, codec)
-    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec)
+    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec, room)
 
 
 def _codec(fp8: bool) -> Codec | None:
@@ -96,7 +98,8 @@ class MoEDispatch(nn.Module):
         self.router = Router(self.config, f"{name}.router", shared.tp, biased=biased, owner=owner, **shared.factory)
         if self.router.bias is not None:
             self.balancer.biases[layer] = self.router.bias
-        self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, _codec(self.moe.fp8_dispatch))
+        codec = _codec(self.moe.fp8_dispatch)
+        self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, codec, shared.room)
 
     def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> MoEState:
         """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
@@ -119,9 +122,8 @@ class MoEDispatch(nn.Module):
         taken, weights, dropped = self.limit_capacity(experts, weights, tokens)  # all_gather cp_tp, if limited
         self.balancer.observe(self.layer, logits, experts, dropped, tokens)
         weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
-        all_sent = tokens.real is None and self.moe.capacity_factor is None
         # [n, h] -> [n·k, h], [n, k] -> [n·k] under way  2× all_to_all ep
-        rows, weights, dispatch = self.dispatcher.dispatch(mine, taken, weights, all_sent)
+        rows, weights, dispatch = self.dispatcher.dispatch(mine, taken, weights)
         shared = normed if self.config.shared_ffn_hidden_size else None
         return MoEState(x, rows, weights, shared, dispatch, self.parts.source("permute", mine))
 

@@ -3,8 +3,6 @@
 How a row of layers is cut into stages: so that no stage, or no rank with all its stages, has too much to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -182,8 +180,7 @@ def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _first_of(*keys: np.ndarray) -> int:
-    """Returns which option is least by the last key, and of equal ones by the key before; the first where all are
-    equal."""
+    """Returns the option that is least by the last key, then by the key before; the first of equal ones."""
     return int(np.lexsort([key.round(9) for key in keys])[0])  # rounded, for equal ones differ in the last digits
 
 
@@ -248,8 +245,7 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
 def _cached_split(
     balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float
 ) -> Sequence[int]:
-    """Returns the same split is asked for by every schedule that is compared, and takes tenths of a second for many
-    stages."""
+    """Keeps splits: every schedule that is compared asks for the same, and many stages take tenths of a second."""
     return split_layers(balance, costs, placement, first, last)
 
 

@@ -7,8 +7,6 @@ recompute and everything that is no size are not touched.
 Turns off one thing of a layout at a time, and runs it, to find which of them a difference needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

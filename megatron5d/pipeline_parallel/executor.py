@@ -8,8 +8,6 @@ proceeds under the compute of the other.
 This rank's part of the pipeline: its stages and channels, for steps of any number of micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

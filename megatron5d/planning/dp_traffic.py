@@ -1,9 +1,9 @@
 """What data parallelism sends and an optimiser moves, of some units; n ranks share a bucket, of Ψ elements.
 
-Which ranks these are, data_parallel/bucketing.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
+Which ranks these are, data_parallel/bucket.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
 order of the actions: the `GatheredWeights` that trains counts it, on buckets without memory.
 
-Under Muon a rank makes one matrix of each round orthogonal (optim/matrix_gather.py), and every round takes as long as
+Under Muon a rank makes one matrix of each round orthogonal (optim/muon.py), and every round takes as long as
 its largest matrix. With `optim.offload` gradients travel to the host, which updates, and weights back; nothing hides
 that.
 """
@@ -20,7 +20,7 @@ import torch
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ELEMENT_BYTES, Config
-from megatron5d.data_parallel.bucketing import data_axes
+from megatron5d.data_parallel.bucket import data_axes
 from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.planning.work import Elements, Matrix, Unit

@@ -24,8 +24,7 @@ from megatron5d.kernels.tuning import planned
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
-from megatron5d.optim.grad_clip import global_square_sum
-from megatron5d.optim.optimizer import Optimizer, build_optimizer
+from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square_sum
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.planning.auto_schedule import quick_layout
@@ -258,6 +257,8 @@ def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> Non
     for module in model.modules():
         if isinstance(module, MoEDispatch):
             module.dispatcher.planned.load, module.dispatcher.planned.limit = imbalance, capacity_factor or math.inf
+    if model.room is not None:
+        model.room.start_step()
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:

@@ -33,7 +33,7 @@ from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
-from megatron5d.train.monitoring.prediction import Prediction
+from megatron5d.train.monitoring.report import Prediction
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
 

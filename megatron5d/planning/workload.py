@@ -26,11 +26,9 @@ from megatron5d.config.derived import is_moe, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
-from megatron5d.model.gpt import GPT
-from megatron5d.model.options import is_recomputed
+from megatron5d.model.gpt import GPT, is_recomputed
 from megatron5d.model.partition import StageSpec
-from megatron5d.optim.matrix_gather import whole_shape
-from megatron5d.optim.muon import replace_by_update
+from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load

@@ -21,8 +21,6 @@ have a scale each, over the rows of this rank, so it depends on ep.
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -262,11 +260,10 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, num_local = x.shape[0], offsets.numel() - 1
         expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
-        expert = expert.clamp(max=num_local - 1)  # rows past the last offset are padding
-        amax = torch.zeros(num_local, device=x.device)
+        amax = torch.zeros(num_local + 1, device=x.device)  # rows past the last offset are padding, of no expert
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
-        amax = self.over_parts(amax)[expert]
+        amax = self.over_parts(amax[:-1])[expert.clamp(max=num_local - 1)]
         return quantize_by_row(x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ quantised weight (data_parallel/fp8_all_gather.py gathers them). A `Band` is the
 rows. Where its first and last row are not whole, zeros fill them, which change no maximum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod

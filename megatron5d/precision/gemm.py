@@ -6,13 +6,11 @@
 
 An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors with the tokens in
 their leading dims, opaque to layers. Here it is the tensor itself; in fp8_recipes.py it is FP8 values and their scales.
-model/options.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
+model/gpt.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
 
 The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a format that only the
 GEMM can read.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The mesh: all axes of this process, in both views of the world, each with its process group."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any

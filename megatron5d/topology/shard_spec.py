@@ -11,8 +11,6 @@ Rows that no piece covers are padding: they are zero, receive no gradient and ar
 Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -110,8 +108,7 @@ def has_memory(parameter: torch.Tensor) -> bool:
 
 
 def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
-    """Returns a local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is
-    zero."""
+    """Makes a local parameter that carries its spec as `.spec`; its pieces are not initialised, its padding is 0."""
     if _WITHOUT_MEMORY.get():
         # one expanded element; torch does not let a parameter change from the meta device to another
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)

@@ -160,8 +160,9 @@ def build_trainer(
     check = model.overlap.check
     masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
     trainer = Trainer(
-        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check, masked_by=masked_by
-    )
+        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, model.room, check_overlap=check,
+        masked_by=masked_by,
+    )  # fmt: skip
     return sync, optimizer, trainer
 
 

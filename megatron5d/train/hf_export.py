@@ -3,8 +3,6 @@
 Ranks exchange nothing: each reads from the checkpoint what it writes, whatever layout has saved it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -190,8 +188,7 @@ def agreed_export(config: Config, tell: Tell) -> HfExport:
 
 
 def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
-    """Returns the architecture with as many positions as training used: beyond its max_position_embeddings servers
-    cut."""
+    """Returns the architecture with as many positions as training used, beyond which servers cut."""
     model, seq_len = config.model, config.train.seq_len
     if model.position != "rope" or seq_len <= model.max_positions:
         return model

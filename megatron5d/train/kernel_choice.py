@@ -4,8 +4,6 @@ The choice is made for every call, by its sizes. What is told here are the calls
 block of keys as long as this rank's, the largest GEMM of a layer, a norm of the hidden state.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import torch

@@ -3,8 +3,6 @@
 What a configuration asks of the kind of GPU that it is to run on.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from dataclasses import replace
 from functools import partial

@@ -11,11 +11,10 @@ import torch
 
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.schema import OptimConfig
-from megatron5d.context_parallel.block_plan import imbalance
+from megatron5d.context_parallel.block_attention import imbalance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.embedding_head import Term
-from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
-from megatron5d.optim.optimizer import Optimizer
+from megatron5d.optim.optimizer import Optimizer, clip_coefficient, global_square_sum
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.axis import Axis
@@ -23,6 +22,7 @@ from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard, StepSamples
 
 if TYPE_CHECKING:
+    from megatron5d.expert_parallel.dispatcher import Room
     from megatron5d.expert_parallel.load_balancing import Balancer
 
 T = TypeVar("T", torch.Tensor, list[float])
@@ -37,6 +37,7 @@ class StepTerms(Generic[T]):
     sums: T  # [terms + counts], as `Trainer.accumulate` returns them
     stops: T  # [1]: 1 on a rank that was asked to stop
     cp_balances: T  # [1]: `imbalance_of` its micro-batches
+    refused: T  # [1]: pairs of ranks between which there was no room for all tokens (moe.exchange=planned)
 
     def total(self: StepTerms[torch.Tensor], world: Axis) -> StepTerms[list[float]]:
         """Adds up the terms of all ranks, and waits for the device. Comm: all_reduce world of a few numbers."""
@@ -59,6 +60,7 @@ class StepResult:
     zero_exposed_s: float = 0.0  # this rank: seconds in which it waited for weights and did nothing else
     bubble: float = 0.0  # this rank: share of the passes' time in which it waited for its pipeline neighbours
     skipped: str | None = None  # why the update was left out; None = it was made
+    repeated: bool = False  # forward and backward were run once more, with counted rows (moe.exchange=planned)
 
 
 class Trainer:
@@ -72,16 +74,18 @@ class Trainer:
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
+        room: of tokens on their way to experts; None = they are counted.
         check_overlap: raises if another rank has not sent what this step was computed from (tp_overlap=fused).
         masked_by: what may leave a global batch without a target, for the message.
     """
 
     def __init__(
         self, pipeline: Pipeline, sync: GradSync, optimizer: Optimizer, mesh: Mesh, terms: Sequence[Term],
-        config: OptimConfig, balancer: Balancer | None = None, *, check_overlap: Callable[[], None], masked_by: str,
+        config: OptimConfig, balancer: Balancer | None = None, room: Room | None = None, *,
+        check_overlap: Callable[[], None], masked_by: str,
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
-        self.terms, self.clip, self.balancer = tuple(terms), config.clip, balancer
+        self.terms, self.clip, self.balancer, self.room = tuple(terms), config.clip, balancer, room
         self.check_overlap = check_overlap
         self.guard = Guard(config, mesh, sync.buckets, masked_by)
 
@@ -111,9 +115,13 @@ class Trainer:
         if left_out:
             losses = {term.name: math.nan for term in self.terms}
             return StepResult(losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}")
-        sums = self.accumulate(batches, watched)
-        self.sync.finish_reduce()  # the owned slices now hold the mean gradient
-        result = self._agree(sums, stop, imbalance_of(batches), where)
+        if self.room is not None:
+            self.room.start_step()
+        result = self._computed(batches, stop, watched, where)
+        if result is None:  # some rank had no room for its tokens; now all rows are counted
+            result = self._computed(batches, stop, watched, where)
+            assert result is not None
+            result = replace(result, repeated=True)
         if result.skipped is None:
             self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
             self.sync.start_gather()
@@ -123,8 +131,16 @@ class Trainer:
                     result = replace(result, layers=self.balancer.layer_figures(self.mesh["world"]))
         return result
 
-    def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None) -> StepResult:
-        """Returns the step's figures, the same on every rank, from each rank's share of them.
+    def _computed(
+        self, batches: Sequence[MicroBatch], stop: bool, watched: bool, where: StepSamples | None
+    ) -> StepResult | None:
+        """Makes the mean gradient in the owned slices; returns the figures, or None without room for all rows."""
+        sums = self.accumulate(batches, watched)
+        self.sync.finish_reduce()  # the owned slices now hold the mean gradient
+        return self._agree(sums, stop, imbalance_of(batches), where)
+
+    def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None) -> StepResult | None:
+        """Returns the step's figures, the same on every rank, from each rank's share of them; None as `_computed`.
 
         Args:
             sums: as `accumulate` returned them.
@@ -137,9 +153,12 @@ class Trainer:
         names, values = ((), sums[:0]) if self.balancer is None else (self.balancer.names, self.balancer.values)
         # not copied from the host, which would wait for the device
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
-        terms = StepTerms(global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances)
+        refused = sums.new_zeros(1) if self.room is None else self.room.refused
+        terms = StepTerms(global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances, refused)
         total = terms.total(self.mesh["world"])
         self.check_overlap()
+        if self.room is not None and self.room.finish_step(total.refused[0]):
+            return None
         num_targets = round(total.sums[len(self.terms)])
         losses = self.means(total.sums) | dict(zip(names, total.router_losses))
         grad_norm = math.sqrt(total.grad_squares[0])
@@ -178,6 +197,8 @@ class Trainer:
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
             variant, eager = len(batches), watched  # a watched step computes more
+        if self.room is not None and not self.room.planned:
+            eager = True  # counted rows are read on the host
         for stage in self.pipeline.stages:
             if stage.graphs is not None:
                 stage.graphs.start_step(variant, eager)

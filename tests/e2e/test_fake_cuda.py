@@ -51,6 +51,10 @@ GPUS = {
     "graphs_split": (4, [
         *EXPERTS, GRAPHS, "parallel.pp=2", "pipeline.schedule=zb_h1", "parallel.ep=2", "parallel.zero=1",
     ]),
+    "graphs_planned": (4, [
+        *EXPERTS, GRAPHS, "moe.exchange=planned", "parallel.ep=2", "parallel.etp=2", "parallel.tp=2",
+        "parallel.sp=true",
+    ]),
     "all": (8, [
         *EXPERTS, "train.gbs=16", "parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "parallel.pp=2",
         "parallel.ep=2", "parallel.zero=1", "pipeline.schedule=zb_h1",
@@ -93,6 +97,27 @@ def test_gpus(ranks, overrides, tokens):
         CUDA_VISIBLE_DEVICES=visible, PYTHON=str(FAKE_CUDA),
     )  # fmt: skip
     assert_memory_as_predicted(said, 3.0)
+
+
+PARTS = ["train.gbs=2", *EXPERTS]
+WAITS = {
+    "one_rank": (1, 0, [*PARTS, "moe.capacity_factor=1.0", "moe.balance=[aux,bias]"]),
+    "padded_shares": (2, 0, [*PARTS, "parallel.tp=2", "parallel.etp=1", "train.seq_len=1023"]),
+    "cut_experts": (2, 0, [*PARTS, "parallel.etp=2", "recompute.mode=full"]),
+    "planned": (2, 0, [*PARTS, "parallel.ep=2", "moe.exchange=planned", "moe.planned_imbalance=1.5"]),
+    "counted": (2, 4, [*PARTS, "parallel.ep=2"]),  # once a layer
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks, waits, overrides", WAITS.values(), ids=WAITS)
+def test_host_waits(ranks, waits, overrides, tokens):
+    said = told(
+        ["bash", "launch/local.sh", str(ranks), tokens, *SMALL, *overrides],
+        CUDA_VISIBLE_DEVICES=",".join(map(str, range(ranks))), PYTHON=str(FAKE_CUDA),
+    )  # fmt: skip
+    found = re.findall(r"step (\d+): the host waited (\d+) times", said)
+    assert [int(count) for step, count in found if step != "1"] == [waits] * 2 * ranks, found
 
 
 ILLEGAL = """

@@ -32,7 +32,7 @@ offsets = meta(EXPERTS + 1, dtype=torch.int64)
 up = meta(EXPERTS, 2 * F, H)
 up_fp8 = Quantized(meta(EXPERTS, 2 * F, H, dtype=E4M3), meta(EXPERTS, 8, 8, dtype=torch.float32), 128)
 numbers = meta(2 * TOKENS, dtype=torch.int64)
-where = moe.Permutation(numbers.view(TOKENS, 2), numbers, offsets)
+where = moe.Permutation(numbers.view(TOKENS, 2), numbers, offsets, numbers)
 
 
 def fp8(rows, width, dtype):

@@ -126,6 +126,38 @@ def test_padding_neither_routes_nor_counts(world, parallel, capacity):
     assert_parity(config, world=world, steps=2, ignored=0.8)
 
 
+def steps_of(rank, world, config):
+    """Norms, weights and repetitions of some steps."""
+    mesh = build_mesh(sizes_of(config, world), rank)
+    model = GPT(config, mesh)
+    model.initialize(1)
+    _, _, trainer = build_trainer(config, mesh, model, pipeline_layout(config, world))
+    found, rows = [], make_rows(config, 4)
+    for step in range(4):
+        batches = [micro_batch(config, rows, torch.tensor([4 * step + 2 * rank + i])) for i in range(2)]
+        result = trainer.step(batches, 1e-2)
+        found.append((result.repeated, result.grad_norm, result.losses))
+    return found, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 2.0])
+def test_planned_exchange(imbalance):
+    """Where there is room for all, and where there is not and steps are repeated: bit for bit the counted exchange."""
+    parallel = {"gbs": 4, "ep": 2, "recompute": RecomputeConfig("selective", ["permute", "activation"])}
+    planned = config_of("deepseek", moe={"exchange": "planned", "planned_imbalance": imbalance}, **parallel)
+    both = zip(run_ranks(steps_of, 2, planned), run_ranks(steps_of, 2, config_of("deepseek", **parallel)))
+    for (steps, weights), (counted, true_weights) in both:
+        assert [step[1:] for step in steps] == [step[1:] for step in counted]
+        assert all(map(torch.equal, weights, true_weights))
+        assert any(step[0] for step in steps) == (imbalance == 1.0) and not any(step[0] for step in counted)
+
+
+def test_planned_exchange_over_all_dimensions():
+    moe = {"exchange": "planned", "planned_imbalance": 1.5}
+    config = config_of("biased", gbs=4, moe=moe, tp=2, sp=True, pp=2, ep=2, etp=2, zero=1)
+    assert_parity(with_schedule(config, "zb_h1"), world=8, steps=2, ignored=0.5)
+
+
 def test_latent_attention_and_experts():
     assert_parity(config_of("latent", gbs=4, tp=2, sp=True, ep=4, etp=1, zero=1), world=4, steps=2)
 

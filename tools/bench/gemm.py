@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.kernels.all_gather_gemm import all_gather_gemm
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
@@ -16,7 +15,7 @@ from megatron5d.kernels.gemm import (
     grouped_matmul,
     grouped_weight_grad,
 )
-from megatron5d.kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of
 from megatron5d.tools.bench.harness import Benchmark, Calls, random, writing
 

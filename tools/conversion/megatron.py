@@ -20,12 +20,12 @@ from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.inspection import SavedTensors
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.megatron.arguments import args_of, model_config_of
-from megatron5d.checkpoint.megatron.checkpoint import MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, entries
+from megatron5d.checkpoint.megatron.reader import MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.writer import STATES, Training, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import Progress, twin

@@ -1,7 +1,5 @@
 """A tensor on disk and its place in ours: a row of the tables that describe a folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

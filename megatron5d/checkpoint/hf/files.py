@@ -1,7 +1,5 @@
 """Which files of a Hugging Face folder hold what, and what the usual wrong ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +46,7 @@ def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
 
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
-    """Returns the names that the index places in each file; None = all that the file holds, where there is one file
-    alone."""
+    """Returns the names that the index places in each file; None = all that the only file holds."""
     index, single, shards = folder / INDEX, (folder / SINGLE).is_file(), dict[str, list[str] | None]()
     if index.is_file():
         try:

@@ -1,7 +1,5 @@
 """Megatron-LM's arguments, as saved with a checkpoint, and our architecture: one as the other, or refused by name."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, replace

@@ -4,8 +4,6 @@ One layer and one expert at a time, `decoder.layers.3.mlp.experts.5.linear_fc1.w
 them. The norm before a linear layer has the name that TransformerEngine's fused modules give it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks of the layout: what the sizes of the axes must divide, in plain integers."""
 
-from __future__ import annotations
-
 from megatron5d.config.checks.check import (
     Faults,
     check,

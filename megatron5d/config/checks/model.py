@@ -1,7 +1,5 @@
 """Checks of the architecture: heads and positions, latent attention, mixtures of experts and their axes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest, spelled
@@ -22,6 +20,7 @@ NEED_EXPERTS: dict[str, Any] = {
     "moe.jitter": 0.0,
     "moe.capacity_factor": None,
     "moe.fp8_dispatch": False,
+    "moe.exchange": "counted",
     "moe.replay": None,
     "moe.record": None,
     "model.shared_ffn_hidden_size": 0,
@@ -144,6 +143,16 @@ def nodes_divide_ep(c: Config, world: int) -> Faults:
         yield fault(
             f"parallel.ep_inner = {inner} does not divide parallel.ep = {ep}",
             f"parallel.ep_inner={nearest(inner, divisors(ep))}",
+        )
+
+
+@check("moe.exchange", "parallel.ep_inner", "parallel.ep", needs=["nodes-divide-ep"])
+def planned_exchange_is_direct(c: Config, world: int) -> Faults:
+    if c.moe.exchange == "planned" and 1 < c.parallel.ep_inner < c.parallel.ep:
+        yield fault(
+            f"moe.exchange = planned sends tokens straight to their experts, and parallel.ep_inner = "
+            f"{c.parallel.ep_inner} of parallel.ep = {c.parallel.ep} sends them to nodes first",
+            "moe.exchange=counted, or parallel.ep_inner=1",
         )
 
 

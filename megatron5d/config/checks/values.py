@@ -1,7 +1,5 @@
 """Checks of single keys: the range of each number, the words of each enumeration, the form of each list."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,6 +59,7 @@ WORDS: dict[str, Sequence[str]] = {
     "model.router_score": ("softmax", "sigmoid"),
     "model.group_score": ("max", "top2_sum"),
     "moe.drop_by": ("probability", "position"),
+    "moe.exchange": ("counted", "planned"),
     "pipeline.split": ("even", "cost"),
     "pipeline.balance": ("auto", "stages", "ranks", "late", "ends"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),

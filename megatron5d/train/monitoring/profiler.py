@@ -4,8 +4,6 @@ Two steps are looked at. In the first one only the clock is read, between phases
 long as ever; the next is recorded by torch's profiler, which slows the host, with a range for each phase.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

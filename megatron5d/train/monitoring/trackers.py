@@ -1,7 +1,5 @@
 """Weights & Biases and TensorBoard. Rank 0 alone writes; both are imported only where they are on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct

@@ -3,9 +3,11 @@
 Python imports this file on its start (`../run.py`). Everything else of the program is left as it is.
 """
 
+import ctypes
 import importlib.abc
 import importlib.util
 import json
+import os
 import sys
 from collections import Counter
 
@@ -23,13 +25,17 @@ def lively_steps(step):
     accumulate, steps = step.Trainer.accumulate, Counter()
 
     def accumulated(self, *args):
-        """From the second step on nothing is compiled, which would hold up all ranks."""
+        """From the second step on nothing is compiled, which would hold up all ranks; the host's waits are told."""
         from triton import knobs
 
         steps[self] += 1
         if steps[self] == 2:
             knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: tell_late(fn.name)
-        return accumulate(self, *args)
+        waits = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"]).fake_cuda_host_waits
+        before = waits()
+        sums = accumulate(self, *args)
+        print(f"step {steps[self]}: the host waited {waits() - before} times in forward and backward", file=sys.stderr)
+        return sums
 
     step.Trainer.accumulate = accumulated
 
@@ -51,7 +57,11 @@ def even_routing(dispatch):
             counts = torch.tensor([row] * counts.shape[0]).to(counts.device)
         return state(self, sent_order, counts)
 
-    dispatch.Dispatcher._state = even_state
+    def enough(self, refused):
+        self.planned = False
+        return False
+
+    dispatch.Dispatcher._state, dispatch.Room.finish_step = even_state, enough
 
 
 def no_layer_figures(balance):

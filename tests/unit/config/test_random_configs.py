@@ -25,6 +25,7 @@ ELSEWHERE = {
     "optim.skip_norm": "as on_nonfinite",
     "optim.max_skipped": "as on_nonfinite",
     "moe.planned_imbalance": "predicts memory and changes no number",
+    "moe.exchange": "tests/parity/test_moe_layouts.py",
     "moe.fp8_dispatch": "rounds: tests/parity/test_fp8_layouts.py",
     "moe.log_every": "the short runs of the random tests watch every step",
 }

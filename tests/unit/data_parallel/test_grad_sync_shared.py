@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from megatron5d.data_parallel.bucketing import data_axes
+from megatron5d.data_parallel.bucket import data_axes
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import ModelConfig
-from megatron5d.expert_parallel.dispatcher import Dispatcher
+from megatron5d.expert_parallel.dispatcher import Dispatcher, Room
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
 from megatron5d.model.moe import dispatcher_of
@@ -48,15 +48,15 @@ def experts_of(mesh_ep, mesh_etp):
     return made
 
 
-def layer(rank, world, ep, etp, crowd, ep_inner=1):
+def layer(rank, world, ep, etp, crowd, ep_inner=1, room=None):
     ledger = Ledger()
     mesh = build_mesh(resolve(world, ep=ep, etp=etp, ep_inner=ep_inner), rank, recorder=ledger)
     experts = experts_of(mesh["ep"], mesh["etp"])
-    dispatcher = dispatcher_of(E, mesh)
+    dispatcher = dispatcher_of(E, mesh, room=room)
     assert isinstance(dispatcher, HierarchicalDispatcher if 1 < ep_inner < ep else Dispatcher)
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    handles = dispatcher.dispatch(x, chosen, weights, all_sent=bool((chosen < E).all()))
+    handles = dispatcher.dispatch(x, chosen, weights)
     *handles, state = handles[2].enter_node(*handles[:2])
     rows, row_weights, state = state.receive(*handles)
     y = state.combine(state.start_combine(experts(rows, row_weights, state.offsets, run_now)))
@@ -105,6 +105,45 @@ def test_against_a_loop(layout, crowd):
                 total[index] += grad[piece.row : piece.row + piece.shape[0]]
     for got, wanted in zip(sums, weight_grads):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+def both_ways(rank, world, ep, etp):
+    """Every crowd with counted rows, with room for whatever comes, and with too little."""
+    found = {}
+    for crowd in CROWDS:
+        outcomes = []
+        for imbalance in (None, float(ep), 0.3):
+            room = Room(imbalance, "cpu")
+            room.start_step()
+            *tensors, grads, num_rows, _ = layer(rank, world, ep, etp, crowd, room=room)
+            outcomes.append(([*tensors, *(grad for _, grad in grads)], num_rows, room.refused.item()))
+        found[crowd] = outcomes
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ep2", "ep4", "ep2 etp2"])
+def test_planned_rows_give_the_same_bits_or_are_refused(layout):
+    world, ep, etp = LAYOUTS[layout]
+    for rank, found in enumerate(run_ranks(both_ways, world, ep, etp)):
+        for crowd, (counted, planned, short) in found.items():
+            assert all(map(torch.equal, counted[0], planned[0])), (crowd, rank)
+            assert planned[1:] == (N * K * ep * etp, 0) and counted[2] == 0
+            room = -(-N * K * 3 // (10 * ep))
+            sent = torch.stack(
+                [inputs(other, crowd)[2].flatten().bincount(minlength=E + 1)[:E] for other in range(world)]
+            )
+            pairs = sent.view(world, ep, -1).sum(-1)  # rows that each rank has for each other one
+            assert short[2] == (pairs > room).sum() and short[1] == room * ep * etp
+
+
+def test_steps_without_room_are_followed_by_counted_ones():
+    room, planned = Room(1.5, "cpu"), []
+    for step in range(40):
+        room.start_step()
+        planned.append(room.planned)
+        assert room.finish_step(float(step in (2, 4, 7, 30) and room.planned)) == (step in (2, 4, 7, 30))
+    counted = [step for step in range(40) if not planned[step]]
+    assert counted == [3, 5, 6, 8, 9, 10, 11, 31]
 
 
 @pytest.mark.parametrize(("world", "ep", "etp"), [(2, 2, 1), (4, 4, 1), (4, 2, 2), (4, 2, 1)])
