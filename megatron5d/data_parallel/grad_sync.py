@@ -158,8 +158,8 @@ class GradSync:
     """The PhaseHooks of a stage under data parallelism.
 
     Args:
-        units: lists of phases. The parameters of a unit that are of one kind (`_kind`) share a bucket. A parameter used
-            by several units (tied embeddings) belongs to the first.
+        units: lists of phases. The parameters of a unit of one kind (`bucket._kind`) share a bucket. A parameter of
+            several units (tied embeddings) belongs to the first.
         mesh: this rank's axes.
         zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.

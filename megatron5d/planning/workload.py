@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd, prod
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.gpt import GPT, is_recomputed
-from megatron5d.model.partition import StageSpec
+from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
@@ -39,7 +39,7 @@ from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import boundary_form
+from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.preflight import parameter_names
 
 EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
@@ -63,8 +63,7 @@ class _Counter(MemoryWatch):
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
-        """Returns what was counted since the last call; `core_flops` are those of attention, which are known by
-        formula."""
+        """Returns what was counted since the last call; `core_flops` are attention's, known by formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
         work = Work(tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
@@ -100,28 +99,25 @@ class Workloads:
         self._known: dict[str, dict[Kind, Unit]] = {}
         self._blocks: dict[str, _Trace] = {}
 
-    def stages(self, config: Config, specs: Sequence[StageSpec], shared: str = "none") -> list[list[Unit]]:
+    def stages(self, config: Config, layout: PipelineLayout) -> list[list[Unit]]:
         """Returns the units of every stage.
 
         Args:
             config: a valid configuration.
-            specs: what each stage holds.
-            shared: which parameters mirrored pipeline ranks hold together (`PipelineLayout.shared`).
+            layout: of the pipeline.
         """
-        frozen = _frozen_names(config)
+        frozen, before = _frozen_names(config), layout.specs[-1].mtp.start
         stages = [
-            [self._unit(config, kind) for kind in _kinds(config, stage, spec, frozen)]
-            for stage, spec in enumerate(specs)
+            [self._unit(config, kind, before) for kind in _kinds(config, stage, spec, frozen)]
+            for stage, spec in enumerate(layout.specs)
         ]
-        if shared == "tied":
-            _part_ends(stages[0], stages[-1])
+        if "tied" in layout.shared:
+            _part_embedding(stages, layout)
         return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
-        """Returns the units of the whole model: of each kind one, how many there are, and whether it is a layer or
-        an end."""
-        spec = StageSpec(range(config.model.num_layers), True, True)
-        kinds = Counter(_kinds(config, 0, spec, _frozen_names(config)))
+        """Returns the whole model's units: of each kind one, how many there are, and whether it is a layer or an end."""
+        kinds = Counter(_kinds(config, 0, whole_model(config.model), _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def block(
@@ -135,19 +131,19 @@ class Workloads:
             before: called with the model on the meta device, before a sequence passes it.
         """
         alone = _alone(config, config.recompute.mode != "none")
-        key = repr(alone)
+        key = f"{alone} 0"
         if key not in self._blocks:
-            self._blocks[key] = _run_alone(alone, self.target, before)
+            self._blocks[key] = _run_alone(alone, self.target, before=before)
             self._known.setdefault(key, {}).update(_units(alone, self._blocks[key]))
         model, kinds, passes, said = self._blocks[key]
         names = [kind[0] for kind in kinds]
         return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
-    def _unit(self, config: Config, kind: Kind) -> Unit:
+    def _unit(self, config: Config, kind: Kind, depths: int = 0) -> Unit:
         alone = _alone(config, kind[1])
-        known = self._known.setdefault(repr(alone), {})
+        known = self._known.setdefault(f"{alone} {depths}", {})
         if kind not in known:
-            known |= _units(alone, _run_alone(alone, self.target))
+            known |= _units(alone, _run_alone(alone, self.target, depths))
         unit = known[kind].times(config.train.mbs)
         return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
 
@@ -162,17 +158,23 @@ def _sharing(unit: Unit, layers: int) -> Unit:
     return dataclasses.replace(unit, passes=passes)
 
 
-def _part_ends(first: list[Unit], last: list[Unit]) -> None:
-    """Gives the last stage the embedding that it shares with the first; traced on one rank, they have one."""
-    place = next(place for place, unit in enumerate(last) if TIED in unit.borrowed)
-    tied, unit = last[place].read[TIED], first[0]
-    fixed = tied if TIED in last[place].fixed else 0
-    held, frozen = Elements(unit.held.dense - tied, 0, tied), Elements(unit.frozen.dense - fixed, 0, fixed)
-    first[0] = dataclasses.replace(unit, held=held, frozen=frozen)
-    last[place] = dataclasses.replace(
-        last[place], held=last[place].held._replace(tied=tied), frozen=last[place].frozen._replace(tied=fixed),
-        borrowed=last[place].borrowed - {TIED},
-    )  # fmt: skip
+def _part_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
+    """Gives each rank that shares the embedding one of its own; traced on one rank, they have one."""
+    seen = set[frozenset[int]]()
+    for stage, units in enumerate(stages):
+        place = next((place for place, unit in enumerate(units) if TIED in unit.read), None)
+        ranks = frozenset(line[stage] for line in layout.placement.route)
+        if place is None or ranks in seen:
+            continue
+        seen.add(ranks)
+        unit = units[place]
+        tied, own = unit.read[TIED], TIED not in unit.borrowed
+        fixed = tied if TIED in unit.fixed else 0
+        held, frozen = unit.held, unit.frozen
+        units[place] = dataclasses.replace(
+            unit, held=held._replace(dense=held.dense - own * tied, tied=tied),
+            frozen=frozen._replace(dense=frozen.dense - own * fixed, tied=fixed), borrowed=unit.borrowed - {TIED},
+        )  # fmt: skip
 
 
 def _frozen_names(config: Config) -> frozenset[str]:
@@ -190,10 +192,10 @@ def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) 
         yield _block(config, i, is_recomputed(recompute, stage, place), frozen)
     if spec.head:
         yield HEAD, ends, none, none
-        for depth in range(model.num_mtp_layers):
-            again = is_recomputed(recompute, stage, len(spec.layers) + depth)
-            name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
-            yield f"ahead {depth} {name}", again, fp8, fixed
+    for place, depth in enumerate(spec.mtp, len(spec.layers)):
+        again = is_recomputed(recompute, stage, place)
+        name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
+        yield f"ahead {depth} {name}", again, fp8, fixed
 
 
 def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
@@ -260,12 +262,13 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
     return found
 
 
-def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = lambda model: None) -> _Trace:
+def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable[[GPT], Any] = id) -> _Trace:
     """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
 
     Args:
         config: as `_alone` returns it.
         target: whose paths the layers take.
+        depths: blocks of multi-token prediction before the head.
         before: called with the model before the sequence passes.
 
     Returns:
@@ -276,10 +279,13 @@ def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = la
     world = dense * (experts // gcd(experts, dense))
     ledger, frozen = Ledger(), _frozen_names(config)
     mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    spec = StageSpec(_window(config, frozen), True, True)
+    window, ahead = _window(config, frozen), model_config.num_mtp_layers
+    specs = {0: StageSpec(window, True, not depths, range(depths or ahead))}
+    if depths:
+        specs[1] = StageSpec(range(0), False, True, range(depths, ahead))
     with target.paths():
         with without_memory():
-            model = GPT(config, mesh, "meta", {0: spec})
+            model = GPT(config, mesh, "meta", specs)
         for parameter in model.parameters():
             if spec_of(parameter).name in frozen:
                 parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
@@ -293,7 +299,7 @@ def _run_alone(config: Config, target: Target, before: Callable[[GPT], Any] = la
                 passes = _passes(config, model, batch, counter)
             finally:
                 WATCH.reset(watched)
-    return model, list(_kinds(config, 0, spec, frozen)), passes, said
+    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, frozen)], passes, said
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
@@ -304,8 +310,7 @@ def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
-    """Yields those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's
-    number."""
+    """Yields those that Muon updates, each with its iteration; globs that exclude must name no layer's number."""
     for parameter in parameters:
         spec = spec_of(parameter)
         if takes_muon(spec, optim):
@@ -327,8 +332,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
 def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
     """Returns op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
-    found: dict[str, dict[nn.Module, Work]] = {}
-    core = CoreFlops(config)
+    found, core = dict[str, dict[nn.Module, Work]](), CoreFlops(config)
     # the first pass makes what stays: FP8 copies of weights, symmetric memory, weights' gradients
     rehearse = config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused"
     for parameter in model.parameters():

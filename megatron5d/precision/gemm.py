@@ -119,7 +119,7 @@ def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
 
 
 def forget_copies(parameters: Iterable[Tensor]) -> None:
-    """Drops the copies that GEMMs have made of weights (fp8_weights.py): the values have changed, or will be freed."""
+    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or will be freed."""
     for parameter in parameters:
         if hasattr(parameter, "quantized"):
             del parameter.quantized

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
 from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import name_files, stored_tensors, write_parts
@@ -56,7 +56,6 @@ class HfExport:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """The tensors."""
         return hf_entries(self.model, json.loads(self.files["config.json"])["model_type"]) + hf_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:

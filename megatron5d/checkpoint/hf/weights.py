@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.moe_mla import FUSED
 from megatron5d.checkpoint.hf.names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries

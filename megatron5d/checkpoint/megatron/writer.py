@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor

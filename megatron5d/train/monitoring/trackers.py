@@ -13,7 +13,7 @@ from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
-from megatron5d.train.kernel_choice import capability_here, names_of
+from megatron5d.train.preflight import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
 

@@ -27,6 +27,9 @@ ELSEWHERE = {
     "moe.planned_imbalance": "predicts memory and changes no number",
     "moe.exchange": "tests/parity/test_moe_layouts.py",
     "moe.fp8_dispatch": "rounds: tests/parity/test_fp8_layouts.py",
+    "moe.record": "writes a file: tests of replaying routes",
+    "moe.replay": "as record",
+    "train.cuda_graph": "of GPUs: tests/parity/test_phase_graphs.py",
     "moe.log_every": "the short runs of the random tests watch every step",
 }
 GROUPS = ("model", "parallel", "pipeline", "train", "optim", "recompute", "moe")
