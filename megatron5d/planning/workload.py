@@ -116,7 +116,7 @@ class Workloads:
         return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
-        """Returns the whole model's units: of each kind one, how many there are, and whether it is a layer or an end."""
+        """Returns the whole model's units: of each kind one, how many, and whether it is a layer or an end."""
         kinds = Counter(_kinds(config, 0, whole_model(config.model), _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
