@@ -49,8 +49,7 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """
     narrow = torch.int16 if num_experts < 2**15 else torch.int32  # a radix sort passes over every byte of the keys
     ordered, source = torch.sort(experts.flatten().to(narrow), stable=True)
-    place = torch.empty_like(source)
-    place[source] = torch.arange(source.numel(), device=source.device)
+    place = torch.empty_like(source).scatter_(0, source, torch.arange(source.numel(), device=source.device))
     bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
     offsets = torch.searchsorted(ordered, bounds)
     return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
@@ -275,20 +274,25 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None) -> 
     return _Unpermute.apply(rows, probs, where)
 
 
+def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Computes `top_k` without a gradient."""
+    if dispatch.runs_triton(scores):
+        scores = rows_of(scores)
+        n, experts = scores.shape
+        values = torch.empty(n, k, dtype=scores.dtype, device=scores.device)
+        indices = torch.empty(n, k, dtype=torch.int64, device=scores.device)
+        config = tuning.select("moe_topk", scores.device)
+        lanes = {"K": k, "EXPERTS": next_power_of_2(experts)}
+        _topk_kernel[(n,)](scores, values, indices, experts, scores.stride(0), **lanes, **config)
+        return values, indices
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return ordered[:, :k].contiguous(), order[:, :k].contiguous()
+
+
 class _TopK(FirstOrderFunction):
     @staticmethod
     def forward(ctx, scores, k):
-        if dispatch.runs_triton(scores):
-            scores = rows_of(scores)
-            n, experts = scores.shape
-            values = torch.empty(n, k, dtype=scores.dtype, device=scores.device)
-            indices = torch.empty(n, k, dtype=torch.int64, device=scores.device)
-            config = tuning.select("moe_topk", scores.device)
-            lanes = {"K": k, "EXPERTS": next_power_of_2(experts)}
-            _topk_kernel[(n,)](scores, values, indices, experts, scores.stride(0), **lanes, **config)
-        else:
-            ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-            values, indices = ordered[:, :k].contiguous(), order[:, :k].contiguous()
+        values, indices = best(scores, k)
         ctx.save_for_backward(indices)
         ctx.num_experts = scores.shape[1]
         ctx.mark_non_differentiable(indices)
