@@ -146,7 +146,7 @@ def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl
 def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
     """Returns the rows of some tokens, each times its scale (one for each row)."""
     if not dispatch.runs_triton(x) or token.numel() == 0:
-        rows = x[token]
+        rows = x.index_select(0, token)
         return rows if scale is None else (rows.to(scale.dtype) * scale[:, None]).to(x.dtype)
     x = rows_of(x)
     out = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
@@ -219,7 +219,7 @@ class _Unpermute(FirstOrderFunction):
 
 def _by_row(values: Tensor, where: Permutation) -> Tensor:
     """Computes `[n, k]` in the order of the choices -> `[rows]` in that of the rows; 0 where a row is no choice's."""
-    by_row = values.flatten()[where.choice]
+    by_row = values.take(where.choice)
     return by_row if where.live is None else by_row.masked_fill_(~where.live, 0)
 
 
@@ -231,7 +231,7 @@ class _PermuteChoices(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad if ctx.where.live is None else F.pad(grad, (0, 1)))[ctx.where.place], None
+        return (grad if ctx.where.live is None else F.pad(grad, (0, 1))).take(ctx.where.place), None
 
 
 def permute(x: Tensor, where: Permutation) -> Tensor:
