@@ -110,7 +110,7 @@ def _run(config: Config, meeting: Meeting) -> int:
     from megatron5d.pipeline_parallel.executor import PipelineError
     from megatron5d.planning.fit import ways_out
     from megatron5d.topology.process import start_process, stop_process
-    from megatron5d.train.crash import add_note, crash_message, ran_out_of_memory
+    from megatron5d.train.guard import add_note, crash_message, ran_out_of_memory
 
     environment = meeting.environment
     try:

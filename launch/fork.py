@@ -11,8 +11,6 @@ signal n); 2 (configuration refused) and 75 (stopped with a checkpoint) are orde
 SIGTERM, SIGINT and SIGUSR1 are passed on to every rank; the third of them kills.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

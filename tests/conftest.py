@@ -3,11 +3,13 @@
 Paths, markers and the time limit of a test are in `.pytest.ini`.
 """
 
+import copy
 import ctypes
 import fcntl
 import gc
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -82,8 +84,28 @@ def _into_large_pages() -> None:
                 madvise(first * LARGE_PAGE, (last - first) * LARGE_PAGE, MADV_COLLAPSE)  # refused: nothing is lost
 
 
+def _parse_files_once(conf) -> None:
+    """Spares tests that compose configurations the YAML of the same files, a quarter of the time.
+
+    Args:
+        conf: the class OmegaConf.
+    """
+    load, parsed = conf.load, {}
+
+    def load_once(file):
+        state = os.stat(file.fileno() if hasattr(file, "fileno") else file)
+        key = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        if key not in parsed:
+            parsed[key] = load(file)
+        return copy.deepcopy(parsed[key])
+
+    conf.load = load_once
+
+
 def pytest_collection_finish():
     """What is there by now stays: collecting garbage among it would copy, after each fork, the pages it is on."""
+    if "omegaconf" in sys.modules:
+        _parse_files_once(sys.modules["omegaconf"].OmegaConf)
     gc.enable()
     gc.collect()
     gc.freeze()

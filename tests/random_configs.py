@@ -8,6 +8,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import ranks  # noqa: F401 (has every collective compared between ranks)
+
 from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.schema import (
     Config,
@@ -145,7 +147,9 @@ def _block_options(dice: random.Random, chosen: dict[str, Any]) -> dict[str, Any
         layers = range(chosen["num_layers"])
         more |= _some(dice, 0.5, window_layers=sorted(dice.sample(layers, dice.randint(1, len(layers)))))
         more |= _some(random.Random(repr(more) + "theta"), 0.3, window_rope_theta=50.0)
-    if chosen.get("attention") != "mla":
+    if chosen.get("attention") == "mla":
+        more |= _some(random.Random(repr(more) + "latent"), 0.3, latent_norm_eps=0.03)
+    else:
         more |= _some(dice, 0.2, attention_gate=True)
         more |= _some(dice, 0.2, rotary_percent=0.5) if chosen["head_dim"] == 8 else {}
         more |= _some(dice, 0.5, qk_norm_all_heads=True) if chosen["qk_norm"] else {}
@@ -227,8 +231,9 @@ def _pipeline(dice: random.Random, shape: Config) -> PipelineConfig:
         "head_layers": dice.choice([0.0, 0.0, 1.0]), "embedding_layers": dice.choice([0.0, 0.0, 1.5]),
     }  # fmt: skip
     if dice.random() < 0.3 * (shape.parallel.pp > 1):
-        cuts = sorted(dice.choices(range(num_layers + 1), k=stages - 1))
-        chosen["layout"] = [b - a for a, b in zip([0, *cuts], [*cuts, num_layers])]
+        blocks = num_layers + random.Random(repr(chosen)).choice([0, shape.model.num_mtp_layers])
+        cuts = sorted(dice.choices(range(blocks + 1), k=stages - 1))
+        chosen["layout"] = [b - a for a, b in zip([0, *cuts], [*cuts, blocks])]
     chosen |= _some(
         dice,
         AUTO,

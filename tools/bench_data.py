@@ -8,8 +8,6 @@ them. Every way is measured by turns with its children; the least of several tim
 preprocessing the time of each further MB counts, without the start. Exit code 2 for bad input or without the peers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -9,8 +9,6 @@ slower. Sides are measured by turns in one process with one thread, and the leas
 busy machine changes least. Peers that are not installed are left out. Exit code 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -15,8 +15,6 @@ A side that fails says why and ends nothing, nor does one that crashes or hangs.
 where the time is up, or somebody interrupts, it holds the figures of the steps so far.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

@@ -10,8 +10,6 @@ whole steps of tools/bench_train.py; and the tuner with the time that is left. E
 crashes or hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -47,10 +45,9 @@ from megatron5d.config.schema import TrainConfig
 from megatron5d.kernels import choice, dispatch
 from megatron5d.kernels.gemm import accumulate_weight_grad_triton
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.check_report import Book
 from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
 from megatron5d.tools.bench.libraries import with_libraries, write_orders
-from megatron5d.tools.bench.programs import ended, sanitizer, versions
+from megatron5d.tools.bench.programs import Book, ended, sanitizer, versions
 from megatron5d.tools.bench_kernels import because, measure
 from megatron5d.tools.tune_kernels import SPACE, results
 

@@ -85,10 +85,9 @@ from megatron5d.parity.certificate import (
     worst_of,
 )
 from megatron5d.parity.differences import Difference, axes_of, differences, sample_differences, untried
-from megatron5d.parity.fixed_routing import Choices
 from megatron5d.parity.local_ranks import RankFailure
 from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
-from megatron5d.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
+from megatron5d.parity.run import ROWS_SEED, Choices, RankRecord, alone, make_rows, short_run
 from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
 from megatron5d.planning.predict import planned_config
 from megatron5d.train.build import sizes_of

@@ -109,9 +109,8 @@ from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, m
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
-from megatron5d.train.kernel_choice import choice_text, names_of
 from megatron5d.train.pipeline_layout import micro_batch_counts
-from megatron5d.train.preflight import fp8_faults
+from megatron5d.train.preflight import choice_text, fp8_faults, names_of
 
 TOLD_EVERY_S = 10.0
 LARGE = 500_000_000  # parameters that nobody trains in fp32

@@ -6,8 +6,6 @@ On a CPU the copy is a second buffer, so that everything but the streams is the 
 A tensor of n bytes moves n bytes each way, once per micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -52,7 +50,6 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return math.prod(self._form["size"]) * self._form["dtype"].itemsize  # `host` is empty on the meta device
 
     def fetch(self) -> None:

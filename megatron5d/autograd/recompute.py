@@ -277,5 +277,5 @@ _PLAIN = ActivationPolicy()
 
 
 def policy_of(phase: nn.Module) -> ActivationPolicy:
-    """Returns the policy of a phase; model/options.py sets it. A phase without one keeps everything on its device."""
+    """Returns the policy of a phase; model/gpt.py sets it. A phase without one keeps everything on its device."""
     return getattr(phase, "activation_policy", _PLAIN)

@@ -8,8 +8,6 @@ A parameter without a main gradient (inference, unit tests) uses `.grad`, as usu
 `.frozen` no weight gradient is computed, and what autograd leaves is dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

@@ -48,7 +48,6 @@ _REPLACED = ".replaced"  # after the name of one that was there when its step wa
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of a step."""
     return directory / f"step-{step:08d}"
 
 
@@ -64,8 +63,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns bytes of every file in a folder, with one request to the file system for each; there may be one per
-    rank."""
+    """Returns the bytes of every file in a folder, with one request to the file system for each."""
     with os.scandir(folder) as found:
         return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
 
@@ -157,8 +155,7 @@ def newest(directory: Path) -> Path | None:
 
 
 def newest_before(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint in the same directory that is older than this one; None where there is
-    none."""
+    """Returns the newest whole checkpoint in the same directory before this one; None where there is none."""
     match = _NAME.fullmatch(folder.name)
     steps = [step for step in saved_steps(folder.parent) if match and step < int(match.group(1))]
     return step_folder(folder.parent, steps[-1]) if steps else None

@@ -5,8 +5,6 @@ which may name any function of any module and have it called. It is read without
 that it names: each becomes a record that keeps its state, and only names of DCP's own metadata are admitted.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Iterable
@@ -157,8 +155,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _new_record_class(name: str) -> type:
-    """Returns a class whose objects keep the state that a pickle gives them; another class for each file, since a
-    pickle can set attributes of classes, too."""
+    """Returns a class that keeps the state from a pickle; one a file, since a pickle can set class attributes."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)

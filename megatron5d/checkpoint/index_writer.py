@@ -3,8 +3,6 @@
 Importing DCP takes a second or more because it imports DTensor and sympy. Only this file does so.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import zlib

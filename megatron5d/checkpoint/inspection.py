@@ -1,7 +1,5 @@
 """The tensors of a whole checkpoint for tools: read a rectangle at a time, or checked file by file."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -53,8 +51,7 @@ class SavedTensors:
         return {name: sorted(found[name], key=lambda each: each[1].start) for name in sorted(found)}
 
     def faults_outside(self) -> list[str]:
-        """Returns what is wrong besides the files of tensors: other files that changed or do not belong here,
-        missing parts."""
+        """Returns what is wrong outside the files of tensors: changed, foreign or missing files."""
         manifest, held = read_manifest(self.folder), self.files()
         there = {path.name for path in self.folder.iterdir()}
         faults = [f"{self.folder / name} is not a file of this checkpoint" for name in there - {*manifest, MANIFEST}]

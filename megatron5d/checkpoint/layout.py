@@ -4,8 +4,6 @@ A ShardedTensor has the global shape of a tensor, and the rectangles that this r
 so every layout can load what any other has saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol

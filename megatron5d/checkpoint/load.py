@@ -3,8 +3,6 @@
 Weights without an optimiser: loaded into plain parameters, read by rectangle, or saved as they are computed.
 """
 
-from __future__ import annotations
-
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ A run that was suspended for longer than STALE_S counts as dead and loses its lo
 (`check`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -248,8 +246,7 @@ class LockFile:
 
 
 def _read(file: Path) -> Owner | None:
-    """Returns the owner that a lock file names: None where there is no file, an unknown one where it is empty or
-    damaged."""
+    """Returns the owner that a lock file names: None without a file, an unknown one where it is damaged."""
     try:
         found = read_json(file)
         return Owner(**{each.name: found[each.name] for each in fields(Owner)})

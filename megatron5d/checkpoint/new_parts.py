@@ -7,8 +7,6 @@ for multi-token prediction start as in a new run.
 Source: Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models; transformers' `mean_resizing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -95,8 +93,7 @@ def _starts_from(spec: ShardSpec, source: str, saved: Mapping[str, Sequence[int]
 
 
 def _mean(source: str, shape: Sequence[int], read: Read) -> Tensor:
-    """Returns mean of the rows, `[h]` in fp64; the same on every rank, since each reads all of them in the same
-    order."""
+    """Returns the mean of the rows, `[h]` fp64; every rank reads all of them in the same order."""
     rows, width = shape
     total, step = torch.zeros(width, dtype=torch.float64), max(1, _CHUNK // width)
     for row in range(0, rows, step):

@@ -53,8 +53,7 @@ class RankWriter(FileWriter):
             self._rows.append([whole, [offset, extent, self._name, *place]])
 
     def told(self) -> bytes:
-        """Ends the file; returns which part was written where, for `IndexWriter.write`, as compressed JSON. Raises
-        OSError."""
+        """Ends the file; returns where each part lies, as compressed JSON for `IndexWriter.write`. Raises OSError."""
         self.finish()
         return zlib.compress(json.dumps(self._rows, separators=(",", ":")).encode(), 1)
 
@@ -152,8 +151,7 @@ class Reader:
         return self._tensors
 
     def _content(self) -> bytes:
-        """Returns a line with the name of the index, ours or DCP's where there is none, and its content; raises as
-        `tensors`."""
+        """Returns a line with the name of the index, ours or DCP's, and its content; raises as `tensors`."""
         name = INDEX if (self._folder / INDEX).exists() else METADATA
         try:
             fault = changed(self._folder, name)
@@ -205,8 +203,7 @@ class Reader:
                 raise ValueError(f"{path} cannot be read: {where}: {error}") from error
 
     def _requests(self, key: str, tensor: ShardedTensor) -> Iterator[_Request]:
-        """Yields what to read for the parts of a tensor; raises ValueError where the checkpoint does not hold all
-        of it."""
+        """Yields what to read for the parts of a tensor; raises ValueError where some are missing."""
         saved = self.tensors()[key]
         for offset, view in tensor.parts.items():
             same = saved.items.get(offset)

@@ -6,8 +6,6 @@ the training. A gloo group of its own would make every rank ask the store twice 
 number of ranks, under NCCL in GPU memory. Here each rank sends its message once and polls for the answer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -84,8 +84,7 @@ class Part(NamedTuple):
 
 
 def _header(save: Save, *table: int) -> bytes:
-    """Returns the first bytes of a file; `table` is the first byte of the table of checksums, its length and its
-    CRC-32."""
+    """Returns the first bytes of a file; `table`: first byte, length and CRC-32 of the table of checksums."""
     text = json.dumps({"megatron5d": _FORMAT, "save": save.id, "step": save.step, "table": table})
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
@@ -310,8 +309,7 @@ class TensorFile:
             raise Damaged(f"is damaged: its header, or the archive of {key} from byte {item.start} on")
 
     def _row(self, key: str, item: SavedItem) -> list[Any]:
-        """Returns the entry of an archive in the table of checksums: key, offset, first byte, the values' place,
-        checksums."""
+        """Returns an archive's row of the table: key, offset, first byte, the values' place, checksums."""
         if self.about.table is None:
             at, length, checksum = self.about.where or (0, 0, 0)
             content = self._read(at, length)

@@ -7,8 +7,6 @@ weight, which model.routed_scaling_factor = G makes up for. Noise, where wanted,
 Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); slices, shared rows: He et al. 2024 (arXiv:2410.07524), section 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

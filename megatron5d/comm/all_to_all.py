@@ -13,8 +13,6 @@ A tensor that is still being received must not be in the autograd graph, whose e
 graph holds a handle of one element, and the rows are kept in the Exchange.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Protocol

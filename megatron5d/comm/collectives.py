@@ -13,8 +13,6 @@ All of them are the identity on an axis of size 1. Gathers and scatters run alon
 (planning/memory_trace.py).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar

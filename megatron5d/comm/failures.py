@@ -1,7 +1,5 @@
 """Failures of collectives and P2P messages, which name the ranks that do not answer: dead ones and those that hang."""
 
-from __future__ import annotations
-
 import zlib
 from datetime import timedelta
 from typing import Any

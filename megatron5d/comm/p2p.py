@@ -5,8 +5,6 @@ one group. NCCL knows no tags and runs all messages of a pair of ranks in one gr
 channels between the same two ranks live in different groups.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,8 +134,7 @@ class ReceiveChannel(_End):
 
 
 def colours(links: Sequence[Link]) -> list[int]:
-    """Returns numbers a group for every link, as few as possible, such that links between the same two ranks share
-    none."""
+    """Returns a group number for every link, as few as possible: no two between the same ranks share one."""
     used: dict[frozenset[int], int] = {}
     found = []
     for link in links:

@@ -5,8 +5,6 @@ The text of `--help`: flags, the options of each group, and the YAML files with 
 Command lines of tools: options, with positional words such as overrides anywhere between them.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import io

@@ -5,8 +5,6 @@ The matrices of a model's layers, by the global names that their weights carry (
 The strings that name data in a configuration: weighted prefixes, named sets, and shares of a split.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import math

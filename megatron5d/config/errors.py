@@ -1,7 +1,5 @@
 """Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads JSON that somebody else may have written: a checkpoint's files, a Hugging Face folder's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,26 +2,218 @@
 
 q, k, v [s/cp, b, heads, d]
   -> [s/outer, b, heads/inner, d]   exchange heads for sequence, all_to_all cp_inner
-  -> attention to the keys of all outer ranks: ring.py or all_gather.py
+  -> attention to the keys of all outer ranks: ring or all-gather
   -> [s/cp, b, a/tp, dv]            exchange sequence for heads, all_to_all cp_inner
 
-ring and allgather have inner = 1, ulysses has outer = 1, two_level has both (layout.py).
+ring and allgather have inner = 1, ulysses has outer = 1, two_level has both (zigzag.py).
+
+Ring attention: blocks of keys and values travel around the outer ranks while attention to the block at hand runs.
+
+forward    each block makes outer-1 hops: (outer-1)·(s/outer)·b·g'·(d+dv) elements per rank
+backward   each block makes the same hops again, and its gradient (fp32) follows one hop behind, collecting what every
+           rank adds, until it is back at its owner: twice as many transfers as forward
+If a window or document masks hide everything beyond fewer hops, no more are made, and gradients go straight home.
+Where latents travel instead (block_attention.py), each way takes (outer-1)·(s/outer)·b·(r+dr) elements.
+a' and g' are the query and KV heads of one inner rank; without inner ranks outer is cp, a' is a/tp and g' is g/tp.
+Source: Liu et al. 2023 (arXiv:2310.01889).
+
+All-gather attention: every outer rank collects all keys and values, one group of heads at a time.
+
+forward    all_gather of k, v: (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
+backward   the same all_gather, and a reduce_scatter of dk, dv of the same size
+Memory peaks with two groups of heads: the one that is attended to and the one being gathered.
+Source: Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2.
+
+Ulysses: exchange a share of the sequence for a share of the heads, and back.
+
+Each exchange sends (s/n)·b·heads·d·(n-1)/n elements per rank; the backward of one is the other.
+Source: Jacobs et al. 2023 (arXiv:2309.14509).
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron5d.comm.collectives import gather_from
-from megatron5d.context_parallel.all_gather import AllGatherAttention
-from megatron5d.context_parallel.block_attention import ConcatenatedKV, KVFormat
-from megatron5d.context_parallel.block_plan import ContextPlan
-from megatron5d.context_parallel.ring import RingAttention
-from megatron5d.context_parallel.ulysses import heads_for_sequence, sequence_for_heads, shared_heads
+from megatron5d.comm.all_to_all import all_to_all
+from megatron5d.comm.collectives import Pending, gather_from, reduce_scatter, start_all_gather, start_shift
+from megatron5d.context_parallel.block_attention import (
+    ConcatenatedKV,
+    ContextPlan,
+    KVFormat,
+    Merge,
+    attend_block,
+    block_gradients,
+    sink_gradient,
+)
+from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.axis import Axis
+
+_KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once
+
+
+class RingAttention(FirstOrderFunction):
+    """`apply(q, block, sinks, kv_format, plan, axis, score)`.
+
+    q `[s/outer, b, a', d]`, this rank's block `[s/outer, b, ...]` of keys and values -> `[s/outer, b, a', dv]`.
+    `axis` is cp_outer, which is all of cp unless inner ranks have exchanged heads for sequence.
+    """
+
+    @staticmethod
+    def forward(ctx, q, own, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
+        merge = Merge(q, kv_format.value_dim, sinks)
+        block = own
+        for step in range(plan.hops + 1):
+            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # [s/outer, b, ...]  shift cp_outer
+            k, v = kv_format.unpack(block)  # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
+            attend_block(merge, plan, (axis.rank - step) % axis.size, q, k, v, **score)
+            if shift is not None:
+                block = shift.wait()
+        out = merge.out.to(q.dtype)  # [s/outer, b, a', dv]
+        ctx.save_for_backward(q, own, sinks, out, merge.lse)
+        ctx.kv_format, ctx.plan, ctx.axis, ctx.score = kv_format, plan, axis, score
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, block, sinks, out, lse = ctx.saved_tensors
+        kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dout = dout.contiguous()
+
+        def gradient(block: Tensor, step: int) -> Tensor:
+            source = (axis.rank - step) % axis.size
+            k, v = kv_format.unpack(block)  # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
+            dk, dv = block_gradients(plan, source, (q, out, lse), dout, k, v, dq, **score)
+            return kv_format.unpack_backward(block, dk, dv)  # [s/outer, b, ...] fp32
+
+        hops = plan.hops
+        shift = start_shift(block, axis, _KV) if hops else None
+        own = gradient(block, 0)
+        travelling = None
+        for step in range(1, hops + 1):
+            assert shift is not None
+            block = shift.wait()
+            shift = start_shift(block, axis, _KV) if step < hops else None  # [s/outer, b, ...]  shift cp_outer
+            grad = gradient(block, step)
+            if travelling is not None:
+                grad += travelling.wait()  # what the ranks before this one have added for the same block
+            distance = 1 if step < hops else -hops  # after the last hop, straight home
+            travelling = start_shift(grad, axis, _DKV, distance)  # [s/outer, b, ...]  shift cp_outer
+        if travelling is not None:
+            own += travelling.wait()
+        dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
+        return dq.to(q.dtype), own.to(block.dtype), dsinks, None, None, None, None
+
+
+HEAD_GROUPS = 4  # gathers per layer, each of 1/4 of the heads; fewer where there are fewer heads
+
+
+def _groups(num_kv_heads: int) -> list[slice]:
+    count = min(HEAD_GROUPS, num_kv_heads)
+    edges = [i * num_kv_heads // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in zip(edges, edges[1:])]
+
+
+def _gathered(block: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is attended to.
+
+    The heads of a group are gᵢ.
+    """
+
+    def start(heads: slice) -> Pending:
+        # [s/cp, b, gᵢ, d+dv] -> [s, b, gᵢ, d+dv]  all_gather cp_outer
+        return start_all_gather(block[:, :, heads], axis)
+
+    groups = _groups(block.shape[2])
+    pending = start(groups[0])
+    for i, heads in enumerate(groups):
+        blocks = list(pending.wait().chunk(axis.size))
+        if i + 1 < len(groups):
+            pending = start(groups[i + 1])
+        yield heads, blocks
+
+
+class AllGatherAttention(FirstOrderFunction):
+    """`apply(q, block, sinks, kv_format, plan, axis, score)`.
+
+    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`. `axis` is cp_outer, here all of cp.
+    """
+
+    @staticmethod
+    def forward(ctx, q, block, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
+        queries_per_kv = q.shape[2] // block.shape[2]
+        outs, lses = [], []
+        for heads, blocks in _gathered(block, axis):
+            query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
+            merge = Merge(q[:, :, query_heads], kv_format.value_dim, None if sinks is None else sinks[query_heads])
+            for source, each in enumerate(blocks):
+                k, v = kv_format.unpack(each)
+                attend_block(merge, plan, source, q[:, :, query_heads], k, v, **score)
+            outs.append(merge.out.to(q.dtype))
+            lses.append(merge.lse)
+        out, lse = torch.cat(outs, 2), torch.cat(lses, 1)
+        ctx.save_for_backward(q, block, sinks, out, lse)
+        ctx.kv_format, ctx.plan, ctx.axis, ctx.score = kv_format, plan, axis, score
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, block, sinks, out, lse = ctx.saved_tensors
+        kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score
+        queries_per_kv = q.shape[2] // block.shape[2]
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dblock = []
+        for heads, blocks in _gathered(block, axis):
+            query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
+            saved = q[:, :, query_heads], out[:, :, query_heads], lse[:, query_heads]
+            dq_part, dout_part = dq[:, :, query_heads], dout[:, :, query_heads].contiguous()
+            parts = []
+            for source, each in enumerate(blocks):
+                k, v = kv_format.unpack(each)
+                dk, dv = block_gradients(plan, source, saved, dout_part, k, v, dq_part, **score)
+                parts.append(kv_format.unpack_backward(each, dk, dv))
+                del dk, dv  # else they would live until the next block's are there
+            # partial [s, b, gᵢ, d+dv] -> [s/cp, b, gᵢ, d+dv]  reduce_scatter cp_outer
+            dblock.append(reduce_scatter(torch.cat(parts), axis))
+        dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
+        return dq.to(q.dtype), torch.cat(dblock, 2).to(block.dtype), dsinks, None, None, None, None
+
+
+def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Maps `[s/n, b, a, d]` -> `[s, b, a/n, d]`: all rows, in rank order, of this rank's share of the heads.
+
+    Comm: all_to_all / all_to_all.
+    """
+    n = axis.size
+    if n == 1:
+        return x
+    rows, b, heads, d = x.shape  # s/n, b, a, d
+    by_rank = x.view(rows, b, n, heads // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
+    collected = all_to_all(by_rank, axis)  # -> [n (sequence), s/n, b, a/n, d]  all_to_all
+    return collected.reshape(n * rows, b, heads // n, d)
+
+
+def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Maps `[s, b, a/n, d]` -> `[s/n, b, a, d]`: this rank's rows of all heads. Comm: all_to_all / all_to_all."""
+    n = axis.size
+    if n == 1:
+        return x
+    s, b, heads, d = x.shape  # s, b, a/n, d
+    by_rank = x.view(n, s // n, b, heads, d)  # [n (sequence), s/n, b, a/n, d]
+    collected = all_to_all(by_rank, axis)  # -> [n (heads), s/n, b, a/n, d]  all_to_all
+    return collected.permute(1, 2, 0, 3, 4).reshape(s // n, b, n * heads, d)
+
+
+def shared_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Repeats KV heads until there is one for every rank: `[s, b, g, d]` -> `[s, b, max(g, n), d]`."""
+    n, g = axis.size, x.shape[2]
+    if g >= n:
+        return x
+    assert n % g == 0, (n, g)
+    return x.repeat_interleave(n // g, dim=2)
 
 
 @dataclass(frozen=True)
@@ -54,7 +246,7 @@ class ContextAttention:
         Returns:
             `[s/cp, b, a/tp, dv]`.
 
-        Comm: see ring.py, all_gather.py, ulysses.py.
+        Comm: as above for each method.
         """
         both = shared_heads(torch.cat((k, v), -1), self.inner)  # [s/cp, b, g', d+dv]; g' = g/tp, at least inner
         block = heads_for_sequence(both, self.inner)  # -> [s/outer, b, g'/inner, d+dv]  all_to_all cp_inner

@@ -11,8 +11,6 @@ al. 2023, arXiv:2311.09431). Where all chunks are equally much work, as under a 
 neighbours. The rows of an outer rank are cut contiguously over its inner ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -157,8 +155,7 @@ def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]
 
 
 def num_hops(layout: SequenceLayout, mask: Mask) -> int:
-    """Returns how far around the outer ranks keys must travel until all who see them have met them; at most outer -
-    1."""
+    """Returns how many outer ranks keys travel until all who see them have met them; at most outer - 1."""
     if layout.outer == 1:
         return 0
     owner = np.argsort(layout.order) // 2  # outer rank that holds each chunk
@@ -210,8 +207,7 @@ def _joined(calls: list[Call]) -> list[Call]:
 
 
 def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
-    """Returns query-key pairs that no mask hides, of each chunk's queries, int64 `[chunks]`: milliseconds for 128k
-    rows."""
+    """Returns the query-key pairs that no mask hides, of each chunk's queries: int64 `[chunks]`."""
     rows = np.arange(layout.seq_len)
     first, end = np.zeros((1, rows.size), rows.dtype), np.full((1, rows.size), rows.size)  # of each row's document
     if mask.documents is not None:

@@ -4,8 +4,6 @@ What context parallelism means to the model: this rank's positions, and the atte
 reads steps ahead. The loader's whole state is `consumed_samples`: a new one that starts there continues as the old one.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from megatron5d.config.derived import BatchSchedule, global_batch_size, split_of
 from megatron5d.config.schema import Config
-from megatron5d.context_parallel.block_plan import Planner
+from megatron5d.context_parallel.block_attention import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data.samples import Samples

@@ -8,8 +8,6 @@ llama4/tokenizer.py; QwenLM/Qwen, tokenization_qwen.py; MoonshotAI/Kimi-K2, toke
 mistralai/mistral-common, tokens/tokenizers/tekken.py.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -6,8 +6,6 @@ process makes units, and many parse and tokenise them. Each unit has the positio
 Reads plain and compressed files in pieces of whole lines, from any offset in their content.
 """
 
-from __future__ import annotations
-
 import bz2
 import fnmatch
 import gzip

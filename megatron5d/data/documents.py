@@ -3,8 +3,6 @@
 Tokenises the units of a corpus with many processes; the results come in the order of the units.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Every error names the file and the byte of the fault. A broken index is nearly a
 whether the copy was cut off, mixed up with another file or never an index.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ a file that is cut short under way is an error with its name and not the end of 
 Writing appends to `*.partial` files and renames them at the end, so a file named `.idx` is always whole.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -59,7 +57,6 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all documents."""
         return self._bin_bytes // self.dtype.itemsize
 
     @property
@@ -69,7 +66,6 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.index.document_indices) - 1
 
     @property

@@ -9,8 +9,6 @@ Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cp
 Arrays that are built once per node and mapped by every rank, under a name made of all they were built from.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -10,8 +10,6 @@ Both contain a fingerprint of the inputs and settings. Only a run with the same 
 stopped, and a finished job is recognised instead of repeated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -266,7 +264,6 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
 
 
 def _result(job: Job, progress: Progress) -> dict:
-    """Returns the counts of the summary."""
     return {
         "outputs": {p: {"documents": docs, "tokens": tokens} for p, (docs, tokens) in progress.written.items()},
         "documents": progress.documents - progress.empty,

@@ -18,8 +18,6 @@ order, so its set of samples depends on neither dp nor mbs. Each micro-step take
 r gets the r-th mbs, as in Megatron.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron5d.data.indexed_dataset import IndexedDataset

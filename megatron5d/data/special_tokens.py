@@ -1,7 +1,5 @@
 """Finds the tokens that begin and end a document, in all files of a tokenizer's folder that may name them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass

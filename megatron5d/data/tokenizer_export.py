@@ -5,8 +5,6 @@ and the rest of what the source's folder says about tokens leave with it. The cl
 transformers takes that of the model's family, with its own way of splitting text.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

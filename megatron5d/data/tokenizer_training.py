@@ -1,7 +1,5 @@
 """Trains BPE tokenizers that decode every text back unchanged: sentencepiece, or byte-level as a tokenizer.json."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

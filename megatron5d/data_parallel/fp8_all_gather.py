@@ -22,7 +22,7 @@ from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.bucket import allocate_storage, free_storage
 from megatron5d.kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.precision.fp8_recipes import is_quantized
-from megatron5d.precision.fp8_weights import (
+from megatron5d.precision.fp8_tensor import (
     block_maxima,
     blocks_in,
     hold_quantized,

@@ -21,9 +21,11 @@ the same slices. So ZeRO-1, 2 and 3 give the same bits if gradients are reduced 
 micro-batches and rounds differently. ZeRO-0 uses all_reduce, which on more than two ranks may add in another order, and
 its gradient norm adds up whole parameters instead of slices. When weights are gathered changes no number.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
-"""
 
-from __future__ import annotations
+A bucket is reduced over its shard axis, then once a step over its replicas. A reduction over the shard axis is finished
+when the gradient of the next unit is ready: it has had time until then, and its buffer can be freed. One without a
+buffer to free or a replica to sum with is left until the end of the step.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,21 +33,133 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron5d.comm.collectives import start_all_reduce
-from megatron5d.data_parallel.bucket import GatherFormat
-from megatron5d.data_parallel.bucketing import make_buckets
-from megatron5d.data_parallel.grad_reduce import BidirectionalReduction, BucketReduction, reduction_of
+from megatron5d.comm.collectives import Pending, start_all_reduce
+from megatron5d.data_parallel.bucket import Bucket, GatherFormat, make_buckets
 from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard_spec import ShardSpec
+from megatron5d.topology.shard_spec import ShardSpec, spec_of
+
+
+class BucketReduction:
+    """The reduction of one bucket.
+
+    Args:
+        bucket: whose gradients.
+        phases: whose weight gradients go into it.
+        per_microbatch: ZeRO-2 and 3 reduce after every micro-batch instead of once a step.
+    """
+
+    def __init__(self, bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool) -> None:
+        self.bucket, self.phases = bucket, phases
+        self._per_microbatch = per_microbatch and bucket.shards_grads
+        self.remaining = 0  # weight gradients of phases that have not arrived in this step
+        self.is_under_way = False  # over the shard axis
+        self._is_last = False  # of the step
+        self._replicas: Pending | None = None
+
+    def start_step(self, passes: Mapping[nn.Module, int]) -> None:
+        """Counts the gradients to come: `passes` micro-batches of each phase."""
+        self.remaining = sum(passes[phase] for phase in self.phases)
+
+    def arrived(self, ends_microbatch: bool) -> bool:
+        """Counts the weight gradient of a phase, and says whether a reduction is due.
+
+        Args:
+            ends_microbatch: it is the last of a micro-batch.
+        """
+        self.remaining -= 1
+        return not self.bucket.frozen and (self.remaining == 0 or (self._per_microbatch and ends_microbatch))
+
+    def start(self) -> None:
+        """Starts the sum over the shard axis, or over replicas where that has one rank.
+
+        Comm: reduce_scatter over `shard`, (n-1)/n·N elements, or all_reduce over `replicate` of N elements.
+        """
+        if self.bucket.shard.size > 1:
+            self._start_shard_sum()
+        else:
+            self._sum_replicas()
+
+    def _start_shard_sum(self) -> None:
+        self.bucket.start_reduce()
+        self.is_under_way, self._is_last = True, self.remaining == 0
+
+    def _sum_replicas(self) -> None:
+        self._replicas = self.bucket.start_sum_replicas()
+
+    @property
+    def finishes_early(self) -> bool:
+        """Whether the sum over the shard axis is finished before the end of the step."""
+        return self.bucket.shards_grads or self.bucket.replicate.size > 1
+
+    def finish_shard_sum(self) -> None:
+        """Waits for the sum over the shard axis; after the last of the step starts that over replicas."""
+        self.bucket.finish_reduce()
+        self.is_under_way = False
+        if self._is_last:  # `remaining` may be 0 before the step's last sum over the shard axis starts
+            self._sum_replicas()
+
+    def finish(self) -> None:
+        """Waits for the sum over replicas."""
+        if self._replicas is not None:
+            self._replicas.wait()
+            self._replicas = None
+
+
+class BidirectionalReduction(BucketReduction):
+    """The reduction of a bucket that another pipeline rank holds too, for the stage of the other direction.
+
+    Under ZeRO-1 the shard axis contains that rank, else the replicas do. The two ranks finish their phases in different
+    orders, so the sum that both take part in waits for its turn (`start_turn`). It is finished at the end of the step:
+    the other rank may first need this one for something else.
+
+    Args:
+        zero: ZeRO stage.
+    """
+
+    def __init__(self, bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int) -> None:
+        super().__init__(bucket, phases, per_microbatch)
+        self._in_shard = zero == 1 and bucket.shard.size > 1
+
+    def start(self) -> None:
+        """Starts the sum over the shard axis if the other rank takes no part in it."""
+        if self.bucket.shard.size > 1 and not self._in_shard:
+            self._start_shard_sum()
+
+    @property
+    def finishes_early(self) -> bool:
+        return super().finishes_early and not self._in_shard
+
+    def finish_shard_sum(self) -> None:
+        self._is_last &= self._in_shard
+        super().finish_shard_sum()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the sum with the other rank can start: all gradients have arrived and are reduced on this side."""
+        return self.remaining == 0 and not self.is_under_way
+
+    def start_turn(self) -> None:
+        """Starts the sum with the other rank. Comm: as `start`."""
+        if self._in_shard:
+            self._start_shard_sum()
+        else:
+            self._sum_replicas()
+
+
+def reduction_of(bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int) -> BucketReduction:
+    """Returns the reduction of a bucket; arguments as in the two classes."""
+    if spec_of(bucket.parameters[0]).shared and not bucket.frozen:
+        return BidirectionalReduction(bucket, phases, per_microbatch, zero)
+    return BucketReduction(bucket, phases, per_microbatch)
 
 
 class GradSync:
     """The PhaseHooks of a stage under data parallelism.
 
     Args:
-        units: lists of phases. The parameters of a unit that are of one kind (`_kind`) share a bucket. A parameter used
-            by several units (tied embeddings) belongs to the first.
+        units: lists of phases. The parameters of a unit of one kind (`bucket._kind`) share a bucket. A parameter of
+            several units (tied embeddings) belongs to the first.
         mesh: this rank's axes.
         zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.

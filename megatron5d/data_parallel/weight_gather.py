@@ -24,8 +24,6 @@ Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The part of attention between the projections, the same for GQA and MLA: scores, masks, softmax, values.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -57,8 +55,7 @@ class AttentionCore(nn.Module):
         return core.flatten(2)
 
     def compressed(self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch) -> Tensor:
-        """Returns the same over cp where latents travel, from which `kv_format` computes keys and values as they
-        arrive."""
+        """Returns the same over cp where latents travel, from which `kv_format` computes keys and values."""
         assert self.context is not None
         plan = batch.context.of_window(self.window)
         return self.context.compressed(q, latents, kv_format, plan, sinks=self.sinks, **self.score).flatten(2)

@@ -1,7 +1,7 @@
 """The transformer block as its phases: attention, then an MLP or dispatch, experts, combine; each adds its residual.
 
 A phase is called as `phase(x, batch, defer)`. Hidden states between blocks are `[s/cp/tp, b, h]` (without sp
-`[s/cp, b, h]`). model/options.py attaches the recompute policy, FP8 and the overlap of tp afterwards.
+`[s/cp, b, h]`). model/gpt.py attaches the recompute policy, FP8 and the overlap of tp afterwards.
 """
 
 from __future__ import annotations

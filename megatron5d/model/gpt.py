@@ -3,27 +3,124 @@
 embedding
 per layer   the phases of a block (model/block.py)
 head
-per depth of multi-token prediction   its input, the phases of a block, its head
+per depth of multi-token prediction   its input, the phases of a block, its head; those on other stages before the head
+
+What phases recompute, and the matrices' FP8 recipe, tp overlap and replicas are attached afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from megatron5d.config.derived import blocks, is_moe
-from megatron5d.config.schema import Config
+from megatron5d.autograd.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
+from megatron5d.comm.collectives import all_reduce
+from megatron5d.config.derived import is_moe, quantised_matrices
+from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
-from megatron5d.model.options import choose_gemms, choose_overlap, mark_replicas, set_recompute
-from megatron5d.model.partition import StageSpec
+from megatron5d.model.partition import StageSpec, whole_model
+from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
+from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.init_weights import initialize
-from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh, Shared
+from megatron5d.topology.shard_spec import spec_of
+
+
+def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
+    """Returns whether the block at a place of a stage, counted from 0, is recomputed, as a whole or in parts."""
+    count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+    return recompute.mode != "none" and (count is None or place < count)
+
+
+def set_recompute(phases: Iterable[nn.Module], recompute: RecomputeConfig, stage: int, place: int) -> None:
+    """Sets which activations a block's phases keep for their backward, and where.
+
+    Args:
+        phases: of the block at a place of a stage; those without a `kind`, the join of MTP, recompute no parts.
+        recompute, stage, place: as in `is_recomputed`.
+    """
+    chosen, least = is_recomputed(recompute, stage, place), recompute.offload_min_bytes
+    full = chosen and recompute.mode == "full"
+    parts = RecomputedParts(recompute.parts) if chosen and not full else KEEP_ALL
+    group = place // recompute.group_layers if full else None
+    input_host_bytes = least if full and "inputs" in recompute.offload else None
+    for phase in phases:
+        kind = getattr(phase, "kind", None)
+        host_bytes = least if not full and kind in recompute.offload else None
+        phase.activation_policy = ActivationPolicy(parts, group, host_bytes, input_host_bytes)  # type: ignore[assignment]
+        for module in phase.modules() if kind else ():
+            if hasattr(module, "parts"):
+                module.parts = parts  # type: ignore[assignment]
+
+
+def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
+    """Notes in the specs which parameters other pipeline ranks hold too."""
+    for parameter in parameters:
+        spec = spec_of(parameter)
+        shared = "tied" if spec.name == TIED and "tied" in replicas else "pair" if "pair" in replicas else ""
+        parameter.spec = replace(spec, shared=shared)  # type: ignore[attr-defined]
+
+
+def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
+    """Builds the FP8 GEMMs of linear layers, and of experts.
+
+    Comm: later, in every tensorwise GEMM: all_reduce of one number over cp_tp for each input and gradient, and over
+        tp for each weight; of one number per expert over etp for experts.
+    """
+    from megatron5d.precision.fp8_recipes import (
+        BlockwiseExpertGemms,
+        BlockwiseGemms,
+        TensorwiseExpertGemms,
+        TensorwiseGemms,
+    )
+
+    powers_of_two = config.precision.fp8_pow2_scales
+    if config.precision.fp8 == "blockwise":
+        return BlockwiseGemms(powers_of_two), BlockwiseExpertGemms(powers_of_two)
+    of_tokens, of_weight, of_experts = (
+        partial(all_reduce, axis=mesh[axis], op="max") for axis in ("cp_tp", "tp", "etp")
+    )
+    return TensorwiseGemms(powers_of_two, of_tokens, of_weight), TensorwiseExpertGemms(powers_of_two, of_experts)
+
+
+def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
+    """Sets `.gemms` of the weights that FP8 GEMMs read; all others are multiplied as they are."""
+    chosen = {f"{name}.weight" for name in quantised_matrices(config)}
+    if not chosen:
+        return
+    linear, experts = recipes(config, mesh)
+    for parameter in parameters:
+        if spec_of(parameter).name in chosen:
+            parameter.gemms = experts if spec_of(parameter).expert else linear  # type: ignore[attr-defined]
+
+
+def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
+    """Sets `.overlap` of the weights as `parallel.tp_overlap` says, and returns it.
+
+    Raises:
+        ValueError: on every rank, if `fused` is not possible here.
+    """
+    mode, tp = config.parallel.tp_overlap, mesh["tp"]
+    if mode == "none" or tp.size == 1:
+        return NO_OVERLAP
+    parameters = list(parameters)
+    overlap: Overlap = Chunked()
+    if mode == "fused":
+        from megatron5d.tensor_parallel.fused_overlap import Fused
+
+        overlap = Fused(tp, parameters[0].device, config.parallel.timeout_s)
+    for parameter in parameters:
+        parameter.overlap = overlap  # type: ignore[attr-defined]
+    return overlap
+
 
 if TYPE_CHECKING:
     from megatron5d.expert_parallel.load_balancing import Balancer
@@ -37,7 +134,7 @@ class GPT(nn.Module):
         mesh: this rank's axes.
         device: of the parameters; "meta" allocates nothing.
         stages: what this rank holds, by stage; None = the whole model as stage 0.
-        replicas: which parameters the mirrored pipeline rank holds too: "all", "tied" (the embedding) or "none".
+        replicas: which pipeline ranks hold parameters together.
     """
 
     def __init__(
@@ -46,55 +143,55 @@ class GPT(nn.Module):
         mesh: Mesh,
         device: torch.device | str = "cpu",
         stages: Mapping[int, StageSpec] | None = None,
-        replicas: str = "none",
+        replicas: Shared = NOTHING_SHARED,
     ) -> None:
         super().__init__()
-        self.stages = dict(sorted((stages or {0: StageSpec(range(config.model.num_layers), True, True)}).items()))
+        self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)
         shared = BlockInputs(config, mesh, device, self.balancer)
         self.room = shared.room if config.moe.exchange == "planned" else None
         self.embedding = Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
+        self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]  # of this rank, at most one
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
             for place, i in enumerate(spec.layers):
                 block = self.layers[str(i)] = TransformerBlock(shared, i)
                 set_recompute(block.children(), config.recompute, stage, place)
         self.head: Head | None = None
-        self.mtp_blocks = nn.ModuleList()
+        self.mtp_blocks = nn.ModuleDict()
         for stage, spec in self.stages.items():
             if spec.head:
-                self._add_head(shared, stage, len(spec.layers))
+                self.head = Head(shared, self._table(shared) if config.model.tie_embeddings else None, spec.mtp.start)
+            for place, depth in enumerate(spec.mtp, len(spec.layers)):
+                self._add_mtp_block(shared, depth, stage, place)
         mark_replicas(self.parameters(), replicas)
         choose_gemms(self.parameters(), config, mesh)
         self.overlap = choose_overlap(self.parameters(), config, mesh)
 
-    def _add_head(self, shared: BlockInputs, stage: int, num_layers: int) -> None:
-        """Adds the head and the blocks of multi-token prediction, which share it and the embedding."""
-        model, own = shared.model, None if self.embedding is None else self.embedding.tokens.weight
-        self.head = Head(shared, own if model.tie_embeddings else None)
-        if model.num_mtp_layers == 0:
-            return
+    def _table(self, shared: BlockInputs) -> nn.Parameter:
+        """Returns this rank's part of the embedding, which all its stages share."""
+        if not self._tables:
+            v, h, std = shared.model.vocab_size, shared.model.hidden_size, shared.model.init_std
+            self._tables.append(vocab_weight(v, h, TIED, shared.tp, std, **shared.factory))
+        return self._tables[0]
+
+    def _add_mtp_block(self, shared: BlockInputs, depth: int, stage: int, place: int) -> None:
+        """Adds a block of multi-token prediction, which shares the embedding, and the head if that is on its stage."""
         from megatron5d.model.mtp import mtp_block
 
-        table = self.head.output.weight if own is None and model.tie_embeddings else own
-        if table is None:
-            table = vocab_weight(model.vocab_size, model.hidden_size, TIED, shared.tp, model.init_std, **shared.factory)
-        for depth in range(model.num_mtp_layers):
-            block = mtp_block(shared, depth, table, self.head.output)
-            set_recompute(block[:-1], shared.config.recompute, stage, num_layers + depth)  # its head is not recomputed
-            self.mtp_blocks.append(block)
+        output = self.head.output if self.stages[stage].head and self.head is not None else None
+        block = self.mtp_blocks[str(depth)] = mtp_block(shared, depth, self._table(shared), output)
+        set_recompute(block[:-1], shared.config.recompute, stage, place)  # its head is not recomputed
 
-    def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, replicas: str) -> Balancer | None:
+    def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, replicas: Shared) -> Balancer | None:
         """Builds the balancer of this rank's MoE layers; a rank without any takes part in its collectives."""
         if not config.model.num_experts:
             return None
         from megatron5d.expert_parallel.load_balancing import Balancer
 
-        mine = [i for spec in self.stages.values() for i in spec.layers]
-        if any(spec.head for spec in self.stages.values()):
-            mine += blocks(config.model)[config.model.num_layers :]
+        mine = [i for spec in self.stages.values() for i in spec.blocks(config.model)]
         here = [i for i in mine if is_moe(config.model, i)]
-        stage = mesh["stage_pair" if replicas == "all" else "stage"]
+        stage = mesh["stage_pair" if "pair" in replicas else "stage"]
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
@@ -104,8 +201,8 @@ class GPT(nn.Module):
         if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if spec.head and self.head is not None:
-            units += [[self.head], *(list(phases.children()) for phases in self.mtp_blocks)]
-        return units
+            units.append([self.head])
+        return units + [list(self.mtp_blocks[str(depth)].children()) for depth in spec.mtp]
 
     def phases_of(self, stage: int) -> list[nn.Module]:
         """Returns the phases of a local stage in order."""
@@ -127,6 +224,5 @@ class GPT(nn.Module):
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases, which are
-        buffers."""
+        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases (buffers)."""
         return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]

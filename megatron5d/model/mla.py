@@ -88,8 +88,7 @@ class MultiLatentAttention(AttentionBranch):
         return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp,
-        b, dr]`."""
+        """Returns latent queries `[s/cp, b, rq]` (or x itself), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
         if not self.enters_late:
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
@@ -175,8 +174,7 @@ class LatentKV:
         return _keys_values(kv, k_pe.unsqueeze(2), dn)
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Returns the gradient of `unpack` -> `[t, b, r+dr]`; adds the up-projection's weight gradient to its
-        buffer."""
+        """Returns the gradient of `unpack` -> `[t, b, r+dr]`; adds the weight gradient to its buffer."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]

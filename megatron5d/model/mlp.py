@@ -1,7 +1,5 @@
 """The feed-forward half of a dense block; its two matrices also make the shared expert of a MoE block."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """RMSNorm and LayerNorm over the last dim, replicated in tp, or over all heads, cut over tp; residual branches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

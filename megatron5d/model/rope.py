@@ -10,8 +10,6 @@ names in Hugging Face's configurations:
            and cos, sin multiplied by an attention factor (Peng et al., arXiv:2309.00071)
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -78,8 +76,7 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def softmax_temperature(scaling: RopeScaling) -> float:
-    """Returns what latent attention multiplies its scores with, positions or not (DeepSeek's mscale_all_dim; 1
-    otherwise)."""
+    """Returns what latent attention multiplies its scores with (DeepSeek's mscale_all_dim; 1 otherwise)."""
     return _temperature(scaling, scaling.mscale_all_dim) ** 2 if scaling.type == "yarn" else 1.0
 
 

@@ -9,8 +9,6 @@ Source: Loshchilov & Hutter 2019 (arXiv:1711.05101). The arithmetic is torch's f
 where it is installed (PyPI's package of that name is another one).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,11 +1,20 @@
-"""The optimiser of a run: AdamW alone, or Muon for matrices and AdamW for the rest (`optim.name`)."""
+"""The optimiser of a run: AdamW alone, or Muon for matrices and AdamW for the rest (`optim.name`).
 
-from __future__ import annotations
+Also the gradient norm, every element counted once, clipping by it, and the learning rate of each step.
 
+Step s counts from 1; with optim.schedule_by = samples, every number of steps below is that of the samples they take.
+While warming up the rate is lr·s/warmup_steps; then the schedule runs and reaches min_lr exactly
+at the last step (`constant` stays at lr). wsd = warm-up, stable, decay: linear over the last decay_steps
+(Hu et al. 2024, arXiv:2404.06395).
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+from megatron5d.config.derived import BatchSchedule, samples_of_steps
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
@@ -46,7 +55,6 @@ class Optimizer:
             part.allocate_temporaries()
 
     def weights_to_masters(self) -> None:
-        """Copies the model's weights into the masters (after an import)."""
         for part in self.parts:
             part.weights_to_masters()
 
@@ -56,7 +64,6 @@ class Optimizer:
             part.take_unsaved_masters()
 
     def set_step_count(self, count: int) -> None:
-        """Sets the number of updates made; called after a resume."""
         for part in self.parts:
             part.set_step_count(count)
 
@@ -88,3 +95,67 @@ def build_optimizer(
 
         parts.append(Muon(muon, config, mesh, rounding_seed))
     return Optimizer(config.name, parts)
+
+
+def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
+    """Returns this rank's share of the squared L2 norm of all gradients; the sum over the world is the whole.
+
+    To count each element once, a rank adds up only the pieces of which it holds the first copy, and only if it is the
+    first of the ranks that own the same slice.
+
+    Args:
+        buckets: with reduced gradients.
+
+    Returns:
+        fp64 scalar.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=buckets[0].grads.device)
+    for bucket in buckets:
+        if bucket.replicate.rank != 0:
+            continue
+        grads = bucket.grad_slice
+        if bucket.counted_spans:
+            wide = torch.promote_types(grads.dtype, torch.float32)  # in bf16 each norm would be rounded to 8 bits
+            norms = torch._foreach_norm([grads[start:stop] for start, stop in bucket.counted_spans], dtype=wide)
+            total += torch.stack(norms).double().square().sum()
+    return total
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float | None:
+    """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
+
+    Args:
+        norm: of all gradients.
+        max_norm: 0 = no clipping.
+
+    Returns:
+        The factor; None if the gradients are not to be scaled.
+    """
+    coefficient = max_norm / (norm + 1e-6)
+    return coefficient if max_norm > 0 and coefficient < 1 else None
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int, batches: BatchSchedule = ((0, 1),)) -> float:
+    """Returns the rate of one step.
+
+    Args:
+        config: lr, min_lr, schedule, warmup_steps, decay_steps, schedule_by.
+        step: 1 ... total_steps.
+        total_steps: train.steps.
+        batches: the run's batch sizes, by which schedule_by = samples measures steps.
+    """
+
+    def position(step: int) -> int:
+        return samples_of_steps(step, batches) if config.schedule_by == "samples" else step
+
+    if step <= config.warmup_steps:
+        return config.lr * position(step) / position(config.warmup_steps)
+    if config.schedule == "constant":
+        return config.lr
+    begin = total_steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+    if step <= begin:
+        return config.lr
+    progress = (position(step) - position(begin)) / (position(total_steps) - position(begin))
+    if config.schedule == "cosine":
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr + (config.min_lr - config.lr) * progress

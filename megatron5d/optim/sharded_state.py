@@ -13,8 +13,6 @@ The random bits depend only on seed, step, global name and global index of an el
 slices, copies and resumed runs use the same.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -61,8 +59,7 @@ def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
 
 
 def scale_of(spec: ShardSpec, scales: Sequence[str]) -> float:
-    """Returns the factor of a parameter in a list such as ["0.1 *.router.*"]: that of the first glob that matches,
-    else 1."""
+    """Returns the factor of a parameter in a list such as ["0.1 *.router.*"]: of the first match, else 1."""
     pairs = (entry.split(maxsplit=1) for entry in scales)
     return next((float(factor) for factor, glob in pairs if fnmatch.fnmatch(spec.name, glob)), 1.0)
 

@@ -3,8 +3,6 @@
 What the parity check has found, as a record for programs and as text for people.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
@@ -23,8 +21,7 @@ _MASKS = ("document_mask", "eod_mask_loss")  # of data: what decides about numbe
 
 
 def configuration_hash(config: Config) -> str:
-    """Returns a hash of everything that decides about a run's numbers except its files: the same for a run on other
-    data."""
+    """Returns a hash of everything that decides about a run's numbers except its files."""
     found = {group: keys for group, keys in to_dict(config).items() if group not in _PASSIVE}
     found["data"] = {key: found["data"][key] for key in _MASKS}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,5 @@
 """How far the numbers of some ranks are from those of one process, one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
@@ -101,8 +99,7 @@ def hidden_sums(
 
 
 def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: Sizes) -> Iterator[Difference]:
-    """Yields how many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of
-    all."""
+    """Yields how many sequences of each step are not the share of the rank that reads them: r, r + dp, ..."""
     for step, batches in enumerate(truth.samples, 1):
         off = []
         for rank, record in enumerate(records):

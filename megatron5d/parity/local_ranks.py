@@ -4,8 +4,6 @@ A fork of a process that has imported torch becomes a rank in milliseconds, and 
 parent must use a single OpenMP thread, because others do not survive a fork and their work would hang.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import gc
@@ -22,13 +20,12 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo  # noqa: F401 (meta tensors and dispatch modes import it, which takes a second: not in each rank)
 import torch.distributed as dist
 
-from megatron5d.parity.collective_trace import first_mismatch, note_collectives
 from megatron5d.topology.launcher import die_with_parent
 from megatron5d.topology.process import use_batch_scheduling
 
@@ -44,6 +41,19 @@ _ECHOES = (
 )
 _GRACE_S = 0.3  # for others to report once a cause is known
 _ECHO_GRACE_S = 10.0  # for the cause to arrive once an echo of it is known
+
+
+class Trace(Protocol):
+    """Compares what ranks do; the suite's own notes every collective (tests/collective_trace.py)."""
+
+    def begin(self, folder: Path, rank: int) -> None:
+        """Notes what this rank does from now on in a file of its own."""
+
+    def first_mismatch(self, folder: Path, world: int, ended: bool) -> str | None:
+        """Returns where ranks differ; `ended`: all have finished."""
+
+
+trace: Trace | None = None
 
 
 class RankFailure(AssertionError):
@@ -70,7 +80,6 @@ class _Rank:
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Calls `fn(rank, world, *args)` on `world` forked ranks and returns their values in rank order.
 
-    Shapes, types and order of all collectives are compared between the ranks (collective_trace.py).
     TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks, as it does for a user.
 
     Args:
@@ -80,8 +89,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
         timeout: seconds until ranks that have not reported are named, shown with their stacks, and killed.
 
     Raises:
-        RankFailure: a rank raised, died or stayed silent, or its collectives were not those of the others; the first
-            line is the root cause.
+        RankFailure: a rank raised, died or stayed silent, or `trace` has found a mismatch; the first line is the root
+            cause.
     """
     assert torch.get_num_threads() == 1, "set torch.set_num_threads(1) before forking: a rank would hang in OpenMP"
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -91,7 +100,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
                 ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), timeout))
             _collect(ranks, timeout)
             failed = any(not r.done or r.error for r in ranks)
-            mismatch = first_mismatch([_notes(Path(folder), rank) for rank in range(world)], ended=not failed)
+            mismatch = trace.first_mismatch(Path(folder), world, ended=not failed) if trace else None
             if failed or mismatch:
                 raise RankFailure("\n".join(filter(None, [mismatch, _failures(ranks, timeout) if failed else None])))
             return [r.value for r in ranks]
@@ -139,15 +148,11 @@ def _set_variables(rank: int, world: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MEGATRON5D_MEETING": "met"}
 
 
-def _notes(folder: Path, rank: int) -> Path:
-    """Returns where a rank writes its collectives (collective_trace.py)."""
-    return folder / f"collectives{rank}"
-
-
 def _init_gloo(rank: int, world: int, folder: Path, timeout: float) -> None:
     if world == 1:
         return
-    note_collectives(_notes(folder, rank))
+    if trace is not None:
+        trace.begin(folder, rank)
     use_batch_scheduling()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
     dist.set_debug_level_from_env()

@@ -7,8 +7,6 @@ Two such distances of a few elements differ by chance: tensors of one kind are j
 together, and small ones may be further off than large ones (`_chance`).
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -33,8 +31,7 @@ def smooth(config: Config) -> Config:
 
 
 def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:
-    """Returns an exact configuration with the arithmetic of the run in bf16: its masters and gradients, no FP8
-    GEMMs."""
+    """Returns an exact configuration with the run's arithmetic in bf16, without FP8 GEMMs."""
     masters, grad_dtype = precision.master_weights, precision.grad_dtype
     return replace(config, precision=PrecisionConfig(dtype="bf16", master_weights=masters, grad_dtype=grad_dtype))
 
@@ -99,8 +96,7 @@ def _tensors(
     quantity: str, held: Sequence[Rectangles], alone: Rectangles, exact: Rectangles, truth: RankRecord, factor: float,
     step: int,
 ) -> Iterator[Difference]:  # fmt: skip
-    """Yields the differences in every tensor; of several copies, the one that is furthest off counts, element by
-    element."""
+    """Yields the differences in every tensor; of several copies, the furthest off counts, by element."""
     whole = joined(exact)
     names = [name for name in truth.specs if name in whole and whole[name].any()]
     here = {name: _distance(error, whole[name]) for name, (error, _) in _errors([alone], whole).items()}

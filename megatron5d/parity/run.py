@@ -3,9 +3,9 @@
 What a rank has comes in global coordinates, as rectangles of whole tensors, every copy of every rank: also two copies
 that should be one are seen to differ. tools/parity.py holds a user's own layout to one process; the suite holds ours
 to a model on one page (tests/reference_gpt.py).
-"""
 
-from __future__ import annotations
+One run can repeat another's choices of experts, so that rounding cannot send a token another way.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -20,9 +20,11 @@ from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, Rec
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.expert_parallel.load_balancing import Tokens
+from megatron5d.expert_parallel.router import scores_of, weights_of
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.parity.fixed_routing import Choices, fix_routing
+from megatron5d.model.moe import MoEDispatch
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.parity.local_ranks import run_ranks
 from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 from megatron5d.planning.auto_schedule import searched_layout
@@ -32,6 +34,74 @@ from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.state import run_tensors
+
+Choices = dict[int, dict[str, Tensor]]
+"""Layer -> by sample·seq_len + position, int64 `[n+1, k]` chosen experts and those chosen by plain scores, and bool
+`[n+1, k]` whether a choice is within the capacity; the last row is for what pads to equal shares."""
+
+
+def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) -> Choices:
+    """Lets the routers of a rank note their choices, or repeat those of another run.
+
+    Args:
+        model: of this rank.
+        choices: to repeat; empty = note them.
+        num_samples: of the run.
+        seq_len: tokens of a sample.
+
+    Returns:
+        What is noted while the model runs, or `choices`.
+    """
+    noted: Choices = {}
+    for phase in model.modules():
+        if isinstance(phase, MoEDispatch):
+            shape = num_samples * seq_len + 1, phase.config.top_k
+            empty = {name: torch.zeros(shape, dtype=torch.int64) for name in ("chosen", "plain", "kept")}
+            noted[phase.layer] = choices[phase.layer] if choices else empty
+            _fix_phase(phase, noted[phase.layer], bool(choices), seq_len)
+    return noted
+
+
+def _fix_phase(phase: MoEDispatch, table: dict[str, Tensor], repeat: bool, seq_len: int) -> None:
+    """Replaces what chooses in one phase by what notes its choice, or repeats the one in the tables."""
+    model, choose, limit = phase.config, phase.router.forward, phase.limit_capacity
+    plainly = type(phase.balancer).plain_choice
+    rows = torch.zeros(0, dtype=torch.int64)  # of the tables: what is routed now
+
+    def start(_, arguments) -> None:
+        nonlocal rows
+        x, batch, *_ = arguments
+        tokens = phase.share.tokens(x.shape, batch)
+        rows = batch.samples[tokens.sequence] * seq_len + tokens.order // tokens.num_sequences
+        rows = rows.masked_fill(tokens.order >= seq_len * tokens.num_sequences, len(table["chosen"]) - 1)
+        phase.balancer.plain_choice = plain_choice  # type: ignore[method-assign]
+
+    def forward(logits: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not repeat:
+            experts, weights = choose(logits, forced)
+            table["chosen"][rows] = experts
+            return experts, weights
+        experts = table["chosen"][rows]
+        return experts, weights_of(scores_of(logits, model.router_score), experts, model)
+
+    def plain_choice(logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
+        if not repeat:
+            table["plain"][rows] = plainly(phase.balancer, logits, experts, tokens)
+        return table["plain"][rows].masked_fill(experts == model.num_experts, model.num_experts)
+
+    def limited(experts: Tensor, weights: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not repeat:
+            taken, weights, dropped = limit(experts, weights, tokens)
+            table["kept"][rows] = (taken == experts).long()
+            return taken, weights, dropped
+        keep = (table["kept"][rows] > 0) | (experts == model.num_experts)  # padding has no choice to drop
+        dropped = None if phase.moe.capacity_factor is None else (~keep).sum()
+        return experts.masked_fill(~keep, model.num_experts), weights * keep.to(weights.dtype), dropped
+
+    phase.register_forward_pre_hook(start)
+    phase.router.forward = forward  # type: ignore[method-assign]
+    phase.limit_capacity = limited  # type: ignore[method-assign]
+
 
 ROWS_SEED = 7  # of the random tokens
 Rectangles = list[tuple[str, tuple[int, ...], Tensor]]  # global name, first index in the whole tensor, values
@@ -170,7 +240,7 @@ def _train_on_rank(
     choices: Choices | None,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
-    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=layout.shared != "none")
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
     model = GPT(config, mesh, "cpu", layout.stage_specs(mesh["pp"].rank), layout.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
@@ -228,7 +298,7 @@ def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
     if model.embedding is not None:
         yield "embedding", model.embedding
     blocks = [(name, list(block.children())) for name, block in model.layers.items()]
-    blocks += [(f"mtp {depth}", list(block.children())) for depth, block in enumerate(model.mtp_blocks)]
+    blocks += [(f"mtp {depth}", list(block.children())) for depth, block in model.mtp_blocks.items()]
     for name, phases in blocks:
         prefix = name if name.startswith("mtp") else f"layers.{name}"
         yield from ((f"{prefix}.{getattr(phase, 'kind', None) or i}", phase) for i, phase in enumerate(phases))
@@ -247,6 +317,8 @@ def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
         def hook(phase, arguments, y) -> None:
             y = y[1] if isinstance(y, tuple) and len(y) == 2 else y  # (sums of losses, hidden states)
             if isinstance(y, Tensor) and y.ndim == 3:
+                if getattr(phase, "output", phase) is None:  # multi-token prediction before the head: of all depths
+                    y = y.chunk(phase.depth + 2)[-1]
                 features = torch.arange(y.shape[-1], dtype=torch.float64).cos()  # that a feature is told from another
                 total = (y.detach().double() * features).square().sum().item()
                 seen[name][tuple(arguments[1].samples.tolist())] = total / copies  # a recomputed one counts once

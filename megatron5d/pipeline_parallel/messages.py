@@ -12,8 +12,6 @@ does not answer. The Program proves it for free: if rank q consumes our message 
 after slot c, then our send is complete when q's message has arrived.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 What passes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,9 +1,9 @@
 """What data parallelism sends and an optimiser moves, of some units; n ranks share a bucket, of Ψ elements.
 
-Which ranks these are, data_parallel/bucketing.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
+Which ranks these are, data_parallel/bucket.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
 order of the actions: the `GatheredWeights` that trains counts it, on buckets without memory.
 
-Under Muon a rank makes one matrix of each round orthogonal (optim/matrix_gather.py), and every round takes as long as
+Under Muon a rank makes one matrix of each round orthogonal (optim/muon.py), and every round takes as long as
 its largest matrix. With `optim.offload` gradients travel to the host, which updates, and weights back; nothing hides
 that.
 """
@@ -20,12 +20,12 @@ import torch
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ELEMENT_BYTES, Config
-from megatron5d.data_parallel.bucketing import data_axes
+from megatron5d.data_parallel.bucket import data_axes
 from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.planning.work import Elements, Matrix, Unit
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh, Shared
 
 Transfers = Mapping[tuple[str, str], float]
 """(axis, operation) -> bytes that this rank sends."""
@@ -37,16 +37,16 @@ class Sharding:
 
     Args:
         config: parallel, precision and optim.
-        mesh: axes of a rank; with those of pairs where mirrored pipeline ranks hold parameters together.
-        shared: which ones they hold together: all, tied or none.
+        mesh: axes of a rank that holds the embedding.
+        shared: which pipeline ranks hold parameters together.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, shared: str = "none") -> None:
+    def __init__(self, config: Config, mesh: Mesh, shared: Shared = NOTHING_SHARED) -> None:
         parallel, dtype = config.parallel, config.precision.dtype
         self.zero, self.mesh = parallel.zero, mesh
-        pair = "pair" if shared == "all" else ""
+        pair = "pair" if "pair" in shared else ""
         dense, expert = (data_axes(mesh, self.zero, pair, kind) for kind in (False, True))
-        tied = data_axes(mesh, self.zero, "pair") if shared == "tied" else dense
+        tied = data_axes(mesh, self.zero, "tied") if "tied" in shared else dense
         self._axes = Elements(dense, expert, tied)  # (shard, replicate) of each kind of parameters
         self.shards = {False: dense[0], True: expert[0]}  # experts' or not -> the ranks that own a slice each
         self.weight = ELEMENT_BYTES[dtype]

@@ -13,15 +13,13 @@ An operand is (values, scales), both with the tokens in the leading dims: sequen
 gathered in FP8, which gives the same numbers as the other order. With blockwise, SwiGLU and norms whose result only
 these GEMMs read write it in FP8 (fp8_tensor.py): the same bits with one pass over memory. Weights and their transposes
 are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are quantised and
-gathered in FP8 (fp8_weights.py).
+gathered in FP8 (fp8_tensor.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
 have a scale each, over the rows of this rank, so it depends on ep.
 
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -48,8 +46,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
-from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
-from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
+from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, QuantizedPair, SwigluFp8, quantized_weight, stack_of
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
 
@@ -190,7 +187,6 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
         return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
 
     def copies(self, weight: Tensor) -> QuantizedPair:
-        """Returns the FP8 copies of a weight, made if they are missing."""
 
         def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
@@ -231,7 +227,6 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
         return fp8_transpose(x, offsets, powers_of_two=self.powers_of_two)
 
     def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
-        """Returns the FP8 copies of a weight, made if they are missing."""
 
         def make() -> QuantizedPair:
             return QuantizedPair(

@@ -6,13 +6,11 @@
 
 An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors with the tokens in
 their leading dims, opaque to layers. Here it is the tensor itself; in fp8_recipes.py it is FP8 values and their scales.
-model/options.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
+model/gpt.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
 
 The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a format that only the
 GEMM can read.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 
@@ -121,7 +119,7 @@ def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
 
 
 def forget_copies(parameters: Iterable[Tensor]) -> None:
-    """Drops the copies that GEMMs have made of weights (fp8_weights.py): the values have changed, or will be freed."""
+    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or will be freed."""
     for parameter in parameters:
         if hasattr(parameter, "quantized"):
             del parameter.quantized

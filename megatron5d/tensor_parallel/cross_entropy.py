@@ -16,8 +16,6 @@ every operand of a weight gradient does.
 Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Each rank looks up the tokens whose rows it holds and takes zeros for all others
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -8,14 +8,11 @@ On a GPU, in 16-bit floats, each is one launch; other GEMMs run chunk by chunk t
 On the CPU the buffers lie in shared memory (comm/symmetric_memory.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
-from megatron5d.kernels.all_gather_gemm import all_gather_gemm
-from megatron5d.kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
 from megatron5d.precision.gemm import Operand
 from megatron5d.tensor_parallel.overlap import Gemm, Overlap
 from megatron5d.topology.axis import Axis

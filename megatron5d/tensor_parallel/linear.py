@@ -13,8 +13,6 @@ precision/gemm.py); also whether a GEMM and its collective overlap (`overlap_of`
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

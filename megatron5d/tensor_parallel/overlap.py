@@ -10,8 +10,6 @@ chunks around a ring of ranks and adds up in that order. With `fused` ranks writ
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -123,5 +121,5 @@ NO_OVERLAP = Overlap()
 
 
 def overlap_of(weight: Tensor) -> Overlap:
-    """Returns how this weight's GEMMs and their collectives are combined; model/options.py sets it."""
+    """Returns how this weight's GEMMs and their collectives are combined; model/gpt.py sets it."""
     return getattr(weight, "overlap", NO_OVERLAP)

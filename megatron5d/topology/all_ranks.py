@@ -6,8 +6,6 @@ rank alone (files, above all) therefore runs inside `on_every_rank` or `on_rank_
 Ranks send each other JSON, or bytes: nothing that arrives is unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable, Sequence
@@ -178,8 +176,7 @@ def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """Returns what the other ranks raise for this rank's error: the kind with its message, or the call stack of what is
-    our mistake."""
+    """Returns what the other ranks raise for this rank's error: its kind and message, or our call stack."""
     for kind in ("OSError", "ValueError"):
         if isinstance(error, _RAISED[kind]):
             return kind, str(error)

@@ -1,7 +1,5 @@
 """An axis: the ranks that share the work of one parallel dimension, as a layer of one of them sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -41,7 +39,6 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:

@@ -6,8 +6,6 @@ Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, et
 Nothing here communicates: the layout of 16,384 ranks can be checked in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -152,8 +150,7 @@ def place_of(sizes: Sizes, rank: int) -> str:
 
 @lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
-    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; within a pipeline stage, ranks in ascending
-    order."""
+    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; ranks of a stage in ascending order."""
     stages = [sorted(dense.group(first, *DENSE_GROUPS["stage"])) for first in dense.group(0, "pp")]
     ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate

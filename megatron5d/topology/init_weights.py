@@ -5,8 +5,6 @@ own rectangle and no rank ever holds a whole large weight. SplitMix64's finalise
 splittable pseudorandom number generators") gives 64 random bits per element, Box-Muller turns them into a normal.
 """
 
-from __future__ import annotations
-
 import hashlib
 from math import pi, prod
 

@@ -5,8 +5,6 @@ other by the step's node list and the job's number; under mpirun MASTER_ADDR and
 launchers have set their variables and disagree, one of them is not the one that started this process: that is refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -251,15 +249,13 @@ def first_host(node_list: str) -> str:
 
 
 def slurm_job(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Returns the id of the SLURM job that this process belongs to ("" outside SLURM), and how often the job was
-    requeued."""
+    """Returns the id of the SLURM job ("" outside SLURM), and how often it was requeued."""
     restarts = variables.get("SLURM_RESTART_COUNT", "")
     return variables.get("SLURM_JOB_ID", ""), int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0
 
 
 def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
-    """Returns the id of the SLURM job if its ranks were started again with the same command, by SLURM or torchrun;
-    else ""."""
+    """Returns the id of the SLURM job if SLURM or torchrun has restarted its ranks; else ""."""
     job, restarts = slurm_job(variables)
     again = variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return job if restarts or again else ""

@@ -1,7 +1,5 @@
 """This process among the ranks: its device, joining the process group at the start and leaving it at the end."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

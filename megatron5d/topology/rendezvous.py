@@ -6,8 +6,6 @@ One process serves it, rank 0 or the launcher. So that its load does not grow wi
 may send a constant number of requests, and only one rank may send a request for each other rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ Rows that no piece covers are padding: they are zero, receive no gradient and ar
 Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,7 +42,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -66,7 +63,8 @@ class ShardSpec:
         init: standard deviation of the normal initialisation, or "ones" / "zeros".
         decay: whether weight decay applies.
         shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
-            schedule; a tied embedding whose two uses are on different ranks) and counts as data parallel; otherwise "".
+            schedule), "tied" where several do (an embedding whose uses are on different ranks), and they count as data
+            parallel; otherwise "".
         stack: global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
             orthogonalises one by one; () = one matrix.
         head_rows: rows of a head in each of them, for optim.muon_per_head; () = they have no heads.
@@ -110,8 +108,7 @@ def has_memory(parameter: torch.Tensor) -> bool:
 
 
 def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
-    """Returns a local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is
-    zero."""
+    """Makes a local parameter that carries its spec as `.spec`; its pieces are not initialised, its padding is 0."""
     if _WITHOUT_MEMORY.get():
         # one expanded element; torch does not let a parameter change from the meta device to another
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)

@@ -1,7 +1,5 @@
 """The data of a run: which samples this data-parallel rank reads, for training and for validation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple

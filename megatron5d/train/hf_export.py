@@ -3,8 +3,6 @@
 Ranks exchange nothing: each reads from the checkpoint what it writes, whatever layout has saved it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
 from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import name_files, stored_tensors, write_parts
@@ -58,7 +56,6 @@ class HfExport:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """The tensors."""
         return hf_entries(self.model, json.loads(self.files["config.json"])["model_type"]) + hf_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:
@@ -190,8 +187,7 @@ def agreed_export(config: Config, tell: Tell) -> HfExport:
 
 
 def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
-    """Returns the architecture with as many positions as training used: beyond its max_position_embeddings servers
-    cut."""
+    """Returns the architecture with as many positions as training used, beyond which servers cut."""
     model, seq_len = config.model, config.train.seq_len
     if model.position != "rope" or seq_len <= model.max_positions:
         return model

@@ -3,8 +3,6 @@
 What a run writes and no other run may: its checkpoints and its log. They are locked before anything is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule, in_ranges
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
@@ -34,8 +32,7 @@ from megatron5d.train.data import (
 )
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
-from megatron5d.train.monitoring.prediction import Prediction
-from megatron5d.train.monitoring.report import Reporter
+from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.provenance import commit, write_provenance

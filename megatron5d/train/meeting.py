@@ -4,8 +4,6 @@ Each rank composes and checks its configuration by itself. What it finds may be 
 GPU, a variable of its environment), so a rank that cannot continue tells the others instead of leaving them waiting.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

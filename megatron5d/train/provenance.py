@@ -1,7 +1,5 @@
 """Says which code a run is made of: version, commit, changes since. Kept beside its log and in its checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import subprocess
@@ -40,8 +38,7 @@ def _git(*arguments: str, codes: tuple[int, ...] = (0,)) -> str | None:
 
 @cache  # the code that this process runs is that of its start
 def commit() -> str | None:
-    """Returns the commit of this checkout, with `-dirty` where tracked files have changed; None outside of a
-    checkout."""
+    """Returns this checkout's commit, `-dirty` where tracked files changed; None outside of a checkout."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:  # site-packages inside of somebody else's checkout
         return None

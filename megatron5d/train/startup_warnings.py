@@ -1,7 +1,5 @@
 """What a user should know when a run starts, though nothing is wrong enough to refuse it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -85,8 +83,7 @@ def small_vocabulary(config: Config) -> list[str]:
 
 
 def repeated_validation(config: Config) -> list[str]:
-    """Returns which held-out files an evaluation goes through more than once, so that some samples count more than
-    others."""
+    """Returns the held-out files that an evaluation passes more than once, so that some samples count more."""
     train = config.train
     if config.data.order == "megatron":  # whose epochs are joined
         return []
@@ -123,8 +120,7 @@ def epochs(config: Config) -> list[str]:
 
 
 def idle_routers(config: Config) -> list[str]:
-    """Returns which balancing has no effect because its coefficient is 0; and whether the loss cannot teach the
-    routers."""
+    """Returns which balancing has no effect, its coefficient being 0, and whether the loss cannot teach routers."""
     if config.model.num_experts == 0:
         return []
     knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}

@@ -1,7 +1,5 @@
 """The state of a run at one moment, how it is saved and how it is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -123,8 +121,7 @@ def run_tensors(
 
 
 def twin(key: str) -> str | None:
-    """Returns the key of a weight's master copy, or of the weight of which a key is the master copy; None of all
-    else."""
+    """Returns the key of a weight's master copy, or of a master copy's weight; None of all else."""
     for one, other in (("model.", "optim.master."), ("optim.master.", "model.")):
         if key.startswith(one):
             return other + key.removeprefix(one)

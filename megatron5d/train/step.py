@@ -11,11 +11,10 @@ import torch
 
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.schema import OptimConfig
-from megatron5d.context_parallel.block_plan import imbalance
+from megatron5d.context_parallel.block_attention import imbalance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.embedding_head import Term
-from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
-from megatron5d.optim.optimizer import Optimizer
+from megatron5d.optim.optimizer import Optimizer, clip_coefficient, global_square_sum
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.axis import Axis
@@ -205,7 +204,7 @@ class Trainer:
                 stage.graphs.start_step(variant, eager)
         executor = self.pipeline.executor(len(batches))
         with self.pipeline.timed():
-            executor.run(batches, loss, self.pipeline.form)
+            executor.run(batches, loss, self.pipeline.forms)
         return self._counted_once(loss.sums)
 
     def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:

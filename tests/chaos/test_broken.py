@@ -13,7 +13,7 @@ from runs import write_corpus
 from megatron5d.checkpoint.folder import saved_steps, step_folder
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import write
-from megatron5d.train.crash import crash_message
+from megatron5d.train.guard import crash_message
 from pretrain import main
 
 EXPERIMENT = [

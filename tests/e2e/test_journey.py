@@ -115,7 +115,7 @@ def travel(rank, world):
     )
     ContextAttention.__call__, plain = (
         lambda self, q, *rest, **more: journal.wrap(
-            "context_parallel/ring.py", lambda x: plain(self, x, *rest, **more)
+            "context_parallel/attention.py", lambda x: plain(self, x, *rest, **more)
         )(q),
         ContextAttention.__call__,
     )

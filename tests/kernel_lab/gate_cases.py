@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron5d import kernels
 from megatron5d.kernels import activation as expert_activation
 from megatron5d.kernels import moe
-from megatron5d.kernels.all_gather_gemm import all_gather_gemm
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
@@ -30,8 +29,8 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
 )
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul
-from megatron5d.kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
 from megatron5d.kernels.providers.torch_gemm import clear_rest
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
 

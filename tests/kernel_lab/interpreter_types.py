@@ -2,8 +2,9 @@
 
 An operation makes the type of its result, a tuple for its shape, a constant for each size, and of each tuple a type of
 its own that is spelt out as text and never read. Every call of a device function lists all members of the language
-again. Types of the same shape are made once here, tuples' types when they are asked for, lists of members once. What
-is refused is refused as before: whatever is not made of plain integers goes the interpreter's own way.
+again. Types of the same shape are made once here, tuples' types when they are asked for, lists of members once; and
+operands of one type are not asked twenty times whether they have to be converted to each other. What is refused is
+refused as before: whatever is not made of plain integers goes the interpreter's own way.
 """
 
 import inspect
@@ -12,10 +13,14 @@ from functools import cache
 
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _make_block_type = core.block_type.__init__
 _find_np_dtype = interpreter._get_np_dtype
+_equal = core.dtype.__eq__
+_computation_type, _broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
+_PLAIN = {tl.float32, tl.float64, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64}
 _shapes: dict[tuple[int, ...], core.block_type] = {}  # the first type of each shape; others share its tuple
 _np_dtypes: dict[str, object] = {}
 
@@ -75,10 +80,27 @@ def _patch_builtin(package, builder, scope) -> None:
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
+def _is_equal(self, other) -> bool:
+    return self is other or _equal(self, other)
+
+
+def _type_of_result(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
+    """Of two operands of one plain type it is that type, whatever the operation."""
+    return a if a is b and a in _PLAIN else _computation_type(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+
+
+def _broadcast_once(self, a, b):
+    """Types of one shape share its tuple: there is nothing to repeat."""
+    same = a.type.is_block() and b.type.is_block() and a.type.shape is b.type.shape
+    return (a, b) if same else _broadcast(self, a, b)
+
+
 def make_types_once() -> None:
     """Replaces how the interpreter makes types; call once, before the first kernel runs."""
     core.block_type.__init__ = _block_type
     core.tensor.__init__ = _tensor
+    core.dtype.__eq__ = _is_equal
+    TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value = _type_of_result, _broadcast_once
     core.tuple.__init__ = _tuple
     core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
     interpreter._get_np_dtype = _np_dtype

@@ -19,7 +19,7 @@ PROCESSES = 3
 # the interpreter itself; faults that a GPU would not survive; processes that share the host's memory
 NOT_COMPILED = ("test_interpreter_repair.py", "test_planted_faults.py", "test_overlap.py")
 NOT_EMULATED = (*NOT_COMPILED, "test_benchmarks.py")
-ONLY_EMULATED = ("test_emulated_gpu.py",)
+ONLY_EMULATED = ("test_emulated_gpu.py", "test_emulated_random.py")
 
 
 def shares(place: str, left_out: tuple[str, ...], marks=()) -> list:

@@ -167,7 +167,7 @@ def test_another_run_gives_its_weights_alone(tmp_path, corpus):
 def stretched_loss(weights, model, batch, inverse):
     """The reference with frequencies that tests/unit/model hold to transformers' own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_gpt, "rotate", lambda x, positions, c: turned(x, positions, inverse))
+        patch.setattr(reference_gpt, "rotate", lambda x, positions, *_: turned(x, positions, inverse))
         return reference_gpt.losses(weights, model, batch)[0].item()
 
 

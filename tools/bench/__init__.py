@@ -1,7 +1,6 @@
 """What is measured: each operation at the sizes of real training, beside every other implementation at hand."""
 
-from megatron5d.tools.bench.attention import ATTENTION
-from megatron5d.tools.bench.gemm import PRODUCTS
+from megatron5d.tools.bench.gemm import ATTENTION, PRODUCTS
 from megatron5d.tools.bench.pointwise import POINTWISE
 from megatron5d.tools.bench.tokens import TOKENS
 

@@ -1,7 +1,5 @@
 """Libraries behind our operations, measured through them; and the order that follows for `auto` (kernels/choice.py)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import read_run, saved_config
-from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.inspection import SavedTensors
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, whole_checkpoint
-from megatron5d.checkpoint.megatron.arguments import args_of, model_config_of
-from megatron5d.checkpoint.megatron.checkpoint import MegatronTensors, open_checkpoint
-from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, entries
+from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, args_of, entries, model_config_of
+from megatron5d.checkpoint.megatron.reader import MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.writer import STATES, Training, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import Progress, twin

@@ -4,8 +4,6 @@ For transformers 5. Version 4 (from 4.46) reads it as well, but computes other p
 yarn: it passes over `original_max_position_embeddings`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

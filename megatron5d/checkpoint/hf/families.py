@@ -3,8 +3,6 @@
 What a config.json leaves out has the default of the family's own configuration class, as transformers would fill it in.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 DENSE = (

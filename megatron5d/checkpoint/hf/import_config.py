@@ -5,8 +5,6 @@ out has the family's default (families.py). Dropout rates are not part of the fu
 passed over.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from math import log
 from pathlib import Path
@@ -117,8 +115,7 @@ def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def end_tokens(folder: str | Path) -> list[int]:
-    """Returns every token that ends a text by a folder's generation_config.json or config.json, which name one or
-    several."""
+    """Returns every token that ends a text by generation_config.json, or by config.json."""
     named = [settings.get("eos_token_id") for settings in reversed(token_ids(folder))]
     ids = [i for each in named for i in (each if isinstance(each, list) else [each])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int)))
@@ -152,8 +149,7 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """Returns `model_config_from_hf` as the typed object; raises what it raises, and ValueError for a field of
-    another type."""
+    """Returns `model_config_from_hf` as the typed object. Raises ValueError as it does, or for a wrong type."""
     return from_dict({"model": model_config_from_hf(folder)}).model
 
 
@@ -363,8 +359,7 @@ def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any], max_positions: int, original: int, refused: list[str]) -> RopeScaling:
-    """Returns YaRN (arXiv:2309.00071); mscale counts only together with mscale_all_dim, which also scales latent
-    attention."""
+    """Returns YaRN (arXiv:2309.00071); mscale counts only together with mscale_all_dim."""
     factor = float(rope.get("factor") or max_positions / original)
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")

@@ -9,11 +9,9 @@ DeepSeek's latent attention in Hugging Face folders: its settings as ours and ba
 The latents' norms have an epsilon of their own there, 1e-6 whatever rms_norm_eps says.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import ModelConfig
 

@@ -4,10 +4,8 @@ Names and orientations as transformers writes them to disk. All families rotate 
 no row is permuted; GPT-2's Conv1D keeps [in, out] and already fuses q, k and v in our order.
 """
 
-from __future__ import annotations
-
-from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.families import DENSE
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.moe_mla import SPARSE, gpt_oss_entries, mla_entries, moe_entries
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig

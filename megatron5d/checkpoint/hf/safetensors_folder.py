@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron5d.checkpoint.hf.entry import Entry
-from megatron5d.checkpoint.hf.files import INDEX, SINGLE, WEIGHTS, check_vacant, weight_files, wrong_kind
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE, WEIGHTS, Entry, check_vacant, weight_files, wrong_kind
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.topology.shard_spec import ShardSpec
 

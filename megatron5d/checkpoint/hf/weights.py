@@ -1,7 +1,5 @@
 """Weights of a Hugging Face folder, into the local parameters of a model of ours or into a checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.moe_mla import FUSED
 from megatron5d.checkpoint.hf.names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
@@ -181,8 +179,7 @@ def _table(
 
 
 def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
-    """Returns a line for each part of a folder that the model has no use for: DeepSeek-V3's multi-token prediction
-    layers."""
+    """Returns a line for each part of a folder that the model has no use for."""
     counts = {
         i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in prediction_layers(config, stored)
     }

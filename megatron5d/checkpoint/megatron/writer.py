@@ -1,7 +1,5 @@
 """Writes a `torch_dist` checkpoint that Megatron-LM loads on any layout."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -19,13 +17,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor
-from megatron5d.checkpoint.megatron.checkpoint import TRACKER
-from megatron5d.checkpoint.megatron.distributed import BACKEND, COMMON
 from megatron5d.checkpoint.megatron.names import FUSED, entries, to_their_rows
+from megatron5d.checkpoint.megatron.reader import BACKEND, COMMON, TRACKER
 from megatron5d.checkpoint.storage import write
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.derived import is_moe, moe_layers

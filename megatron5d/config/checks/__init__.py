@@ -1,7 +1,5 @@
 """All checks of a configuration, and the call that reports everything they find at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """What a check is, and the integer arithmetic that conditions and fixes share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt

@@ -20,8 +20,6 @@ In the ring of two_level, a rank has `inner` times as many tokens of 1/inner of 
 outer-1 hops where a window or documents hide the other blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 

@@ -1,7 +1,5 @@
 """Checks of files: what the run reads exists, what it writes can be created. Nothing is opened or created here."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

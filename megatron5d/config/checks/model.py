@@ -1,7 +1,5 @@
 """Checks of the architecture: heads and positions, latent attention, mixtures of experts and their axes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest, spelled

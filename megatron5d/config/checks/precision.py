@@ -1,7 +1,5 @@
 """Checks of precision, recomputation and offloading: how recipes, dtypes, matrices and layers must fit together."""
 
-from __future__ import annotations
-
 import fnmatch
 
 from megatron5d.config.checks.check import Faults, check, fault, spelled

@@ -1,7 +1,5 @@
 """Checks of the run: batches and the learning rate, what is saved and logged, packages that must be installed."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from megatron5d.config.checks.check import Faults, check, data_parallel, fault, spelled

@@ -1,7 +1,5 @@
 """Checks of single keys: the range of each number, the words of each enumeration, the form of each list."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -11,7 +11,7 @@ import torch
 
 from megatron5d.config.schema import Config
 from megatron5d.topology.process import Process
-from megatron5d.train.crash import add_note, ran_out_of_memory
+from megatron5d.train.guard import add_note, ran_out_of_memory
 from megatron5d.train.monitoring.writers import harmless
 
 _HISTORY = 100_000  # allocations that a snapshot remembers

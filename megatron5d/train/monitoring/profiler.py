@@ -4,8 +4,6 @@ Two steps are looked at. In the first one only the clock is read, between phases
 long as ever; the next is recorded by torch's profiler, which slows the host, with a range for each phase.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict
@@ -123,7 +121,7 @@ class Profiler:
             self._folder = Path(config.profile)
         phases = set(run.model.phases)
         self._names = {
-            phase: (type(getattr(phase, "phase", phase)).__name__, place)  # `WithLossSums` wraps those of mtp
+            phase: (type(getattr(phase, "phase", phase)).__name__, place)  # `Carrying` wraps those of mtp
             for place, phase in run.model.named_modules()
             if phase in phases
         }

@@ -4,8 +4,6 @@ One slow machine makes every step of the run longer, for all the others wait for
 rank's work: the time of its steps, less its waits for other ranks (`Ledger.take_waits`).
 """
 
-from __future__ import annotations
-
 import gc
 import socket
 import threading

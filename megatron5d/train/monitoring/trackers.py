@@ -1,7 +1,5 @@
 """Weights & Biases and TensorBoard. Rank 0 alone writes; both are imported only where they are on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct
@@ -15,7 +13,7 @@ from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
-from megatron5d.train.kernel_choice import capability_here, names_of
+from megatron5d.train.preflight import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
 

@@ -1,7 +1,5 @@
 """What a run tells about itself: JSON lines and its progress, and how no writer can end it. Rank 0 alone writes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -26,8 +24,7 @@ LINE_EVERY_S = 10.0  # or somewhat more, where progress goes to a file
 
 
 def memory_gb(device: torch.device) -> float:
-    """Returns peak memory of this rank in 10⁹ bytes: allocated on the device, or resident where the device is the
-    CPU."""
+    """Returns peak memory of this rank in 10⁹ bytes: on the device, or resident where that is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -10,7 +10,7 @@ void settle(Warp& w, const Instruction& i);
 
 namespace {
 
-constexpr uint64_t MOST_STEPS = 50'000'000;  // of a warp: beyond it a wait is in vain
+constexpr uint64_t MOST_STEPS = 1'000'000;  // of a warp: beyond it a wait is in vain
 
 struct Launch {
   const Program* program;

@@ -25,7 +25,7 @@ elif PLACE:
 else:
     collect_ignore_glob = ["test_*.py"]
 if not PLACE.startswith("sm_"):
-    collect_ignore += ["test_emulated_gpu.py"]
+    collect_ignore += ["test_emulated_gpu.py", "test_emulated_random.py"]
 
 
 def pytest_collection_modifyitems(config, items):

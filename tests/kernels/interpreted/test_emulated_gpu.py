@@ -80,12 +80,15 @@ def fp8_gemm():
 
 
 MBARRIER = r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;"
-FAULTS = {
-    "no barrier of the block": (norm, "", r"bar\.sync[ \t]+0;"),
-    "copies not waited for": (attention, "sm_80", r"cp\.async\.wait_group[ \t]+\d+;"),
-    "bulk copies not waited for": (experts, "sm_90", MBARRIER),
-    "GEMMs of a warp group not waited for": (experts, "sm_90", r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;"),
-    "GEMMs not waited for": (experts, "sm_100", MBARRIER),
+PHASE = r"(mbarrier\.try_wait\.parity[^,]*, \[[^]]*\], )[^;]*;"
+FAULTS = {  # what runs, on which architecture, what is replaced in its PTX, and by what
+    "no barrier of the block": (norm, "", r"bar\.sync[ \t]+0;", ""),
+    "copies not waited for": (attention, "sm_80", r"cp\.async\.wait_group[ \t]+\d+;", ""),
+    "bulk copies not waited for": (experts, "sm_90", MBARRIER, ""),
+    "bulk copies of another phase waited for": (experts, "sm_90", PHASE, r"\g<1>1;"),
+    "GEMMs of a warp group not waited for": (experts, "sm_90", r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;", ""),
+    "GEMMs not waited for": (experts, "sm_100", MBARRIER, ""),
+    "GEMMs of another phase waited for": (experts, "sm_100", PHASE, r"\g<1>1;"),
 }
 
 
@@ -114,15 +117,15 @@ def loaded_anew():
     forget()
 
 
-@pytest.mark.parametrize("fault", [name for name, (_, where, _) in FAULTS.items() if where in ("", ARCHITECTURE)])
-def test_a_wait_that_is_missing_shows(fault, loaded_anew):
-    run, _, wait = FAULTS[fault]
+@pytest.mark.parametrize("fault", [name for name, (_, where, *_) in FAULTS.items() if where in ("", ARCHITECTURE)])
+def test_a_wait_that_is_missing_or_wrong_shows(fault, loaded_anew):
+    run, _, wait, instead = FAULTS[fault]
     assert not goes_wrong(run)
     utils, removed = type(driver.active.utils), []
     load = utils.load_binary
 
     def without(self, name, text, *rest):
-        edited, count = re.subn(wait, "", text.decode())
+        edited, count = re.subn(wait, instead, text.decode())
         removed.append(count)
         return load(self, name, edited.encode(), *rest)
 

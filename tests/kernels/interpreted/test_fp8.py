@@ -51,7 +51,7 @@ def agree(got, x, height, dtype, powers_of_two=False):
 
 
 @pytest.mark.parametrize("dtype, powers_of_two", [(E4M3, False), (E4M3, True), (E5M2, False)])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (129, 127), (200, 300), (1, 4097)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (129, 127), (200, 300), (1, 1025)])
 def test_quantisers(shape, dtype, powers_of_two):
     x = torch.randn(shape).bfloat16() * torch.logspace(-3, 3, shape[1])
     x[0, 0] = 0

@@ -11,8 +11,7 @@ import pytest
 import torch
 from kernel_lab.bounds import allow_memory
 
-from megatron5d.kernels import all_gather_gemm as gather
-from megatron5d.kernels import gemm_reduce_scatter as scatter
+from megatron5d.kernels import overlapped_gemm
 from megatron5d.kernels import symm_mem_flags as signals
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 
@@ -96,7 +95,7 @@ def gathered(module, rows, n, k, transposed, epochs=(1, 2), **how):
 
 @pytest.mark.parametrize("rows, n, k, transposed", SHAPES)
 def test_gathered(rows, n, k, transposed):
-    assert gathered(gather, rows, n, k, transposed) < 5e-3
+    assert gathered(overlapped_gemm, rows, n, k, transposed) < 5e-3
 
 
 def test_gathered_through_buffers_with_gaps_and_without_a_kernel():
@@ -107,8 +106,10 @@ def test_gathered_through_buffers_with_gaps_and_without_a_kernel():
     buffers.copy_(x)
     flags.fill_(3)
     want = x.double() @ weight.double().t()
-    assert (gather.all_gather_gemm(buffers, weight, arrivals(flags, 3), 0).double() - want).norm() < 5e-3 * want.norm()
-    assert torch.allclose(gather.all_gather_gemm(x.double(), weight.double(), arrivals(flags, 3), 0), want)
+    assert (
+        overlapped_gemm.all_gather_gemm(buffers, weight, arrivals(flags, 3), 0).double() - want
+    ).norm() < 5e-3 * want.norm()
+    assert torch.allclose(overlapped_gemm.all_gather_gemm(x.double(), weight.double(), arrivals(flags, 3), 0), want)
 
 
 def owner(buffer, flag, seen, epoch):
@@ -140,7 +141,7 @@ def scattered(module, rows, n, k, transposed, uses=2):
 
 @pytest.mark.parametrize("rows, n, k, transposed", SHAPES)
 def test_scattered(rows, n, k, transposed):
-    assert scattered(scatter, rows, n, k, transposed) < 1e-2  # terms and their sum are rounded each
+    assert scattered(overlapped_gemm, rows, n, k, transposed) < 1e-2  # terms and their sum are rounded each
 
 
 def test_the_sum_waits():
@@ -150,7 +151,7 @@ def test_the_sum_waits():
     terms[1:].copy_(x[1:])
     flags[1:] = 5
     with beside(lambda: late(terms, flags, x[0], 5, shared(1))):
-        got = scatter.sum_arrived(terms, arrivals(flags, 5))
+        got = overlapped_gemm.sum_arrived(terms, arrivals(flags, 5))
     assert (got.double() - x.double().sum(0)).norm() < 5e-3 * x.double().sum(0).norm()
     with pytest.raises(TimeoutError, match="flag 1 has not reached 6"):
         wait_flag(arrivals(flags, 6, 0.01), 1)
@@ -166,12 +167,12 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
     with beside(lambda: raise_flags([flags[2:]], flags, 7)):
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
-            gather.all_gather_gemm(x, weight, Arrivals(flags, 7, quiet), RANK)
+            overlapped_gemm.all_gather_gemm(x, weight, Arrivals(flags, 7, quiet), RANK)
         assert 0.3 < time.monotonic() - started < 60
     if dtype == torch.bfloat16:
         assert quiet.polls.item() == 0
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
-            scatter.sum_arrived(x, Arrivals(flags, 8, quiet))
+            overlapped_gemm.sum_arrived(x, Arrivals(flags, 8, quiet))
 
 
 def test_a_kernel_waits_on_while_a_flag_is_of_an_earlier_use():
@@ -194,19 +195,24 @@ def test_flags_are_raised_and_awaited_by_kernels_of_their_own():
 
 
 FAULTS = {
-    "no wait": (gather, gathered, "wait_for(flags_ptr, source, epoch, patience)", "pass"),
-    "a flag of an earlier use counts": (gather, gathered, "(flags_ptr, source, epoch,", "(flags_ptr, source, 1,"),
-    "another's flag": (gather, gathered, "wait_for(flags_ptr, source, ", "wait_for(flags_ptr, rank, "),
-    "told before the last tile": (scatter, scattered, "== chunk_tiles - 1", "== 0"),
+    "no wait": (overlapped_gemm, gathered, "wait_for(flags_ptr, source, epoch, patience)", "pass"),
+    "a flag of an earlier use counts": (
+        overlapped_gemm,
+        gathered,
+        "(flags_ptr, source, epoch,",
+        "(flags_ptr, source, 1,",
+    ),
+    "another's flag": (overlapped_gemm, gathered, "wait_for(flags_ptr, source, ", "wait_for(flags_ptr, rank, "),
+    "told before the last tile": (overlapped_gemm, scattered, "== chunk_tiles - 1", "== 0"),
     "told before the store": (
-        scatter,
+        overlapped_gemm,
         scattered,
         "    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n",
         "    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n"
         "    raise_flag(tl.load(flag_addresses_ptr + owner).to(tl.pointer_type(tl.int32)), epoch)\n",
     ),
     "another's buffer": (
-        scatter,
+        overlapped_gemm,
         scattered,
         "tl.load(buffer_addresses_ptr + owner)",
         "tl.load(buffer_addresses_ptr + rank)",
@@ -228,14 +234,19 @@ def test_a_fault_is_noticed(fault, tmp_path):
 
 
 def test_a_sender_that_tells_too_early_is_noticed():
-    assert gathered(gather, 7, 8, 16, False, patience_s=10.0, flag_first=True) > 3e-2
+    assert gathered(overlapped_gemm, 7, 8, 16, False, patience_s=10.0, flag_first=True) > 3e-2
 
 
 def test_the_kernels_really_run(monkeypatch):
-    for module, name in ((gather, "_all_gather_gemm_kernel"), (scatter, "_gemm_reduce_scatter_kernel")):
+    for module, name in (
+        (overlapped_gemm, "_all_gather_gemm_kernel"),
+        (overlapped_gemm, "_gemm_reduce_scatter_kernel"),
+    ):
         monkeypatch.setattr(module, name, None)
     x, weight, flags = torch.zeros(1, 8, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), torch.ones(1, dtype=torch.int32)
     with pytest.raises(TypeError, match="NoneType"):
-        gather.all_gather_gemm(x, weight, arrivals(flags, 1), 0)
+        overlapped_gemm.all_gather_gemm(x, weight, arrivals(flags, 1), 0)
     with pytest.raises(TypeError, match="NoneType"):
-        scatter.gemm_reduce_scatter(x, weight, scatter.PeerBuffers([x[0]], [flags], flags, flags, flags), 1, 0)
+        overlapped_gemm.gemm_reduce_scatter(
+            x, weight, overlapped_gemm.PeerBuffers([x[0]], [flags], flags, flags, flags), 1, 0
+        )

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.hf.entry import Entry
-from megatron5d.checkpoint.hf.files import INDEX, SINGLE
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE, Entry
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
     load_shards,

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron5d.checkpoint.hf.entry import Entry
-from megatron5d.checkpoint.hf.files import INDEX, SINGLE
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE, Entry
 from megatron5d.checkpoint.hf.import_config import end_tokens, read_hf_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, stored_tensors
 

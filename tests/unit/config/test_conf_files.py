@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,11 @@ EXPERIMENTS |= {  # as their headers name them, with the source
 }
 
 
+@cache
+def configured(*words: str) -> Config:
+    return load_config(words)
+
+
 def flat(node: dict, prefix: str = "") -> dict[str, object]:
     out: dict[str, object] = {}
     for key, value in node.items():
@@ -155,7 +161,7 @@ def parameters(model: ModelConfig, experts: int | None = None) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_has_the_parameters_its_file_promises(name):
-    model = load_config([f"model={name}"]).model
+    model = configured(f"model={name}").model
     assert model.name == name
     promised = re.search(r"([\d,]{5,}) parameters", (CONF / "model" / f"{name}.yaml").read_text())
     assert promised is not None
@@ -171,11 +177,11 @@ def test_model_has_the_parameters_its_file_promises(name):
 def test_all_published_models_are_there():
     assert {*PUBLISHED, *ROUNDED} <= set(MODELS)
     for name, billions in ROUNDED.items():
-        assert parameter_count(load_config([f"model={name}"]).model) / 1e9 == pytest.approx(billions, rel=2e-3)
+        assert parameter_count(configured(f"model={name}").model) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_details_that_parameter_counts_do_not_show():
-    llama, qwen, gpt2 = (load_config([f"model={name}"]).model for name in ("llama3_1b", "qwen3_8b", "gpt2_xl"))
+    llama, qwen, gpt2 = (configured(f"model={name}").model for name in ("llama3_1b", "qwen3_8b", "gpt2_xl"))
     scaling = llama.rope_scaling
     assert (scaling.type, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor) == (
         "llama3",
@@ -202,15 +208,15 @@ def test_each_experiment_is_promised_a_world():
 def test_each_large_model_has_an_experiment_that_trains_it_sanely():
     """Without one, a model of 47 billion parameters is trained, and planned, in fp32 on 128 tokens."""
     for name in MODELS:
-        if parameter_count(load_config([f"model={name}"]).model) < 500_000_000:
+        if parameter_count(configured(f"model={name}").model) < 500_000_000:
             continue
         own = next((each for each in (name, f"published/{name}") if each in EXPERIMENTS), None)
         named = re.search(r"experiment=\S+ model=.*[^.\n]", (CONF / "model" / f"{name}.yaml").read_text())
         assert (own is None) != (named is None), "an experiment of its own, or a header that says which to take"
         words = [f"experiment={own}"] if own else [*named.group().split(), f"log.dir=runs/{name}"]
-        config = load_config(words)
+        config = configured(*words)
         train, log = config.train, config.log
-        assert config.model == load_config([f"model={name}"]).model
+        assert config.model == configured(f"model={name}").model
         assert config.precision.dtype == "bf16" and train.seq_len >= 1024
         assert train.gbs * train.seq_len >= 1 << 19 or own == "published/gpt3_175b", "a benchmark of one replica"
         assert config.model.num_experts == 0 or config.moe.balance != ["none"]
@@ -221,7 +227,7 @@ def test_each_large_model_has_an_experiment_that_trains_it_sanely():
 def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatch):
     """Once its data is there; without, that is all that is refused."""
     monkeypatch.chdir(tmp_path)
-    config = load_config([f"experiment={name}"])
+    config = configured(f"experiment={name}")
     faults = run_checks(config, EXPERIMENTS[name])
     assert {knob.partition(".")[0] for fault in faults for knob in fault.knobs} - {"init"} == {"data"}
     Path(config.init.from_checkpoint or "runs").mkdir(parents=True)
@@ -235,11 +241,11 @@ def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatc
     loaded = load_config([f"experiment={name}", *given], world=EXPERIMENTS[name])
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
     assert any(f"{EXPERIMENTS[name]} {devices}" in text for devices in ("ranks", "GPUs", "TPUs"))
-    assert loaded.model.name in (name, load_config([f"experiment={name}"]).model.name)
+    assert loaded.model.name in (name, configured(f"experiment={name}").model.name)
 
 
 def test_quickstart_is_a_mixture_of_experts_over_all_dimensions_at_once():
-    config = load_config(["experiment=quickstart"])
+    config = configured("experiment=quickstart")
     parallel = config.parallel
     assert (parallel.tp, parallel.sp, parallel.cp, parallel.pp, parallel.ep, parallel.zero) == (2, True, 2, 2, 4, 1)
     dp = EXPERIMENTS["quickstart"] // (parallel.tp * parallel.cp * parallel.pp)
@@ -253,9 +259,9 @@ def test_quickstart_is_a_mixture_of_experts_over_all_dimensions_at_once():
 
 def test_the_context_recipe_stretches_what_the_short_one_trained():
     """One architecture but for Llama 3.1's stretching, as many tokens a step; cp by the method that sends least."""
-    short, long = (load_config([f"experiment={name}"]) for name in ("llama3_8b", "llama3_8b_to_128k"))
+    short, long = (configured(f"experiment={name}") for name in ("llama3_8b", "llama3_8b_to_128k"))
     assert long.init.from_checkpoint == short.checkpoint.dir
-    scaling = load_config(["model=llama3_1b"]).model.rope_scaling
+    scaling = configured("model=llama3_1b").model.rope_scaling
     assert long.model.rope_scaling == replace(scaling, factor=8.0)
     assert replace(long.model, rope_scaling=short.model.rope_scaling, max_positions=8192) == short.model
     assert long.train.gbs * long.train.seq_len == short.train.gbs * short.train.seq_len == 4 << 20

@@ -31,6 +31,9 @@ ELSEWHERE = {
     "train.cuda_graph": "tests/parity/test_phase_graphs.py",
     "moe.exchange": "tests/parity/test_moe_layouts.py",
     "moe.fp8_dispatch": "rounds: tests/parity/test_fp8_layouts.py",
+    "moe.record": "writes a file: tests of replaying routes",
+    "moe.replay": "as record",
+    "train.cuda_graph": "of GPUs: tests/parity/test_phase_graphs.py",
     "moe.log_every": "the short runs of the random tests watch every step",
 }
 GROUPS = ("model", "parallel", "pipeline", "train", "optim", "recompute", "moe")

@@ -9,11 +9,9 @@ from ranks import run_ranks
 
 from megatron5d.comm.collectives import Shift
 from megatron5d.comm.ledger import Ledger
-from megatron5d.context_parallel import all_gather as allgather
-from megatron5d.context_parallel import ring
+from megatron5d.context_parallel import attention as context_attention
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.block_attention import Merge
-from megatron5d.context_parallel.block_plan import Planner
+from megatron5d.context_parallel.block_attention import Merge, Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.kernels import attention
 from megatron5d.topology.axis import Axis
@@ -138,7 +136,7 @@ def test_bytes_are_the_closed_forms():
 
 def test_groups_of_heads_hold_each_head_once():
     for count in range(1, 10):
-        held = [head for group in allgather._groups(count) for head in range(group.start, group.stop)]
+        held = [head for group in context_attention._groups(count) for head in range(group.start, group.stop)]
         assert held == list(range(count))
 
 
@@ -174,13 +172,13 @@ def ring_events(rank, size, mask):
     """What a rank's ring does in its forward, in order: (event, number of attention calls)."""
     events = []
     with pytest.MonkeyPatch.context() as patch:
-        start, attend, wait = ring.start_shift, ring.attend_block, Shift.wait
+        start, attend, wait = context_attention.start_shift, context_attention.attend_block, Shift.wait
 
         def recorded(name, function, count=lambda args: 0):
             return lambda *args, **kwargs: (events.append((name, count(args))), function(*args, **kwargs))[1]
 
-        patch.setattr(ring, "start_shift", recorded("start", start))
-        patch.setattr(ring, "attend_block", recorded("attend", attend, lambda a: len(a[1].calls[a[2]])))
+        patch.setattr(context_attention, "start_shift", recorded("start", start))
+        patch.setattr(context_attention, "attend_block", recorded("attend", attend, lambda a: len(a[1].calls[a[2]])))
         patch.setattr(Shift, "wait", recorded("wait", wait))
         layout = SequenceLayout(S, size)
         axis = Axis("cp_outer", tuple(range(size)), rank, torch.distributed.group.WORLD)

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from whole_stage import WholeStage
 
 from megatron5d.config.schema import DataConfig, RecomputeConfig
-from megatron5d.context_parallel import all_gather as allgather
+from megatron5d.context_parallel import attention as context_attention
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.block_plan import Planner
+from megatron5d.context_parallel.block_attention import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.model.gpt import GPT
@@ -109,7 +109,7 @@ def test_recomputed_layers_keep_their_input_alone(method):
 
 
 def test_gradients_of_one_block_are_gone_before_those_of_the_next(monkeypatch):
-    found, gradients = [], allgather.block_gradients
+    found, gradients = [], context_attention.block_gradients
 
     def watched(*args, **score):
         assert all(each() is None for each in found)
@@ -117,8 +117,8 @@ def test_gradients_of_one_block_are_gone_before_those_of_the_next(monkeypatch):
         found.extend(map(weakref.ref, dk_dv))
         return dk_dv
 
-    monkeypatch.setattr(allgather, "block_gradients", watched)
+    monkeypatch.setattr(context_attention, "block_gradients", watched)
     attend = ContextAttention("allgather", Axis("cp_outer"), Axis("cp_inner"))
     q, k, v = (torch.randn(8, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     attend(q, k, v, Planner(SequenceLayout(8), 0)(None), scale=1.0).sum().backward()
-    assert len(found) == 2 * allgather.HEAD_GROUPS
+    assert len(found) == 2 * context_attention.HEAD_GROUPS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron5d.context_parallel.block_plan import Planner, imbalance
+from megatron5d.context_parallel.block_attention import Planner, imbalance
 from megatron5d.context_parallel.zigzag import (
     Mask,
     SequenceLayout,

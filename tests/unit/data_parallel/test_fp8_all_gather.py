@@ -19,8 +19,8 @@ from megatron5d.config.schema import (
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
 from megatron5d.model.gpt import GPT
-from megatron5d.precision import fp8_weights
-from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_slice
+from megatron5d.precision import fp8_tensor
+from megatron5d.precision.fp8_tensor import block_maxima, blocks_in, quantize_slice
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
@@ -31,7 +31,7 @@ from megatron5d.train.pipeline_layout import pipeline_layout
 @pytest.mark.parametrize("powers_of_two", [True, False])
 def test_slices_are_slices_of_the_whole_quantised(stack, powers_of_two, monkeypatch):
     """Wherever a slice is cut: in a row, in a block, between experts; zeros, infinities and NaN among the values."""
-    monkeypatch.setattr(fp8_weights, "_CHUNK", 128 * stack[2])  # a block row at a time
+    monkeypatch.setattr(fp8_tensor, "_CHUNK", 128 * stack[2])  # a block row at a time
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(stack, generator=generator) * torch.logspace(-3, 3, stack[2])
     whole[:, ::128, 0] = 50.0  # the largest of a block where the block begins

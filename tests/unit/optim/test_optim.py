@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
-from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import clip_coefficient, global_square_sum, learning_rate
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, whole
 

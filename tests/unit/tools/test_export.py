@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_folders import random_model
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens
 from megatron5d.config.load import load_config
+from megatron5d.config.schema import ModelConfig
 from megatron5d.data.bpe_files import CL100K_PATTERN
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
@@ -80,10 +82,15 @@ def sources(tmp_path_factory):
     return found | folders | {"vocab.json and merges.txt": folder / "pair", "tekken.json": folder / "tekken.json"}
 
 
+@cache
+def model_of(family: str) -> ModelConfig:
+    return load_config(f"model={FAMILIES[family]}".split()).model
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_gives_the_ids_of_training(sources, tmp_path, family, kind):
-    model = load_config(f"model={FAMILIES[family]}".split()).model
+    model = model_of(family)
     described = hf_config_from_model(model, "fp32")
     assert described["model_type"] == family
     if family == "qwen2":

@@ -18,7 +18,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.checkpoint.storage import Reader
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.tools import convert, logits
 
 ROOT = Path(__file__).parents[3]

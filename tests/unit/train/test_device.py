@@ -12,8 +12,7 @@ from megatron5d.config.schema import DataConfig, KernelsConfig, PrecisionConfig
 from megatron5d.kernels import tuning
 from megatron5d.tools import plan
 from megatron5d.train import preflight as device
-from megatron5d.train.kernel_choice import names_of
-from megatron5d.train.preflight import device_faults
+from megatron5d.train.preflight import device_faults, names_of
 
 RUN = ["model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", "log.memory_check=refuse", "log.device_memory_gb=80"]
 EIGHT = ["precision.dtype=bf16", "precision.fp8=blockwise"]

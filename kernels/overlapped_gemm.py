@@ -1,4 +1,12 @@
-"""A GEMM fused with its reduce_scatter: tiles are sent to the ranks that own their rows, which sum what they receive.
+"""A GEMM fused with the all_gather of its rows, which are multiplied as they arrive.
+
+    y[source] = x[source] Wᵀ     for the own chunk, then rank - 1, rank - 2, ...: the order in which ranks send
+Each tile waits for the flag of its chunk only, and tiles start in the order of arrival: while the tiles of one chunk
+multiply, the copy engines receive the next. One launch keeps every multiprocessor busy across chunks; a GEMM per chunk
+would end in tiles that do not fill the last wave.
+Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.3.
+
+A GEMM fused with its reduce_scatter: tiles are sent to the ranks that own their rows, which sum what they receive.
 
     buffer of rank at owner = x[owner] Wᵀ      for rank + 1, rank + 2, ..., the own chunk last
     y = sum over sources of their buffers      in the order of the sources, in float32, rounded once
@@ -14,10 +22,128 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.all_gather_gemm import fast, weight_matrix, weight_tile, weight_tiles
-from megatron5d.kernels.dispatch import TRITON_DTYPES, cdiv, jit, statistics_dtype, tl
+from megatron5d.kernels.dispatch import HALF_DTYPES, TRITON_DTYPES, cdiv, jit, statistics_dtype, tl
 from megatron5d.kernels.symm_mem_flags import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
+
+
+def all_gather_gemm_reference(
+    x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False
+) -> Tensor:
+    """Computes one GEMM of plain torch per chunk, in the order of arrival."""
+    size, rows, _ = x.shape
+    matrix = weight.t() if not transposed else weight
+    y = torch.empty(size, rows, matrix.shape[1], dtype=x.dtype, device=x.device)
+    for step in range(size):
+        source = (rank - step) % size
+        wait_flag(arrivals, source)
+        torch.mm(x[source], matrix, out=y[source])
+    return y
+
+
+@jit
+def weight_matrix(
+    w_tiles, n, k, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POINTERS: tl.constexpr
+):
+    """Makes W `[n, k]`, or `[k, n]` when transposed, for `weight_tile`."""
+    if TRANSPOSED:
+        weight = matrix(w_tiles, k, n, BLOCK_K, BLOCK_N, POINTERS)
+    else:
+        weight = matrix(w_tiles, n, k, BLOCK_N, BLOCK_K, POINTERS)
+    return weight
+
+
+@jit
+def weight_tile(weight, start, tile_n, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Loads `[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; transposed: of W, from that row on."""
+    if TRANSPOSED:
+        tile = weight.load([start, tile_n * BLOCK_N])
+    else:
+        tile = weight.load([tile_n * BLOCK_N, start]).T
+    return tile
+
+
+def weight_tiles(weight: Tensor, config: dict, transposed: bool):
+    """Makes the argument of `weight_matrix`."""
+    block = [config["BLOCK_K"], config["BLOCK_N"]] if transposed else [config["BLOCK_N"], config["BLOCK_K"]]
+    return tiles_of(weight, block)
+
+
+@jit(do_not_specialize=["epoch", "rank"])
+def _all_gather_gemm_kernel(
+    x_ptr,
+    w_tiles,
+    y_ptr,
+    flags_ptr,
+    patience,
+    epoch,
+    rank,
+    size,
+    rows,
+    n,
+    k,
+    x_stride,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    chunk_tiles = tiles_m * tiles_n
+    source = (rank + size - tl.program_id(0) // chunk_tiles) % size
+    tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    wait_for(flags_ptr, source, epoch, patience)
+    # Ordinary loads, not the copy engine: it reads by its own proxy, which the flag's acquire does not order.
+    x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    weight = weight_matrix(w_tiles, n, k, TRANSPOSED, BLOCK_N, BLOCK_K, POINTERS)
+    tl.assume(k > 0)  # a branch around the loop would make the assembler wait for each MMA
+    for start in range(0, k, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
+        total = tl.dot(x, weight_tile(weight, start, tile_n, TRANSPOSED, BLOCK_N), total)
+    out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])
+
+
+def fast(x: Tensor, weight: Tensor) -> bool:
+    """Says whether the kernels take this GEMM: 16- or 32-bit floats whose rows the copy engine can read."""
+    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in HALF_DTYPES and readable(weight)
+
+
+def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False) -> Tensor:
+    """Computes `x[source] Wᵀ` for every source, each as soon as its rows have arrived.
+
+    Args:
+        x: `[size, rows, k]`, chunks contiguous, written by the other ranks while this runs.
+        weight: `[n, k]`; transposed: `[k, n]`.
+        arrivals: of the rows of each source.
+        rank: whose chunk comes first.
+        transposed: the GEMM is `x[source] W`.
+
+    Returns:
+        `[size, rows, n]` in the dtype of x.
+
+    Raises:
+        TimeoutError: a chunk did not arrive within the patience of `arrivals`; on a GPU a later call raises it.
+    """
+    if not fast(x, weight) or x.stride()[1:] != (x.shape[2], 1):
+        return all_gather_gemm_reference(x, weight, arrivals, rank, transposed)
+    size, rows, k = x.shape
+    n = weight.shape[1 if transposed else 0]
+    y = torch.empty(size, rows, n, dtype=x.dtype, device=x.device)
+    config = tuning.select("all_gather_gemm", x.device)
+    grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
+    patience, sizes = arrivals.patience, (arrivals.epoch, rank, size, rows, n, k, x.stride(0))
+    waiting = (arrivals.flags, patience.kernel_arguments)
+    flags = {"TRANSPOSED": transposed, "POINTERS": by_pointers(x.device)}
+    _all_gather_gemm_kernel[grid](x, weight_tiles(weight, config, transposed), y, *waiting, *sizes, **flags, **config)
+    patience.check()
+    return y
 
 
 @dataclass(frozen=True)

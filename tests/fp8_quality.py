@@ -1,7 +1,7 @@
 """Train one tiny mixture of experts in every FP8 recipe and without, and compare the losses.
 
-    python tools/fp8_quality.py                      500 steps of each on the CPU; a table
-    python tools/fp8_quality.py --steps 60 --json    quicker; for programs
+    python tests/fp8_quality.py                      500 steps of each on the CPU; a table
+    python tests/fp8_quality.py --steps 60 --json    quicker; for programs
 
 Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its mean loss over the
 last tenth of the steps. The data is made here: a chain of tokens in which each has a few successors of uneven chance,
@@ -11,27 +11,6 @@ so that there is much to learn and the loss keeps falling.
 import argparse
 import json
 import sys
-from pathlib import Path
-
-if not __package__:  # a script of a checkout
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron5d.config.command_line import print_anywhere
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of each run, at least 10")
-    parser.add_argument("--json", action="store_true", help="the table as JSON")
-    args = parser.parse_args()
-    if args.steps < 10:
-        parser.error(f"--steps {args.steps} is below 10")
-    return args
-
-
-if __name__ == "__main__":
-    print_anywhere()
-    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
 
 import torch
 
@@ -45,7 +24,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.gpt import GPT
-from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.optimizer import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
@@ -111,7 +90,12 @@ def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[st
 
 
 def main() -> int:
-    args = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of each run, at least 10")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    args = parser.parse_args()
+    if args.steps < 10:
+        parser.error(f"--steps {args.steps} is below 10")
     table = compare(args.steps)
     if args.json:
         print(json.dumps({"steps": args.steps, "recipes": table, "bounds": BOUNDS}))

@@ -2,7 +2,7 @@
 
 import os
 
-from megatron5d.tools.fp8_quality import BOUNDS, compare
+from fp8_quality import BOUNDS, compare
 
 STEPS = 500 if os.environ.get("MEGATRON5D_FULL") == "1" else 30
 

@@ -1,4 +1,4 @@
-"""A check for tests: did all ranks of a group call the same collectives with the same shapes?
+"""Did all ranks of a group call the same collectives with the same shapes?
 
 Each rank writes a line to a file before it calls a collective; the files are compared afterwards. gloo itself returns
 garbage for shapes that do not match, and waits forever for a rank that calls something else. torch's own check
@@ -31,9 +31,9 @@ _UNEVEN = ("alltoall_base", "all_to_all_single")  # each rank may send and recei
 _ROOTED = {"gather": 1, "scatter": 0}  # index of the argument that every rank gives, not only the root
 
 
-def note_collectives(path: Path) -> None:
+def begin(folder: Path, rank: int) -> None:
     """Appends a line to a file before each later collective of this process."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(_notes(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for name in _COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
             setattr(dist.ProcessGroup, name, _noted(name, getattr(dist.ProcessGroup, name), file))
@@ -77,11 +77,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def first_mismatch(paths: list[Path], *, ended: bool) -> str | None:
+def _notes(folder: Path, rank: int) -> Path:
+    return folder / f"collectives{rank}"
+
+
+def first_mismatch(folder: Path, world: int, ended: bool) -> str | None:
     """Compares the notes of all ranks, group by group in the order of the calls.
 
     Args:
-        paths: one file a rank, in rank order; ranks without a process group have none.
+        folder: of the notes; ranks without a process group have none.
+        world: number of ranks.
         ended: every rank has finished, so that all of them must have made the same number of calls.
 
     Returns:
@@ -89,7 +94,8 @@ def first_mismatch(paths: list[Path], *, ended: bool) -> str | None:
         of them called.
     """
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list]] = {}
-    for rank, path in enumerate(paths):
+    for rank in range(world):
+        path = _notes(folder, rank)
         for line in path.read_text().splitlines() if path.exists() else ():
             name, members, text, rows = json.loads(line)
             key = name, tuple(members)
