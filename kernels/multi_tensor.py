@@ -202,7 +202,6 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
 
 
 def adamw_reference(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
-    """Computes `adamw_step` in plain torch, tensor by tensor."""
     columns = table.columns
     correction1, correction2 = settings.corrections
     for i, (p, grad) in enumerate(zip(columns["master"], columns["grad"])):

@@ -231,8 +231,9 @@ def _pipeline(dice: random.Random, shape: Config) -> PipelineConfig:
         "head_layers": dice.choice([0.0, 0.0, 1.0]), "embedding_layers": dice.choice([0.0, 0.0, 1.5]),
     }  # fmt: skip
     if dice.random() < 0.3 * (shape.parallel.pp > 1):
-        cuts = sorted(dice.choices(range(num_layers + 1), k=stages - 1))
-        chosen["layout"] = [b - a for a, b in zip([0, *cuts], [*cuts, num_layers])]
+        blocks = num_layers + random.Random(repr(chosen)).choice([0, shape.model.num_mtp_layers])
+        cuts = sorted(dice.choices(range(blocks + 1), k=stages - 1))
+        chosen["layout"] = [b - a for a, b in zip([0, *cuts], [*cuts, blocks])]
     chosen |= _some(
         dice,
         AUTO,

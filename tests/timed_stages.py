@@ -25,6 +25,7 @@ from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.topology.axis import Axis
 
 FORM = TensorMeta((4,), torch.float64)
+FORMS = [FORM] * 64  # of as many stages as any test has
 
 
 class Timing(NamedTuple):
@@ -172,5 +173,5 @@ def last_gradient(batch, y: Tensor) -> Tensor:
 def run_timed(executor: Executor, held: Held) -> list[Timing]:
     """Runs the Program once and returns the times of this rank's actions."""
     held.timeline.clear()
-    executor.run(range(executor.program.num_microbatches), last_gradient, FORM)
+    executor.run(range(executor.program.num_microbatches), last_gradient, FORMS)
     return held.timeline

@@ -131,7 +131,7 @@ class OurPipeline:
         self._batches = list(zip(x.chunk(program.num_microbatches), target.chunk(program.num_microbatches)))
 
     def step(self) -> None:
-        self.executor.run(self._batches, lambda batch, y: 2 * (y - batch[1]), FORM)
+        self.executor.run(self._batches, lambda batch, y: 2 * (y - batch[1]), [FORM] * self.executor.program.num_stages)
 
     def grads(self) -> dict[int, list[Tensor]]:
         return {stage: [phase.weight.grad for phase in phases] for stage, phases in self._phases.items()}

@@ -146,7 +146,6 @@ def results(out: object) -> list[torch.Tensor]:
 
 
 def agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    """Returns the same up to rounding."""
     return all(bool((g - w).norm() <= 1e-2 * w.norm() + 1e-6) for g, w in zip(got, want, strict=True))
 
 

@@ -28,7 +28,6 @@ from megatron5d.kernels.fp8.quantize import (
 
 
 def amax_reference(x: Tensor) -> Tensor:
-    """Computes `amax_of` in plain torch."""
     if not x.numel():
         return torch.zeros((), device=x.device)
     amax = torch.linalg.vector_norm(x, torch.inf).float()  # one pass; exact in any dtype, and NaN where an element is
@@ -38,7 +37,6 @@ def amax_reference(x: Tensor) -> Tensor:
 def quantize_tensor_reference(
     x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
 ) -> Quantized:
-    """Computes `quantize_tensor` in plain torch."""
     amax = amax_reference(x) if amax is None else amax
     scale, largest = scales_of(amax, dtype, powers_of_two), torch.finfo(dtype).max
     factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)  # not 0-d, which would leave 16 bits so
@@ -47,7 +45,6 @@ def quantize_tensor_reference(
 
 
 def amax_of_rows_reference(x: Tensor) -> Tensor:
-    """Computes `amax_of_rows` in plain torch."""
     amax = torch.linalg.vector_norm(x, torch.inf, dim=-1).float()
     return torch.where(amax.isnan(), torch.inf, amax)
 
@@ -55,7 +52,6 @@ def amax_of_rows_reference(x: Tensor) -> Tensor:
 def quantize_by_row_reference(
     x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes `quantize_by_row` in plain torch."""
     scales = scales_of(amax[:, None], dtype, powers_of_two)
     return cast_scaled(x.float(), amax[:, None], scales, dtype).contiguous(), scales
 

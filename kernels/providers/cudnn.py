@@ -23,14 +23,12 @@ def version() -> int:
 
 
 def missing() -> str | None:
-    """Returns what keeps cuDNN from being used on this machine."""
     if not (found := version()):
         return "this build of torch has no cuDNN"
     return f"cuDNN {found} is older than {OLDEST}" if found < OLDEST else None
 
 
 def takes(request: AttentionRequest, deterministic: bool) -> bool:
-    """Says whether cuDNN serves a request."""
     r, dims = request, (request.q_shape[3], request.value_dim)
     special = r.window is not None or r.softcap or r.documents or r.positions or r.sinks
     same = not r.causal or r.q_shape[0] == r.k_shape[0]
@@ -46,7 +44,6 @@ def _heads_first(x: Tensor) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes out and lse as `attention`."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *map(_heads_first, (q, k, v)), None, True, 0.0, rule.causal, False, scale=rule.scale
     )
@@ -56,7 +53,6 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule, deterministic: bool
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv as `attention_backward`."""
     dout, out = (x.contiguous().permute(1, 2, 0, 3) for x in (dout, out))
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

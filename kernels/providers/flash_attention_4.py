@@ -20,7 +20,6 @@ from megatron5d.kernels.flash_attention.tiles import aligned
 
 @functools.cache
 def missing() -> str | None:
-    """Returns what keeps it from being used on this machine."""
     try:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
@@ -29,7 +28,6 @@ def missing() -> str | None:
 
 
 def takes(request: AttentionRequest, deterministic: bool) -> bool:
-    """Says whether it serves a request."""
     r, dims = request, (request.q_shape[3], request.value_dim)
     hopper, blackwell = r.capability // 10 == 9, r.capability // 10 == 10
     widths = (hopper and max(dims) <= 256) or (blackwell and (max(dims) <= 128 or dims in ((192, 128), (256, 256))))
@@ -51,7 +49,6 @@ def _window(rule: AttentionRule) -> dict[str, int | None]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes out and lse as `attention`."""
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     _, lse, *_ = interface()._flash_attn_fwd(
         *(aligned(x).transpose(0, 1) for x in (q, k, v)), softmax_scale=rule.scale, causal=rule.causal,
@@ -63,7 +60,6 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule, deterministic: bool
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv as `attention_backward`."""
     gradients = interface()._flash_attn_bwd(
         *(aligned(x).transpose(0, 1) for x in (q, k, v, out, dout)), lse.contiguous(), rule.scale, rule.causal,
         rule.softcap, deterministic=deterministic, **_window(rule),

@@ -21,12 +21,10 @@ GROUPED_DTYPES, FP8_OUT_DTYPES = (torch.bfloat16,), (torch.bfloat16, torch.float
 
 
 def missing() -> str | None:
-    """Returns what keeps torch's from being used on this machine."""
     return None if torch.version.cuda else "this build of torch has no CUDA"
 
 
 def takes(request: Fp8Request | GroupedRequest, deterministic: bool) -> bool:
-    """Says whether torch serves a request."""
     if isinstance(request, GroupedRequest):
         aligned = request.n % 8 == request.k % 8 == 0
         return request.capability // 10 in (9, 10) and request.dtype in GROUPED_DTYPES and aligned

@@ -11,12 +11,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def missing() -> str | None:
-    """Returns what keeps torch's from being used on this machine: nothing."""
     return None
 
 
 def takes(request: NormRequest, deterministic: bool) -> bool:
-    """Says whether torch serves a request."""
     return request.dtype == request.weight_dtype and request.dtype in DTYPES
 
 
@@ -37,7 +35,6 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor],
     dtotal: Tensor | None, centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Returns what `norm_backward` does."""
     width, rows, (mean, scale) = list(weight.shape), rows_of(dy), (each[:, None] for each in statistics)
     dbias = None
     if centred:

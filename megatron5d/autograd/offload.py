@@ -50,7 +50,6 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return math.prod(self._form["size"]) * self._form["dtype"].itemsize  # `host` is empty on the meta device
 
     def fetch(self) -> None:

@@ -48,7 +48,6 @@ _REPLACED = ".replaced"  # after the name of one that was there when its step wa
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of a step."""
     return directory / f"step-{step:08d}"
 
 

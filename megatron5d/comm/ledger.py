@@ -45,7 +45,6 @@ class Exposure:
             return act()
 
     def clear(self) -> None:
-        """Drops all measurements."""
         self._host_s = 0.0
         self._free += self._events
         self._events.clear()
@@ -124,5 +123,4 @@ class Ledger:
         return {axis: exposure.take() for axis, exposure in self._waits.items()}
 
     def clear(self) -> None:
-        """Resets the totals."""
         self.totals.clear()

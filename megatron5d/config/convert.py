@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -160,10 +161,19 @@ def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
 def _value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
     if dataclasses.is_dataclass(kind):
         return _group(typing.cast(type, kind), value, path, faults)
-    converted = _plain(kind, value)
+    converted = _plain(kind, _counts(value) if path == "pipeline.layout" and isinstance(value, str) else value)
     if converted is _BAD:
         faults.append(_wrong_type(kind, value, path))
     return converted
+
+
+def _counts(text: str) -> list[int] | str:
+    """Returns blocks per stage of Megatron's `--pipeline-model-parallel-layout`; the text itself where it is none."""
+    flat = re.sub(r"[\s,]", "", text)
+    while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", flat):
+        group, times, letter, count = found.groups()
+        flat = flat[: found.start()] + (letter or group or "") * int(times or count or 1) + flat[found.end() :]
+    return [len(stage) for stage in flat[1:-1].split("|")] if re.fullmatch(r"E[t|]*[m|]*L", flat) else text
 
 
 def _plain(kind: Any, value: Any) -> Any:

@@ -104,7 +104,6 @@ class ModelConfig:
 
     @property
     def expert_hidden_size(self) -> int:
-        """Features inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
@@ -164,7 +163,7 @@ class PipelineConfig:
     """The schedule of micro-batches over stages."""
 
     schedule: str = "1f1b"
-    layout: list[int] | None = None  # number of layers of each stage in order; None = distributed by split
+    layout: list[int] | None = None  # layers of each stage in order, MTP blocks after them; None = distributed by split
     split: str = "even"  # even: the same number of layers on each stage | cost: by FLOPs, with those of the head
     balance: str = "auto"  # what is equalised: stages | ranks (all stages of a rank together; a stage may get no layer)
     # | late: with two copies, ranks with the fewest layers in the middle | ends: late, with more

@@ -5,7 +5,7 @@ q, k, v [s/cp, b, heads, d]
   -> attention to the keys of all outer ranks: ring or all-gather
   -> [s/cp, b, a/tp, dv]            exchange sequence for heads, all_to_all cp_inner
 
-ring and allgather have inner = 1, ulysses has outer = 1, two_level has both (layout.py).
+ring and allgather have inner = 1, ulysses has outer = 1, two_level has both (zigzag.py).
 
 Ring attention: blocks of keys and values travel around the outer ranks while attention to the block at hand runs.
 

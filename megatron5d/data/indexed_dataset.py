@@ -57,7 +57,6 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all documents."""
         return self._bin_bytes // self.dtype.itemsize
 
     @property
@@ -67,7 +66,6 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.index.document_indices) - 1
 
     @property

@@ -264,7 +264,6 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
 
 
 def _result(job: Job, progress: Progress) -> dict:
-    """Returns the counts of the summary."""
     return {
         "outputs": {p: {"documents": docs, "tokens": tokens} for p, (docs, tokens) in progress.written.items()},
         "documents": progress.documents - progress.empty,

@@ -44,7 +44,6 @@ class BlockInputs:
 
     @property
     def model(self) -> ModelConfig:
-        """The architecture."""
         return self.config.model
 
     @property

@@ -102,21 +102,28 @@ class OutputMatrix(nn.Module):
         # loss and lse [s/cp, b], the same on every tp rank -> [2]
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
+    def losses_ahead(self, depth: int, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
+        """Returns `[1]`, Σ loss·mask of what a depth of multi-token prediction predicts; as `losses`."""
+        assert batch.ahead_labels is not None and batch.ahead_mask is not None
+        return self.losses(normed, batch.ahead_labels[depth], batch.ahead_mask[depth], 0.0, defer)[:1]
+
 
 class Head(nn.Module):
     """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as in OutputMatrix.losses.
 
-    With multi-token prediction, whose blocks follow: (sums, normed hidden states).
+    With multi-token prediction, whose blocks follow: (sums, normed hidden states). Of blocks on stages before it, it
+    takes the normed hidden states h⁰ ... hᵏ, and computes their losses too.
 
     Args:
         shared, tied: as in OutputMatrix.
+        depths: k, the blocks of multi-token prediction before it.
     """
 
-    def __init__(self, shared: BlockInputs, tied: nn.Parameter | None) -> None:
+    def __init__(self, shared: BlockInputs, tied: nn.Parameter | None, depths: int = 0) -> None:
         super().__init__()
-        self.tp, self.z_coef = shared.tp, shared.config.train.z_loss
-        self.is_last = shared.model.num_mtp_layers == 0
-        self.norm = shared.norm("final_norm")
+        self.tp, self.z_coef, self.depths = shared.tp, shared.config.train.z_loss, depths
+        self.is_last = shared.model.num_mtp_layers == depths
+        self.norm = nn.Identity() if depths else shared.norm("final_norm")
         self.output = OutputMatrix(shared, tied)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -128,14 +135,17 @@ class Head(nn.Module):
         return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x
-        too.
+        """Maps `[(1+k)·s/cp/tp, b, h]` (without sp `[(1+k)·s/cp, b, h]`) -> sums `[2+k]`, and where prediction blocks
+        follow the last normed x too.
 
-        Comm: that of OutputMatrix.losses.
+        Comm: 1 + k times that of OutputMatrix.losses.
         """
-        hidden = self.norm(x)  # [s/cp/tp, b, h]
+        hidden, *ahead = self.norm(x).chunk(1 + self.depths)  # [s/cp/tp, b, h] each
         sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_coef, defer)
-        return sums if self.is_last else (sums, hidden)
+        if ahead:
+            more = [self.output.losses_ahead(depth, each, batch, defer) for depth, each in enumerate(ahead)]
+            sums = torch.cat((sums, *more))
+        return sums if self.is_last else (sums, ahead[-1] if ahead else hidden)
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,15 @@ def end_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Returns the share of the output matrix; each depth of prediction meets it again, behind a join of 2h."""
-    h, depths = model.hidden_size, model.num_mtp_layers
-    return 6.0 * (model.vocab_size * h * (1 + depths) + 2 * h * h * depths)
+    """Returns the share of the output matrix, met once more by each depth of prediction."""
+    return 6.0 * model.vocab_size * model.hidden_size * (1 + model.num_mtp_layers)
 
 
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """Returns the share of one layer in `flops_per_token`."""
-    matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True)
+    """Returns the share of one layer in `flops_per_token`; of a block that predicts further with its join of 2h
+    features."""
+    join = 2 * model.hidden_size**2 if layer >= model.num_layers else 0
+    matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True) + join
     return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 
 

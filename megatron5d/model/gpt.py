@@ -3,7 +3,7 @@
 embedding
 per layer   the phases of a block (model/block.py)
 head
-per depth of multi-token prediction   its input, the phases of a block, its head
+per depth of multi-token prediction   its input, the phases of a block, its head; those on other stages before the head
 
 What phases recompute, and the matrices' FP8 recipe, tp overlap and replicas are attached afterwards.
 """
@@ -20,17 +20,17 @@ from torch import nn
 
 from megatron5d.autograd.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.config.derived import blocks, is_moe, quantised_matrices
+from megatron5d.config.derived import is_moe, quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
-from megatron5d.model.partition import StageSpec
+from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.init_weights import initialize
-from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh, Shared
 from megatron5d.topology.shard_spec import spec_of
 
 
@@ -61,12 +61,12 @@ def set_recompute(phases: Iterable[nn.Module], recompute: RecomputeConfig, stage
                 module.parts = parts  # type: ignore[assignment]
 
 
-def mark_replicas(parameters: Iterable[nn.Parameter], replicas: str) -> None:
-    """Notes in the specs which parameters the mirrored pipeline rank holds too: "all", "tied" or "none"."""
+def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
+    """Notes in the specs which parameters other pipeline ranks hold too."""
     for parameter in parameters:
         spec = spec_of(parameter)
-        if replicas == "all" or (replicas == "tied" and spec.name == TIED):
-            parameter.spec = replace(spec, shared="pair")  # type: ignore[attr-defined]
+        shared = "tied" if spec.name == TIED and "tied" in replicas else "pair" if "pair" in replicas else ""
+        parameter.spec = replace(spec, shared=shared)  # type: ignore[attr-defined]
 
 
 def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         mesh: this rank's axes.
         device: of the parameters; "meta" allocates nothing.
         stages: what this rank holds, by stage; None = the whole model as stage 0.
-        replicas: which parameters the mirrored pipeline rank holds too: "all", "tied" (the embedding) or "none".
+        replicas: which pipeline ranks hold parameters together.
     """
 
     def __init__(
@@ -143,55 +143,55 @@ class GPT(nn.Module):
         mesh: Mesh,
         device: torch.device | str = "cpu",
         stages: Mapping[int, StageSpec] | None = None,
-        replicas: str = "none",
+        replicas: Shared = NOTHING_SHARED,
     ) -> None:
         super().__init__()
-        self.stages = dict(sorted((stages or {0: StageSpec(range(config.model.num_layers), True, True)}).items()))
+        self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)
         shared = BlockInputs(config, mesh, device, self.balancer)
         self.room = shared.room if config.moe.exchange == "planned" else None
         self.embedding = Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
+        self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]  # of this rank, at most one
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
             for place, i in enumerate(spec.layers):
                 block = self.layers[str(i)] = TransformerBlock(shared, i)
                 set_recompute(block.children(), config.recompute, stage, place)
         self.head: Head | None = None
-        self.mtp_blocks = nn.ModuleList()
+        self.mtp_blocks = nn.ModuleDict()
         for stage, spec in self.stages.items():
             if spec.head:
-                self._add_head(shared, stage, len(spec.layers))
+                self.head = Head(shared, self._table(shared) if config.model.tie_embeddings else None, spec.mtp.start)
+            for place, depth in enumerate(spec.mtp, len(spec.layers)):
+                self._add_mtp_block(shared, depth, stage, place)
         mark_replicas(self.parameters(), replicas)
         choose_gemms(self.parameters(), config, mesh)
         self.overlap = choose_overlap(self.parameters(), config, mesh)
 
-    def _add_head(self, shared: BlockInputs, stage: int, num_layers: int) -> None:
-        """Adds the head and the blocks of multi-token prediction, which share it and the embedding."""
-        model, own = shared.model, None if self.embedding is None else self.embedding.tokens.weight
-        self.head = Head(shared, own if model.tie_embeddings else None)
-        if model.num_mtp_layers == 0:
-            return
+    def _table(self, shared: BlockInputs) -> nn.Parameter:
+        """Returns this rank's part of the embedding, which all its stages share."""
+        if not self._tables:
+            v, h, std = shared.model.vocab_size, shared.model.hidden_size, shared.model.init_std
+            self._tables.append(vocab_weight(v, h, TIED, shared.tp, std, **shared.factory))
+        return self._tables[0]
+
+    def _add_mtp_block(self, shared: BlockInputs, depth: int, stage: int, place: int) -> None:
+        """Adds a block of multi-token prediction, which shares the embedding, and the head if that is on its stage."""
         from megatron5d.model.mtp import mtp_block
 
-        table = self.head.output.weight if own is None and model.tie_embeddings else own
-        if table is None:
-            table = vocab_weight(model.vocab_size, model.hidden_size, TIED, shared.tp, model.init_std, **shared.factory)
-        for depth in range(model.num_mtp_layers):
-            block = mtp_block(shared, depth, table, self.head.output)
-            set_recompute(block[:-1], shared.config.recompute, stage, num_layers + depth)  # its head is not recomputed
-            self.mtp_blocks.append(block)
+        output = self.head.output if self.stages[stage].head and self.head is not None else None
+        block = self.mtp_blocks[str(depth)] = mtp_block(shared, depth, self._table(shared), output)
+        set_recompute(block[:-1], shared.config.recompute, stage, place)  # its head is not recomputed
 
-    def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, replicas: str) -> Balancer | None:
+    def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, replicas: Shared) -> Balancer | None:
         """Builds the balancer of this rank's MoE layers; a rank without any takes part in its collectives."""
         if not config.model.num_experts:
             return None
         from megatron5d.expert_parallel.load_balancing import Balancer
 
-        mine = [i for spec in self.stages.values() for i in spec.layers]
-        if any(spec.head for spec in self.stages.values()):
-            mine += blocks(config.model)[config.model.num_layers :]
+        mine = [i for spec in self.stages.values() for i in spec.blocks(config.model)]
         here = [i for i in mine if is_moe(config.model, i)]
-        stage = mesh["stage_pair" if replicas == "all" else "stage"]
+        stage = mesh["stage_pair" if "pair" in replicas else "stage"]
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
@@ -201,8 +201,8 @@ class GPT(nn.Module):
         if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if spec.head and self.head is not None:
-            units += [[self.head], *(list(phases.children()) for phases in self.mtp_blocks)]
-        return units
+            units.append([self.head])
+        return units + [list(self.mtp_blocks[str(depth)].children()) for depth in spec.mtp]
 
     def phases_of(self, stage: int) -> list[nn.Module]:
         """Returns the phases of a local stage in order."""

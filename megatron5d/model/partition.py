@@ -14,6 +14,7 @@ import numpy as np
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
 from megatron5d.pipeline_parallel.program import Placement
+from megatron5d.topology.mesh import Shared
 
 BALANCES = ("stages", "ranks", "late", "ends")
 """What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where
@@ -205,18 +206,39 @@ class StageSpec:
 
     layers: range  # global indices
     embedding: bool = False  # the first stage
-    head: bool = False  # the last stage, which also computes the losses, those of multi-token prediction among them
+    head: bool = False  # the last stage, which computes the losses, those of multi-token prediction among them
+    mtp: range = range(0)  # depths of the multi-token prediction blocks that follow its layers, or its head
+
+    @property
+    def sent(self) -> int:
+        """Hidden states that it passes on: its layers', and those of every depth so far."""
+        return 1 + self.mtp.stop
+
+    def blocks(self, model: ModelConfig) -> list[int]:
+        """Returns its layers and, numbered after all of them, its blocks of multi-token prediction."""
+        return [*self.layers, *(model.num_layers + depth for depth in self.mtp)]
 
 
-def stage_specs(layout: Sequence[int]) -> list[StageSpec]:
-    """Returns what every stage holds, given its number of layers."""
-    ends = list(accumulate(layout))
-    last = len(layout) - 1
-    return [StageSpec(range(end - count, end), s == 0, s == last) for s, (count, end) in enumerate(zip(layout, ends))]
+def stage_specs(layout: Sequence[int], model: ModelConfig) -> list[StageSpec]:
+    """Returns what every stage holds, given its number of layers as `layers_per_stage` counts them."""
+    n, last, found, end = model.num_layers, len(layout) - 1, list[StageSpec](), 0
+    for stage, count in enumerate(layout):
+        begin, end = end, end + count
+        mtp = range(max(begin - n, 0), model.num_mtp_layers if stage == last else max(end - n, 0))
+        found.append(StageSpec(range(min(begin, n), min(end, n)), stage == 0, stage == last, mtp))
+    return found
+
+
+def whole_model(model: ModelConfig) -> StageSpec:
+    """Returns what the only stage holds."""
+    return stage_specs([model.num_layers], model)[0]
 
 
 def layers_per_stage(config: Config, placement: Placement) -> list[int]:
     """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and `pipeline.balance` say.
+
+    The blocks of multi-token prediction follow the head on the last stage, and no number counts them. Those that
+    `pipeline.layout` gives to a stage before it count like the layers that they follow.
 
     `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that it gives says so.
 
@@ -258,11 +280,14 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
             f"pipeline.layout = {layout} names {len(layout)} stages, but pipeline.schedule = {pipeline.schedule} with "
             f"parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: pipeline.layout={even}"
         )
-    if sum(layout) != num_layers:
+    most = num_layers + config.model.num_mtp_layers
+    if not num_layers <= sum(layout) <= most:
         raise ValueError(
-            f"pipeline.layout = {layout} sums to {sum(layout)} layers, but model.num_layers = {num_layers}; "
+            f"pipeline.layout = {layout} sums to {sum(layout)} layers, but model.num_layers = {num_layers}"
+            f"{f', and {most} with the blocks of model.num_mtp_layers' if most > num_layers else ''}; "
             f"nearest legal: pipeline.layout={even}"
         )
+    layout[-1] = max(0, num_layers - sum(layout[:-1]))  # blocks of multi-token prediction follow the head there
     holding = {stage for stage, count in enumerate(layout) if count} | {0, num_stages - 1}
     busy = {line[stage] for line in placement.route for stage in holding}
     idle = next((rank for rank in range(placement.num_ranks) if rank not in busy), None)
@@ -275,39 +300,28 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
     return layout
 
 
-def two_embeddings_knob(model: ModelConfig) -> str | None:
-    """Returns the knob, if any, that puts the embedding on the last stage too."""
-    if model.num_mtp_layers:
-        return "model.num_mtp_layers"
-    return "model.tie_embeddings" if model.tie_embeddings else None
-
-
-def shared_by_mirror(placement: Placement, tied: str | None) -> str:
-    """Returns which parameters a rank and its mirror image (rank num_ranks - 1 - r) hold together: all, tied, or none.
+def shared_parameters(placement: Placement, specs: Sequence[StageSpec], model: ModelConfig) -> Shared:
+    """Returns which pipeline ranks hold parameters together.
 
     Args:
         placement: of the stages.
-        tied: the knob for which the embedding lies at both ends; None = it does not.
+        specs: what each of them holds.
+        model: the architecture.
 
     Raises:
-        ValueError: copies of a stage, or the two ends with the embedding, lie on ranks that do not mirror each other.
+        ValueError: copies of a stage lie on ranks that do not mirror each other.
     """
-    mirror = [placement.num_ranks - 1 - rank for rank in placement.route[0]]
+    last, found = placement.num_ranks - 1, dict[str, Sequence[Sequence[int]]]()
     if placement.copies == 2:
+        mirror = [last - rank for rank in placement.route[0]]
         if list(placement.route[1]) != mirror:
             raise ValueError(
                 f"the copies of a stage must lie on mirrored ranks: direction 0 runs through ranks "
                 f"{list(placement.route[0])}, so direction 1 must run through {mirror}, not {list(placement.route[1])}"
             )
-        ends = {placement.route[0][0], mirror[0]} == {placement.route[0][-1], mirror[-1]}
-    else:
-        ends = placement.route[0][-1] in (placement.route[0][0], mirror[0])
-    if tied and not ends:
-        raise ValueError(
-            f"{tied} needs the first and the last stage on one rank or on mirrored ranks, but they lie "
-            f"on ranks {placement.route[0][0]} and {placement.route[0][-1]} of {placement.num_ranks}; "
-            f"set {tied}={'0' if tied == 'model.num_mtp_layers' else 'false'} or use another pipeline.schedule"
-        )
-    if placement.copies == 2:
-        return "all"
-    return "tied" if tied and placement.route[0][0] != placement.route[0][-1] else "none"
+        found["pair"] = [(rank, last - rank) for rank in range(placement.num_ranks // 2)]
+    reading = [s for s, spec in enumerate(specs) if spec.embedding or spec.mtp or (spec.head and model.tie_embeddings)]
+    holders = tuple(sorted({line[stage] for line in placement.route for stage in reading}))
+    if len(holders) > placement.copies:  # two copies share all that they hold
+        found["tied"] = [holders]
+    return found

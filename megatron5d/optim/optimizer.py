@@ -55,7 +55,6 @@ class Optimizer:
             part.allocate_temporaries()
 
     def weights_to_masters(self) -> None:
-        """Copies the model's weights into the masters (after an import)."""
         for part in self.parts:
             part.weights_to_masters()
 
@@ -65,7 +64,6 @@ class Optimizer:
             part.take_unsaved_masters()
 
     def set_step_count(self, count: int) -> None:
-        """Sets the number of updates made; called after a resume."""
         for part in self.parts:
             part.set_step_count(count)
 

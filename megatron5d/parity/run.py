@@ -240,7 +240,7 @@ def _train_on_rank(
     choices: Choices | None,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
-    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=layout.shared != "none")
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
     model = GPT(config, mesh, "cpu", layout.stage_specs(mesh["pp"].rank), layout.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
@@ -298,7 +298,7 @@ def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
     if model.embedding is not None:
         yield "embedding", model.embedding
     blocks = [(name, list(block.children())) for name, block in model.layers.items()]
-    blocks += [(f"mtp {depth}", list(block.children())) for depth, block in enumerate(model.mtp_blocks)]
+    blocks += [(f"mtp {depth}", list(block.children())) for depth, block in model.mtp_blocks.items()]
     for name, phases in blocks:
         prefix = name if name.startswith("mtp") else f"layers.{name}"
         yield from ((f"{prefix}.{getattr(phase, 'kind', None) or i}", phase) for i, phase in enumerate(phases))
@@ -317,6 +317,8 @@ def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
         def hook(phase, arguments, y) -> None:
             y = y[1] if isinstance(y, tuple) and len(y) == 2 else y  # (sums of losses, hidden states)
             if isinstance(y, Tensor) and y.ndim == 3:
+                if getattr(phase, "output", phase) is None:  # multi-token prediction before the head: of all depths
+                    y = y.chunk(phase.depth + 2)[-1]
                 features = torch.arange(y.shape[-1], dtype=torch.float64).cos()  # that a feature is told from another
                 total = (y.detach().double() * features).square().sum().item()
                 seen[name][tuple(arguments[1].samples.tolist())] = total / copies  # a recomputed one counts once

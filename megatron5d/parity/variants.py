@@ -27,6 +27,7 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     RecomputeConfig,
 )
+from megatron5d.model.partition import stage_specs
 from megatron5d.planning.auto_schedule import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
@@ -202,9 +203,11 @@ def _layers(c: Config, world: int) -> Iterator[Change]:
     counts: Iterable[int] = range(1, m.num_layers + 1)
     change: Change = {"recompute.group_layers": min(r.group_layers, 2)}
     if layout is not None:
-        least = min(each for each in layout if each)
-        change["pipeline.layout"] = [(each > 0) + (each > least) for each in layout]
-        counts = [sum(change["pipeline.layout"])]
+        held = [len(spec.layers) for spec in stage_specs(layout, m)]  # the rest are multi-token prediction's
+        least = min(each for each in held if each)
+        fewer = [each - (each > 0) - (each > least) for each in held]
+        change["pipeline.layout"] = [each - less for each, less in zip(layout, fewer)]
+        counts = [m.num_layers - sum(fewer)]
     if r.num_layers is not None:
         change["recompute.num_layers"] = 1
     if r.stage_layers is not None:

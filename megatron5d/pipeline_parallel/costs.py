@@ -15,14 +15,15 @@ class StageCosts:
     Args:
         compute: `[len(OPS), num_stages]` compute time of each op on each stage.
         a2a: `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide.
-        comm: latency of a message between neighbouring stages on different ranks.
+        comm: latency of a message between neighbouring stages on different ranks; one number, or `[num_stages]`, of
+            each stage with the next.
         activation: `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers.
         stash: `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same unit.
     """
 
     compute: np.ndarray
     a2a: np.ndarray
-    comm: float
+    comm: float | np.ndarray
     activation: np.ndarray
     stash: np.ndarray
 

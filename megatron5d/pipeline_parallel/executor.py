@@ -112,10 +112,11 @@ class Executor:
         self._values: dict[Value, Tensor] = {}
         proofs = completed_sends(program, rank)
         self._split = {action[1:] for slot in program.ranks[rank] for action in slot if action.op == "I"}
-        self._slots: list[tuple[tuple[ReceiveChannel, ...], tuple[_Task, ...]]] = []
+        self._slots: list[tuple[tuple[tuple[ReceiveChannel, int], ...], tuple[_Task, ...]]] = []
         for receives, slot, _ in slot_messages(program, rank):
             tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
-            self._slots.append((tuple(_end(channels, message, ReceiveChannel) for message in receives), tasks))
+            due = tuple((_end(channels, each, ReceiveChannel), each.flow.boundary) for each in receives)
+            self._slots.append((due, tasks))
         self._following = _following([tasks for _, tasks in self._slots])
 
     def _look_up(self, action: Action, stages, channels, proofs) -> _Task:
@@ -130,13 +131,13 @@ class Executor:
         task.completed_sends = [(channels[flow], count) for flow, count in proofs.get(action, ())]
         return task
 
-    def run(self, batches: Sequence[MicroBatch], loss: Loss, form: TensorMeta) -> None:
+    def run(self, batches: Sequence[MicroBatch], loss: Loss, forms: Sequence[TensorMeta]) -> None:
         """Runs the whole Program once, and waits until all its messages have arrived.
 
         Args:
             batches: the MicroBatch of every micro-batch, which its phases read.
             loss: takes the last stage's outputs and returns their gradients.
-            form: shape and dtype of what is sent between stages, `[s/cp/tp, b, h]`.
+            forms: shape and dtype of what is sent between each stage and the next, `[s/cp/tp, b, h]`.
 
         Raises:
             PipelineError: an action failed, or the rank that it waited for is gone.
@@ -144,7 +145,7 @@ class Executor:
         Comm: the Program's messages on the pipeline axis, beside the layers' own.
         """
         for (receives, tasks), following in zip(self._slots, self._following):
-            self._post(receives, tasks, form)
+            self._post(receives, tasks, forms)
             for each in following:
                 each.stage.prefetch(each.op)
             running = list(tasks)
@@ -154,10 +155,12 @@ class Executor:
                         running.remove(task)
         self._finish()
 
-    def _post(self, receives: tuple[ReceiveChannel, ...], tasks: tuple[_Task, ...], form: TensorMeta) -> None:
+    def _post(
+        self, receives: Sequence[tuple[ReceiveChannel, int]], tasks: tuple[_Task, ...], forms: Sequence[TensorMeta]
+    ) -> None:
         try:
-            for receive_channel in receives:
-                receive_channel.post(form)
+            for receive_channel, boundary in receives:
+                receive_channel.post(forms[boundary])
         except Exception as error:
             raise self._failure(tasks[0].action, error) from error
 
@@ -263,7 +266,7 @@ class Pipeline:
         placement: of those Programs.
         stages: the stage of every (direction, stage) that this rank holds.
         axis: pp.
-        form: shape and dtype of what is sent between stages, `[s/cp/tp, b, h]`.
+        forms: shape and dtype of what each stage sends to the next, `[s/cp/tp, b, h]`, or several one after the other.
         timeout_s: seconds after which a message is given up (`parallel.timeout_s`); None = torch's own.
 
     Comm: the channels are opened, see comm/p2p.py.
@@ -275,16 +278,16 @@ class Pipeline:
         placement: Placement,
         stages: Mapping[tuple[int, int], Stage],
         axis: Axis,
-        form: TensorMeta,
+        forms: Sequence[TensorMeta],
         timeout_s: float | None = None,
     ) -> None:
-        self.placement, self.axis, self.form = placement, axis, form
+        self.placement, self.axis, self.forms, device = placement, axis, forms, forms[0].device
         self._program_of, self._stages = program_of, stages
         lines = flows(Program("channels", placement, (), ()))
-        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, form.device, timeout_s)
+        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, device, timeout_s)
         self._channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self._waits, self._runs = Exposure(form.device), Exposure(form.device)
+        self._waits, self._runs = Exposure(device), Exposure(device)
 
     @property
     def has_loss(self) -> bool:
@@ -322,7 +325,7 @@ class Pipeline:
 
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs the forward of all micro-batches through the same pipeline."""
-        self.executor(len(batches), training=False).run(batches, loss, self.form)
+        self.executor(len(batches), training=False).run(batches, loss, self.forms)
 
     def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
         """Returns every local phase with its number of micro-batches, in the order in which phases finish.

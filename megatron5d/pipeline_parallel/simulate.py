@@ -192,7 +192,7 @@ def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray,
     plain = costs.plain()
     found = []
     for line in placement.route:
-        hops = np.array([costs.comm if a != b else 0.0 for a, b in zip(line, line[1:])])
+        hops = np.where(np.diff(line) != 0, np.broadcast_to(costs.comm, len(line))[:-1], 0.0)
         down = np.concatenate([[0.0], np.cumsum(plain[F][:-1] + hops)])
         back = np.cumsum((plain[I][1:] + hops)[::-1])[::-1]
         turn = down[-1] + plain[F][-1]
@@ -220,7 +220,7 @@ def first_circle(program: Program) -> list[tuple[int, int]]:
 Timeline = tuple[list[float], list[float], list[float], dict[int, tuple[int, int]]]
 
 
-def _run(program: Program, duration: np.ndarray, comm: float) -> Timeline:
+def _run(program: Program, duration: np.ndarray, comm: float | np.ndarray) -> Timeline:
     """Returns start, end and exposed message latency of every slot, and where a rank that hangs waits for which value.
 
     Every rank runs on until an input is missing, and is woken by the action that makes it.
@@ -263,7 +263,7 @@ def _run(program: Program, duration: np.ndarray, comm: float) -> Timeline:
     return start, end, waited, dict(sorted(stuck.items()))
 
 
-def wiring(program: Program, comm: float) -> tuple[list[int], list[float], list[int], int]:
+def wiring(program: Program, comm: float | np.ndarray) -> tuple[list[int], list[float], list[int], int]:
     """Returns what every action waits for and makes, as numbers of values.
 
     A value is the output of a forward, of an input gradient or of a weight gradient of one (stage, micro-batch); the
@@ -284,7 +284,8 @@ def wiring(program: Program, comm: float) -> tuple[list[int], list[float], list[
     neighbour = np.clip(stage + np.where(is_forward, -1, 1), 0, num_stages - 1)
     far = (route[direction, stage] != route[direction, neighbour]) & (upstream != given)
     inputs = np.stack([upstream, own], axis=1).reshape(-1).tolist()
-    latencies = np.stack([np.where(far, comm, 0.0), np.zeros(len(op))], axis=1).reshape(-1).tolist()
+    late = np.broadcast_to(comm, num_stages)[np.minimum(stage, neighbour)]
+    latencies = np.stack([np.where(far, late, 0.0), np.zeros(len(op))], axis=1).reshape(-1).tolist()
     outputs = (np.where(is_forward, 0, np.where(is_weight, 2 * size, size)) + cell).tolist()
     return inputs, latencies, outputs, given + 1
 

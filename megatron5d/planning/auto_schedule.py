@@ -17,7 +17,7 @@ from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import divisors
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
-from megatron5d.model.partition import layers_per_stage, shared_by_mirror, two_embeddings_knob
+from megatron5d.model.partition import layers_per_stage, shared_parameters, stage_specs
 from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
@@ -255,8 +255,7 @@ def _placements(config: Config) -> list[str]:
 def _why_not(config: Config, placement: Placement) -> str | None:
     """Returns why the model cannot be laid out so; None where it can."""
     try:
-        layers_per_stage(config, placement)
-        shared_by_mirror(placement, two_embeddings_knob(config.model))
+        shared_parameters(placement, stage_specs(layers_per_stage(config, placement), config.model), config.model)
     except ValueError as error:
         return str(error)
     return None

@@ -25,7 +25,7 @@ from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.planning.work import Elements, Matrix, Unit
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh, Shared
 
 Transfers = Mapping[tuple[str, str], float]
 """(axis, operation) -> bytes that this rank sends."""
@@ -37,16 +37,16 @@ class Sharding:
 
     Args:
         config: parallel, precision and optim.
-        mesh: axes of a rank; with those of pairs where mirrored pipeline ranks hold parameters together.
-        shared: which ones they hold together: all, tied or none.
+        mesh: axes of a rank that holds the embedding.
+        shared: which pipeline ranks hold parameters together.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, shared: str = "none") -> None:
+    def __init__(self, config: Config, mesh: Mesh, shared: Shared = NOTHING_SHARED) -> None:
         parallel, dtype = config.parallel, config.precision.dtype
         self.zero, self.mesh = parallel.zero, mesh
-        pair = "pair" if shared == "all" else ""
+        pair = "pair" if "pair" in shared else ""
         dense, expert = (data_axes(mesh, self.zero, pair, kind) for kind in (False, True))
-        tied = data_axes(mesh, self.zero, "pair") if shared == "tied" else dense
+        tied = data_axes(mesh, self.zero, "tied") if "tied" in shared else dense
         self._axes = Elements(dense, expert, tied)  # (shard, replicate) of each kind of parameters
         self.shards = {False: dense[0], True: expert[0]}  # experts' or not -> the ranks that own a slice each
         self.weight = ELEMENT_BYTES[dtype]

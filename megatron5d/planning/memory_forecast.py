@@ -31,6 +31,7 @@ from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
+from megatron5d.planning.work import message_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
@@ -93,7 +94,7 @@ class Forecaster:
         """
         group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(
-            self.sizes, group[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
+            self.sizes, group[pp_rank], num_kv_heads=self.config.model.num_kv_heads, shared=self.layout.shared
         )
         with self.target.paths():
             return self._on(mesh)
@@ -155,11 +156,10 @@ class Forecaster:
         tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
         return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
 
-    def _message_bytes(self) -> int:
-        """Returns bytes of what is sent between stages."""
-        form = boundary_form(self.config, "meta")
-        message = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        return MemoryWatch(self.target.block).rounded(message.nbytes)
+    def _message_bytes(self) -> list[int]:
+        """Returns bytes of what each stage sends to the next."""
+        sizes = message_bytes(self.config, self.layout.specs)
+        return [MemoryWatch(self.target.block).rounded(each) for each in sizes]
 
     def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int]:
         """Returns the worst moment of the passes, and the most that data parallelism holds while it ends its
@@ -181,15 +181,17 @@ class Forecaster:
         """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
-            return empty_trace(self._message_bytes()), 0
+            return empty_trace(self._message_bytes()[stage]), 0
         signatures = tuple(map(_signature, units))
-        key = (signatures, spec.embedding, spec.head, model.embedding is not None and model.head is not None)
+        sent = [self.layout.specs[max(stage - 1, 0)].sent, spec.sent]
+        shares = model.embedding is not None and (model.head is not None or bool(model.mtp_blocks))
+        key = (signatures, spec.embedding, spec.head, shares, *sent)
         if key not in self._known:
-            form = boundary_form(config, "meta")
+            form, *forms = [boundary_form(config, "meta", states) for states in (1, *sent)]
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
             tracer = Tracer(
-                form.shape, form.dtype, batch, len(loss_terms(config)), split=split, block=self.target.block,
-                sync=sync if config.parallel.zero >= 2 else None,
+                [each.shape for each in forms], form.dtype, batch, len(loss_terms(config)), split=split,
+                block=self.target.block, sync=sync if config.parallel.zero >= 2 else None,
                 rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
             )  # fmt: skip
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)

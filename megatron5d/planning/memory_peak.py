@@ -139,7 +139,7 @@ def find_peak(
     program: Program,
     rank: int,
     traces: Mapping[int, StageTrace],
-    message_bytes: int,
+    message_bytes: Sequence[int],
     replay: Replay | None = None,
     moments: list[Peak] | None = None,
 ) -> Peak:
@@ -149,7 +149,7 @@ def find_peak(
         program: a verified Program.
         rank: the pipeline rank.
         traces: of every stage that the rank holds.
-        message_bytes: of a message between stages.
+        message_bytes: of a message from each stage to the next.
         replay: data parallelism, inside its context; None = it has no temporary buffers.
         moments: takes two moments of every slot: the worst while it runs, and what is held when it has run.
     """
@@ -157,7 +157,7 @@ def find_peak(
     line = list(slot_messages(program, rank))
     following = _following([each.slot for each in line], traces)
     for each, after in zip(line, following):
-        walk.messages += message_bytes * len(each.receives)
+        walk.messages += sum(message_bytes[message.flow.boundary] for message in each.receives)
         walk.see(each.slot[0], 0)  # before its input has proved anything sent to have arrived
         if replay is not None:
             replay.expect(after)
@@ -190,7 +190,7 @@ class _Walk:
         program: Program,
         rank: int,
         traces: Mapping[int, StageTrace],
-        message_bytes: int,
+        message_bytes: Sequence[int],
         replay: Replay | None,
     ) -> None:
         self.program, self.traces, self.message_bytes, self.replay = program, traces, message_bytes, replay
@@ -229,7 +229,7 @@ class _Walk:
         if op == "F":
             self._keep(here, forward, len(forward))
             if here in self._shared:
-                self.stages -= self.message_bytes
+                self.stages -= self.message_bytes[stage - 1]
         elif op == "I":
             self._keep(here, None)
             self._stashed[here] = sum(step.delta for op in "FI" for step in trace.passes[op])
@@ -238,7 +238,7 @@ class _Walk:
             self._stashed.pop(here, None)
         if op in "IB" and here in self._shared:
             self._shared.remove(here)
-            self.stages += self.message_bytes
+            self.stages += self.message_bytes[stage - 1]
         self._hand_on(action, trace)
 
     def _keep(self, here: InFlight, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
@@ -278,8 +278,9 @@ class _Walk:
                 self.messages -= self._sent[flow].popleft()
         if action.op == "W":
             return
-        if input_of(self.program, action) is not None:
-            self.messages -= self.message_bytes
+        message = input_of(self.program, action)
+        if message is not None:
+            self.messages -= self.message_bytes[message.flow.boundary]
         elif action.op == "F" and action.stage > 0:
             own = self._local.pop((action.stage - 1, action.microbatch))
             self.messages -= own
@@ -294,7 +295,7 @@ class _Walk:
         ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
         if op == "W" or ends:
             return
-        extra = 0 if op == "F" and trace.output_kept else self.message_bytes
+        extra = 0 if op == "F" and trace.output_kept else self.message_bytes[stage if op == "F" else stage - 1]
         message = output_of(self.program, action)
         if message is None:
             self._local[stage, microbatch] = extra
@@ -317,7 +318,7 @@ class _Walk:
         kept = Counter[str]()
         for steps, alive in self._forward.values():
             kept.update(_kept(steps, alive))
-        elsewhere = len([here for here in self._shared if here in self._forward]) * self.message_bytes
+        elsewhere = sum(self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward)
         kept[BOUNDARY] -= min(kept[BOUNDARY], elsewhere)
         stash = sum(self._stashed.values())
         rest = total - sum(kept.values()) - stash - self.messages - units

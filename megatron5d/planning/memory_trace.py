@@ -192,7 +192,7 @@ class Tracer:
     """Runs stages on the meta device.
 
     Args:
-        shape: of a message between stages, `[s/cp/tp, b, h]`.
+        shapes: of the stage's input and of its output, `[s/cp/tp, b, h]`, or several one after the other.
         dtype: of a message.
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
@@ -203,10 +203,10 @@ class Tracer:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, sync: GradSync | None = None,
-        rehearse: bool = False, split: bool = True, block: int = 1,
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, batch: Any, num_sums: int, *,
+        sync: GradSync | None = None, rehearse: bool = False, split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
-        self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
+        self.shapes, self.dtype, self.batch, self.num_sums = shapes, dtype, batch, num_sums
         self.rehearse, self.split, self.block = rehearse, split, block
         # bucket -> the most bytes until its first weight gradient, from the one before
         self._begun: dict[int, int] = {}
@@ -250,19 +250,17 @@ class Tracer:
                 passes["W"] = self._record(watch, stage.begin("W", 0), times)
         return passes
 
-    def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
+    def _boundary(self, watch: MemoryWatch, shape: tuple[int, ...], last: bool = False) -> tuple[Tensor, Step]:
         """Returns the input of a pass, and the step that counts it."""
         before = watch.forget_peak()
-        x = torch.empty(self.num_sums, dtype=statistics_dtype(self.dtype), device="meta") if last else self._message()
+        form = (self.num_sums, statistics_dtype(self.dtype)) if last else (shape, self.dtype)
+        x = torch.empty(form[0], dtype=form[1], device="meta")
         return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
-
-    def _message(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def _forward(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], first: bool
     ) -> tuple[Step, ...]:
-        x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
+        x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, self.shapes[0])
         work = stage.begin("F", 0, x, self.batch)
         del x
         return (arrival, *self._record(watch, work, times, lambda: stage.host_bytes(0)))
@@ -270,7 +268,7 @@ class Tracer:
     def _backward(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
     ) -> tuple[Step, ...]:
-        grad, arrival = self._boundary(watch, last)
+        grad, arrival = self._boundary(watch, self.shapes[1], last)
         work = stage.begin("I" if split else "B", 0, grad)
         del grad
         return (arrival, *self._record(watch, work, times))

@@ -17,7 +17,6 @@ from megatron5d.checkpoint.hf.weights import model_config_from_hf
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config, LogConfig
 from megatron5d.model.flops import flops_per_token
-from megatron5d.model.partition import stage_specs
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.pipeline_parallel.simulate import kept_between_slots, simulate, waiting_shares
@@ -29,6 +28,7 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import least_needed, table
 from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost
+from megatron5d.planning.work import message_bytes
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.process import Process
@@ -63,15 +63,10 @@ class Estimator:
         check_predictable(config)
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
-        stages = self.workloads.stages(config, stage_specs(layout.layers), layout.shared)
+        stages = self.workloads.stages(config, layout)
         flops = flops_per_token(config.model, config.train.seq_len)
-        return step_cost(
-            Prices(self.cluster, config, _mesh(config, world, layout.shared), layout.shared),
-            program,
-            stages,
-            world,
-            flops,
-        )
+        prices = Prices(self.cluster, config, _mesh(config, world, layout), layout)
+        return step_cost(prices, program, stages, world, flops)
 
     def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
         """Returns the bytes each pipeline rank needs at least: its state, and what passes keep between two slots.
@@ -85,8 +80,8 @@ class Estimator:
         """
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
-        sharding = Sharding(config, _mesh(config, world, layout.shared), layout.shared)
-        stages = self.workloads.stages(config, stage_specs(layout.layers), layout.shared)
+        sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
+        stages = self.workloads.stages(config, layout)
         kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
         allocated = kept_between_slots(program, kept)
         for rank in range(program.num_ranks):
@@ -104,14 +99,14 @@ def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mappin
         layout: of its pipeline.
     """
     program = layout.program_of(micro_batch_counts(config, world)[-1])
-    sharding = Sharding(config, _mesh(config, world, layout.shared), layout.shared)
-    stages = Workloads(Target()).stages(config, stage_specs(layout.layers), layout.shared)
-    return sent_bytes(config, sharding, program, stages)
+    sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
+    stages = Workloads(Target()).stages(config, layout)
+    return sent_bytes(message_bytes(config, layout.specs), sharding, program, stages)
 
 
-def _mesh(config: Config, world: int, shared: str = "none") -> Mesh:
-    """Returns the axes of rank 0; of pairs, too, where mirrored pipeline ranks hold parameters together."""
-    return planned_mesh(sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, pairs=shared != "none")
+def _mesh(config: Config, world: int, layout: PipelineLayout) -> Mesh:
+    """Returns the axes of rank 0."""
+    return planned_mesh(sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, shared=layout.shared)
 
 
 def check_predictable(config: Config) -> None:

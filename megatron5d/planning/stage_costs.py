@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.config.derived import blocks, is_moe, window_of
+from megatron5d.config.derived import is_moe, window_of
 from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layers_per_stage, split_layers, stage_specs
@@ -52,8 +52,8 @@ class ModelCosts:
         """
         config = self.config
         model, seq_len = config.model, config.train.seq_len
-        specs = stage_specs(layers_per_stage(config, placement))
-        held = [[*spec.layers, *(blocks(model)[model.num_layers :] if spec.head else [])] for spec in specs]
+        specs = stage_specs(layers_per_stage(config, placement), model)
+        held = [spec.blocks(model) for spec in specs]
         layers = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held])
         unit = layers.sum() / placement.num_ranks
         cores = np.array([sum(core_flops(model, seq_len, window_of(model, i)) for i in mine) / 3 for mine in held])
@@ -69,7 +69,8 @@ class ModelCosts:
         return StageCosts(
             compute=np.array([compute[op] for op in OPS]) / unit,
             a2a=np.array([a2a[op] for op in OPS]) / unit,
-            comm=self._hidden_state() * (1 if config.parallel.sp else config.parallel.tp) / unit,
+            comm=np.array([spec.sent for spec in specs])
+            * (self._hidden_state() * (1 if config.parallel.sp else config.parallel.tp) / unit),
             activation=share,
             stash=share,
         )

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron5d.config.schema import ELEMENT_BYTES, Config
+from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Program
 from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_shares
@@ -39,16 +39,9 @@ from megatron5d.planning.dp_traffic import (
     passed_bytes,
     rounds,
 )
-from megatron5d.planning.work import Unit, Work, together
-from megatron5d.topology.mesh import Mesh
-
-
-def message_bytes(config: Config) -> int:
-    """Returns bytes of the hidden states that travel between stages, `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without
-    sp."""
-    train, parallel = config.train, config.parallel
-    rows = train.mbs * train.seq_len // parallel.cp // (parallel.tp if parallel.sp else 1)
-    return rows * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
+from megatron5d.planning.work import Unit, Work, message_bytes, together
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
+from megatron5d.train.pipeline_layout import PipelineLayout
 
 
 def pass_counts(program: Program) -> np.ndarray:
@@ -60,20 +53,20 @@ def pass_counts(program: Program) -> np.ndarray:
 
 
 def sent_bytes(
-    config: Config, sharding: Sharding, program: Program, stages: Sequence[Sequence[Unit]]
+    messages: Sequence[int], sharding: Sharding, program: Program, stages: Sequence[Sequence[Unit]]
 ) -> tuple[Mapping[str, int], ...]:
     """Returns, for each pipeline rank, axis -> bytes that it sends in a step.
 
     Args:
-        config: of the run.
-        sharding: of its weights and gradients.
+        messages: bytes that each stage sends to the next.
+        sharding: of weights and gradients.
         program: of a step.
         stages: units of every stage.
     """
     counts = pass_counts(program)
     ranks = []
     for rank in range(program.num_ranks):
-        sums = _of_passes(config, sharding, program, stages, rank, counts[rank])
+        sums = _of_passes(messages, sharding, program, stages, rank, counts[rank])
         units = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
         muon = [each.sent(sharding.weight) for each in rounds(units, sharding)]
         for sent in (sharding.reduced(units), sharding.gathered(units), *muon):
@@ -84,7 +77,7 @@ def sent_bytes(
 
 
 def _of_passes(
-    config: Config,
+    messages: Sequence[int],
     sharding: Sharding,
     program: Program,
     stages: Sequence[Sequence[Unit]],
@@ -92,7 +85,7 @@ def _of_passes(
     counts: np.ndarray,
 ) -> Counter[str]:
     """Axis -> bytes that a rank's passes send, whose `[len(OPS), num_stages]` counts are given."""
-    sums, message, last = Counter[str](), message_bytes(config), program.num_stages - 1
+    sums, last = Counter[str](), program.num_stages - 1
     gathered = gathered_bytes(program, rank, stages, sharding) if sharding.gathers_each else {}
     for index, stage in np.argwhere(counts).tolist():
         op, times, units = OPS[index], int(counts[index, stage]), stages[stage]
@@ -104,7 +97,7 @@ def _of_passes(
         if op != "W" and 0 <= neighbour <= last:
             routes = [line for line in program.placement.route if line[stage] == rank]
             away = sum(line[neighbour] != rank for line in routes)
-            sums["pp"] += message * away * times // len(routes)
+            sums["pp"] += messages[min(stage, neighbour)] * away * times // len(routes)
     return sums
 
 
@@ -193,14 +186,15 @@ class Prices:
         cluster: on which.
         config: of the run.
         mesh: axes of rank 0.
-        shared: which parameters mirrored pipeline ranks hold together: all, tied or none.
+        layout: of the pipeline; None = only passes of single units are asked about.
     """
 
-    def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, shared: str = "none") -> None:
+    def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, layout: PipelineLayout | None = None) -> None:
         self.cluster, self.config = cluster, config
+        self.messages = message_bytes(config, layout.specs) if layout else []
         self.groups = {name: cluster.group(axis.ranks) for name, axis in mesh.items()}
         self.neighbours = cluster.group(mesh["pp"].ranks[:2])
-        self.sharding = Sharding(config, mesh, shared)
+        self.sharding = Sharding(config, mesh, layout.shared if layout else NOTHING_SHARED)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
         """Returns seconds of GEMMs, of attention, and of what passes through memory."""
@@ -251,9 +245,9 @@ class Prices:
             if num_bytes  # a dense model has experts' axes, and nothing to send there
         )
 
-    def message(self) -> float:
-        """Returns seconds of what travels between stages."""
-        return self.cluster.seconds(self.neighbours, "send", 1, message_bytes(self.config))
+    def message_seconds(self) -> np.ndarray:
+        """Returns `[num_stages]` seconds of what each stage sends to the next."""
+        return np.array([self.cluster.seconds(self.neighbours, "send", 1, each) for each in self.messages])
 
 
 def step_cost(
@@ -278,7 +272,7 @@ def step_cost(
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
     kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
-    costs = StageCosts(spent.sum(0), a2a, prices.message(), kept, np.zeros(program.num_stages))
+    costs = StageCosts(spent.sum(0), a2a, prices.message_seconds(), kept, np.zeros(program.num_stages))
     found = simulate(program, costs)
     busiest = int(found.work.argmax())
     seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
@@ -289,7 +283,7 @@ def step_cost(
         seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
-    sent = sent_bytes(config, prices.sharding, program, stages)
+    sent = sent_bytes(prices.messages, prices.sharding, program, stages)
     waiting = tuple(waiting_shares(program, found))
     return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found)
 

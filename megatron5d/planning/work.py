@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from megatron5d.comm.ledger import Traffic
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops
+from megatron5d.model.partition import StageSpec
+from megatron5d.train.pipeline_layout import boundary_form
 
 Sent = Mapping[tuple[str, str], Traffic]
 """(axis, operation) -> calls, elements and bytes, as the ledger has them."""
@@ -100,8 +103,8 @@ class Matrix:
 
 
 class Elements(NamedTuple):
-    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), a tied embedding's
-    that the mirrored pipeline rank holds too."""
+    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), an embedding's that
+    several pipeline ranks hold."""
 
     dense: Any = 0
     expert: Any = 0
@@ -190,6 +193,12 @@ class CoreFlops:
         if getattr(phase, "kind", None) != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
-        attention: Any = getattr(phase, "phase", phase)  # WithLossSums wraps those of multi-token prediction
+        attention: Any = getattr(phase, "phase", phase)  # Carrying wraps those of multi-token prediction
         whole = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
         return whole / (parallel.tp * parallel.cp) * self._passes[kind]
+
+
+def message_bytes(config: Config, specs: Sequence[StageSpec]) -> list[int]:
+    """Returns bytes of the hidden states that each stage sends to the next."""
+    forms = [boundary_form(config, "meta", spec.sent) for spec in specs]
+    return [prod(form.shape) * form.dtype.itemsize for form in forms]

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd, prod
 
 import torch
@@ -25,7 +25,7 @@ from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.gpt import GPT, is_recomputed
-from megatron5d.model.partition import StageSpec
+from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
@@ -37,7 +37,7 @@ from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import boundary_form
+from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.preflight import parameter_names
 
 EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
@@ -96,28 +96,26 @@ class Workloads:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
 
-    def stages(self, config: Config, specs: Sequence[StageSpec], shared: str = "none") -> list[list[Unit]]:
+    def stages(self, config: Config, layout: PipelineLayout) -> list[list[Unit]]:
         """Returns the units of every stage.
 
         Args:
             config: a valid configuration.
-            specs: what each stage holds.
-            shared: which parameters mirrored pipeline ranks hold together (`PipelineLayout.shared`).
+            layout: of the pipeline.
         """
-        frozen = _frozen_names(config)
+        frozen, before = _frozen_names(config), layout.specs[-1].mtp.start
         stages = [
-            [self._unit(config, kind) for kind in _kinds(config, stage, spec, frozen)]
-            for stage, spec in enumerate(specs)
+            [self._unit(config, kind, before) for kind in _kinds(config, stage, spec, frozen)]
+            for stage, spec in enumerate(layout.specs)
         ]
-        if shared == "tied":
-            _part_ends(stages[0], stages[-1])
+        if "tied" in layout.shared:
+            _part_embedding(stages, layout)
         return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
         """Returns the units of the whole model: of each kind one, how many there are, and whether it is a layer or
         an end."""
-        spec = StageSpec(range(config.model.num_layers), True, True)
-        kinds = Counter(_kinds(config, 0, spec, _frozen_names(config)))
+        kinds = Counter(_kinds(config, 0, whole_model(config.model), _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def block(
@@ -129,15 +127,15 @@ class Workloads:
             config: a valid configuration.
             before: called with the model on the meta device, before a sequence passes it.
         """
-        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before)
+        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before=before)
         names = [kind[0] for kind in kinds]
         return model.units[names.index("moe" if "moe" in names else "dense")], passes
 
-    def _unit(self, config: Config, kind: Kind) -> Unit:
+    def _unit(self, config: Config, kind: Kind, depths: int = 0) -> Unit:
         alone = _alone(config, kind[1])
-        known = self._known.setdefault(repr(alone), {})
+        known = self._known.setdefault(f"{alone} {depths}", {})
         if kind not in known:
-            known |= _traced(alone, self.target)
+            known |= _traced(alone, self.target, depths)
         unit = known[kind].times(config.train.mbs)
         return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
 
@@ -152,17 +150,23 @@ def _sharing(unit: Unit, layers: int) -> Unit:
     return dataclasses.replace(unit, passes=passes)
 
 
-def _part_ends(first: list[Unit], last: list[Unit]) -> None:
-    """Gives the last stage the embedding that it shares with the first; traced on one rank, they have one."""
-    place = next(place for place, unit in enumerate(last) if TIED in unit.borrowed)
-    tied, unit = last[place].read[TIED], first[0]
-    fixed = tied if TIED in last[place].fixed else 0
-    held, frozen = Elements(unit.held.dense - tied, 0, tied), Elements(unit.frozen.dense - fixed, 0, fixed)
-    first[0] = dataclasses.replace(unit, held=held, frozen=frozen)
-    last[place] = dataclasses.replace(
-        last[place], held=last[place].held._replace(tied=tied), frozen=last[place].frozen._replace(tied=fixed),
-        borrowed=last[place].borrowed - {TIED},
-    )  # fmt: skip
+def _part_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
+    """Gives each rank that shares the embedding one of its own; traced on one rank, they have one."""
+    seen = set[frozenset[int]]()
+    for stage, units in enumerate(stages):
+        place = next((place for place, unit in enumerate(units) if TIED in unit.read), None)
+        ranks = frozenset(line[stage] for line in layout.placement.route)
+        if place is None or ranks in seen:
+            continue
+        seen.add(ranks)
+        unit = units[place]
+        tied, own = unit.read[TIED], TIED not in unit.borrowed
+        fixed = tied if TIED in unit.fixed else 0
+        held, frozen = unit.held, unit.frozen
+        units[place] = dataclasses.replace(
+            unit, held=held._replace(dense=held.dense - own * tied, tied=tied),
+            frozen=frozen._replace(dense=frozen.dense - own * fixed, tied=fixed), borrowed=unit.borrowed - {TIED},
+        )  # fmt: skip
 
 
 def _frozen_names(config: Config) -> frozenset[str]:
@@ -179,10 +183,10 @@ def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) 
         yield _block(config, i, is_recomputed(recompute, stage, place), frozen)
     if spec.head:
         yield HEAD, _slices(config), none, none
-        for depth in range(model.num_mtp_layers):
-            again = is_recomputed(recompute, stage, len(spec.layers) + depth)
-            name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
-            yield f"ahead {depth} {name}", again, fp8, fixed
+    for place, depth in enumerate(spec.mtp, len(spec.layers)):
+        again = is_recomputed(recompute, stage, place)
+        name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
+        yield f"ahead {depth} {name}", again, fp8, fixed
 
 
 def _slices(config: Config) -> bool:
@@ -232,9 +236,9 @@ def _window(config: Config, frozen: frozenset[str]) -> range:
     return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
 
 
-def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
-    """Returns every kind of unit of a configuration of `_alone`, for one sequence."""
-    model, kinds, passes = _run_alone(config, target)
+def _traced(config: Config, target: Target, depths: int) -> dict[Kind, Unit]:
+    """Returns every kind of unit of a configuration of `_alone`, for one sequence; `depths` as in `_run_alone`."""
+    model, kinds, passes = _run_alone(config, target, depths)
     counted: set[nn.Parameter] = set()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
@@ -256,13 +260,14 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
 
 
 def _run_alone(
-    config: Config, target: Target, before: Callable[[GPT], None] = lambda model: None
+    config: Config, target: Target, depths: int = 0, before: Callable[[GPT], None] = lambda model: None
 ) -> tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]:
     """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
 
     Args:
         config: as `_alone` returns it.
         target: whose paths the layers take.
+        depths: blocks of multi-token prediction before the head.
         before: called with the model before the sequence passes.
 
     Returns:
@@ -273,10 +278,13 @@ def _run_alone(
     world = dense * (experts // gcd(experts, dense))
     ledger, frozen = Ledger(), _frozen_names(config)
     mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    spec = StageSpec(_window(config, frozen), True, True)
+    window, ahead = _window(config, frozen), model_config.num_mtp_layers
+    specs = {0: StageSpec(window, True, not depths, range(depths or ahead))}
+    if depths:
+        specs[1] = StageSpec(range(0), False, True, range(depths, ahead))
     with target.paths():
         with without_memory():
-            model = GPT(config, mesh, "meta", {0: spec})
+            model = GPT(config, mesh, "meta", specs)
         for parameter in model.parameters():
             if spec_of(parameter).name in frozen:
                 parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
@@ -290,7 +298,7 @@ def _run_alone(
                 passes = _passes(config, model, batch, counter)
             finally:
                 WATCH.reset(watched)
-    return model, list(_kinds(config, 0, spec, frozen)), passes
+    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, frozen)], passes
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:

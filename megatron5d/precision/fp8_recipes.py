@@ -187,7 +187,6 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
         return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
 
     def copies(self, weight: Tensor) -> QuantizedPair:
-        """Returns the FP8 copies of a weight, made if they are missing."""
 
         def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
@@ -228,7 +227,6 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
         return fp8_transpose(x, offsets, powers_of_two=self.powers_of_two)
 
     def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
-        """Returns the FP8 copies of a weight, made if they are missing."""
 
         def make() -> QuantizedPair:
             return QuantizedPair(

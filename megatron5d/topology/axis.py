@@ -39,7 +39,6 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:

@@ -1,7 +1,8 @@
 """The mesh: all axes of this process, in both views of the world, each with its process group."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +10,10 @@ import torch.distributed as dist
 from megatron5d.topology.axis import Axis, Recorder
 from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Sizes, dense_grid, expert_grid
 
+Shared = Mapping[str, Sequence[Sequence[int]]]
+"""Which pipeline ranks hold parameters together: "pair" -> sets of ranks that hold the same stages, "tied" -> the set
+that holds the embedding, where that is another."""
+NOTHING_SHARED: Shared = MappingProxyType({})
 _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", "edp_replicate")
 
 
@@ -20,9 +25,9 @@ class Mesh(Mapping[str, Axis]):
     layers).
     Expert view: ep (= ep_outer × ep_inner), etp, ep_etp, ep_inner_etp, edp, edp_replicate, edp_shard.
     Besides: tp_kv (the tp ranks that hold copies of the same KV heads) and world (all ranks).
-    Where the pipeline ranks r and pp-1-r hold parameters together, also the union of a group of one and that group of
-    the other: dp_cp_pair, dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and
-    edp_replicate_pair.
+    Where several pipeline ranks hold parameters together, also the union of their groups: dp_cp_pair,
+    dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and edp_replicate_pair of two that hold
+    the same stages, dp_cp_tied and so on of all that hold the embedding.
     """
 
     def __init__(self, sizes: Sizes, axes: dict[str, Axis]) -> None:
@@ -64,15 +69,21 @@ def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[
     return ranks_of
 
 
-def pair_groups_of(sizes: Sizes, rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of the mirrored pipeline rank, together.
+def shared_groups_of(sizes: Sizes, rank: int, shared: Shared) -> dict[str, tuple[int, ...]]:
+    """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of all that share with it.
 
-    In the middle of an odd pipeline a rank mirrors itself, and its groups are the plain ones.
+    Args:
+        sizes: of all axes.
+        rank: a global rank.
+        shared: suffix of the names -> disjoint sets of pipeline ranks; the groups of a rank in none are the plain ones.
     """
-    dense = dense_grid(sizes)
-    mirror = dense.group(rank, "pp")[sizes.pp - 1 - dense.coordinate(rank, "pp")]
-    mine, theirs = groups_of(sizes, rank), groups_of(sizes, mirror)
-    return {f"{name}_pair": tuple(sorted({*mine[name], *theirs[name]})) for name in _PAIRED}
+    dense, found = dense_grid(sizes), dict[str, tuple[int, ...]]()
+    line, own = dense.group(rank, "pp"), dense.coordinate(rank, "pp")
+    for suffix, sets in shared.items():
+        together = next((ranks for ranks in sets if own in ranks), (own,))
+        groups = [groups_of(sizes, line[other]) for other in together]
+        found |= {f"{name}_{suffix}": tuple(sorted({r for each in groups for r in each[name]})) for name in _PAIRED}
+    return found
 
 
 def _outer_and_inner(group: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -99,7 +110,7 @@ def build_mesh(
     rank: int = 0,
     *,
     num_kv_heads: int | None = None,
-    pairs: bool = False,
+    shared: Shared = NOTHING_SHARED,
     recorder: Recorder | None = None,
     timeout_s: float | None = None,
 ) -> Mesh:
@@ -112,7 +123,7 @@ def build_mesh(
         sizes: of all axes.
         rank: this process.
         num_kv_heads: of the model, for `tp_kv`.
-        pairs: also make the axes of mirrored pipeline ranks.
+        shared: which pipeline ranks hold parameters together; their axes are made too.
         recorder: counts every collective.
         timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the backend's default (torch
             does not pass the world's timeout on to other groups).
@@ -131,9 +142,9 @@ def build_mesh(
                 groups[ranks] = dist.new_group(list(ranks), group_desc=name, **settings)
             group = groups[ranks]
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
-    for name, ranks in pair_groups_of(sizes, rank).items() if pairs and sizes.pp > 1 else ():
-        # Not shared with another axis of the same ranks: torch names a group by how many groups this rank has made, so
-        # the middle rank of an odd pipeline must make as many as the others.
+    for name, ranks in shared_groups_of(sizes, rank, shared).items():
+        # Not that of another axis with the same ranks: torch names a group by how many groups this rank has made, so
+        # a rank that shares with none must make as many as the others.
         group = dist.new_group(list(ranks), group_desc=name, **settings)
         axes[name] = Axis(name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder)
     return Mesh(sizes, axes)
@@ -144,16 +155,15 @@ def planned_mesh(
     rank: int = 0,
     *,
     num_kv_heads: int | None = None,
-    pairs: bool = False,
+    shared: Shared = NOTHING_SHARED,
     recorder: Recorder | None = None,
 ) -> Mesh:
     """Returns the axes of any rank of any world, without process groups: for models on the meta device.
 
     Args:
-        sizes, num_kv_heads, pairs, recorder: as in `build_mesh`.
+        sizes, num_kv_heads, shared, recorder: as in `build_mesh`.
         rank: the rank whose axes are made.
     """
     ranks_of = groups_of(sizes, rank, num_kv_heads)
-    if pairs and sizes.pp > 1:
-        ranks_of |= pair_groups_of(sizes, rank)
+    ranks_of |= shared_groups_of(sizes, rank, shared)
     return Mesh(sizes, {name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in ranks_of.items()})

@@ -42,7 +42,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -64,7 +63,8 @@ class ShardSpec:
         init: standard deviation of the normal initialisation, or "ones" / "zeros".
         decay: whether weight decay applies.
         shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
-            schedule; a tied embedding whose two uses are on different ranks) and counts as data parallel; otherwise "".
+            schedule), "tied" where several do (an embedding whose uses are on different ranks), and they count as data
+            parallel; otherwise "".
         stack: global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
             orthogonalises one by one; () = one matrix.
         head_rows: rows of a head in each of them, for optim.muon_per_head; () = they have no heads.

@@ -61,8 +61,9 @@ class Run:
 
     @property
     def reads_tokens(self) -> bool:
-        """This rank needs tokens: at the ends of the pipeline; in its middle, to tell documents or padding apart."""
-        ends = self.model.embedding is not None or self.model.head is not None
+        """This rank needs tokens: to embed or to predict them; elsewhere to tell documents or padding apart."""
+        model = self.model
+        ends = model.embedding is not None or model.head is not None or len(model.mtp_blocks) > 0
         return ends or self.config.data.document_mask or self.config.model.num_experts > 0 or self.padded
 
 
@@ -89,7 +90,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         sizes_of(config, process.world),
         process.rank,
         num_kv_heads=config.model.num_kv_heads,
-        pairs=layout.shared != "none",
+        shared=layout.shared,
         recorder=ledger,
         timeout_s=config.parallel.timeout_s,
     )
@@ -154,8 +155,8 @@ def build_trainer(
     held = layout.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
     stages = {(direction, stage): Stage(phases[stage], sync, _graphs(config, mesh)) for direction, stage in held}
-    form = boundary_form(config, sync.buckets[0].weights.device)
-    pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
+    forms = [boundary_form(config, sync.buckets[0].weights.device, spec.sent) for spec in layout.specs]
+    pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], forms, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
     masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"

@@ -56,7 +56,6 @@ class HfExport:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """The tensors."""
         return hf_entries(self.model, json.loads(self.files["config.json"])["model_type"]) + hf_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:

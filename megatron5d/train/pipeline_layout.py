@@ -11,15 +11,10 @@ from megatron5d.comm.p2p import TensorMeta
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.schema import Config
 from megatron5d.model.block_inputs import DTYPES
-from megatron5d.model.partition import (
-    StageSpec,
-    layers_per_stage,
-    shared_by_mirror,
-    stage_specs,
-    two_embeddings_knob,
-)
+from megatron5d.model.partition import StageSpec, layers_per_stage, shared_parameters, stage_specs
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule
+from megatron5d.topology.mesh import Shared
 
 Programs = Callable[[int], Program]
 """Number of micro-batches of a step -> verified Program."""
@@ -32,21 +27,25 @@ class PipelineLayout:
     Args:
         program_of: number of micro-batches of a step -> verified Program.
         placement: of all of them.
-        layers: number of layers of each stage.
-        shared: which parameters mirrored ranks hold together: all, tied or none.
+        specs: what each stage holds.
+        shared: which pipeline ranks hold parameters together.
         note: what the schedule is expected to cost, for the log of rank 0.
     """
 
     program_of: Programs
     placement: Placement
-    layers: tuple[int, ...]
-    shared: str
+    specs: tuple[StageSpec, ...]
+    shared: Shared
     note: str = ""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of layers of each stage, as `layers_per_stage` counts them."""
+        return tuple(len(spec.layers) + (0 if spec.head else len(spec.mtp)) for spec in self.specs)
 
     def stage_specs(self, pp_rank: int) -> dict[int, StageSpec]:
         """Returns what a pipeline rank holds of the model, by stage."""
-        specs = stage_specs(self.layers)
-        return {stage: specs[stage] for _, stage in self.placement.stages_of(pp_rank)}
+        return {stage: self.specs[stage] for _, stage in self.placement.stages_of(pp_rank)}
 
 
 def pipeline_layout(config: Config, world: int, program_of: Programs | None = None) -> PipelineLayout:
@@ -58,7 +57,7 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
         program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a file.
 
     Raises:
-        ValueError: the schedule, the number of micro-batches, the layers or the tied embedding do not fit together.
+        ValueError: the schedule, the number of micro-batches and the layers do not fit together.
     """
     program_of = program_of or cache(named_programs(config))
     programs = [program_of(m) for m in micro_batch_counts(config, world)]
@@ -69,10 +68,8 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
             f"micro-batches that train.gbs_ramp = {','.join(config.train.gbs_ramp or [])} passes through; "
             "set train.gbs_ramp=null"
         )
-    layers = layers_per_stage(config, placement)
-    return PipelineLayout(
-        program_of, placement, tuple(layers), shared_by_mirror(placement, two_embeddings_knob(config.model))
-    )
+    specs = stage_specs(layers_per_stage(config, placement), config.model)
+    return PipelineLayout(program_of, placement, tuple(specs), shared_parameters(placement, specs, config.model))
 
 
 def named_programs(config: Config) -> Programs:
@@ -119,8 +116,14 @@ def micro_batch_counts(config: Config, world: int) -> list[int]:
     return [size // sequences_at_once(config, world) for size in batch_sizes(config)]
 
 
-def boundary_form(config: Config, device) -> TensorMeta:
-    """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
+def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
+    """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp.
+
+    Args:
+        config: of the run.
+        device: on which it lies.
+        states: hidden states that are sent one after the other (`StageSpec.sent`).
+    """
     p, t = config.parallel, config.train
-    rows = t.seq_len // p.cp // (p.tp if p.sp else 1)
+    rows = states * (t.seq_len // p.cp // (p.tp if p.sp else 1))
     return TensorMeta((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)

@@ -204,7 +204,7 @@ class Trainer:
                 stage.graphs.start_step(variant, eager)
         executor = self.pipeline.executor(len(batches))
         with self.pipeline.timed():
-            executor.run(batches, loss, self.pipeline.form)
+            executor.run(batches, loss, self.pipeline.forms)
         return self._counted_once(loss.sums)
 
     def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:

@@ -56,6 +56,46 @@ CASES = {
     ),
     "zero 3, recomputed": (2, {"recompute": "full", "zero": 3}),  # a unit whose head runs before the rest is run again
     "pp3, with the head on a stage that holds no layer": (3, {"depths": 2, "pp": 3, "stages": [1, 1, 0], "gbs": 6}),
+    "a stage of its own, tp2 sp, two depths, recomputed": (
+        8,
+        {"depths": 2, "pp": 4, "tp": 2, "sp": True, "stages": [1, 1, 2, 0], "recompute": "full", "ep": 2, "etp": 1},
+    ),
+    "behind a layer, documents, cp2, zero 1": (
+        6,
+        {"depths": 1, "pp": 3, "cp": 2, "ep": 2, "zero": 1, "stages": [1, 2, 0], "data": DOCUMENTS},
+    ),
+    "tied on three ranks, zero 3, split between two stages": (
+        8,
+        {"depths": 2, "pp": 4, "stages": [1, 1, 1, 0], "tie_embeddings": True, "zero": 3, "schedule": "zb_h1"},
+    ),
+    "interleaved, zero 2, sent past an empty stage": (
+        4,
+        {"depths": 2, "pp": 2, "vpp": 3, "stages": [1, 0, 1, 2, 0, 0], "schedule": "interleaved", "zero": 2},
+    ),
+    "zb_v, before the head, tied": (
+        4,
+        {"pp": 2, "layers": 3, "stages": [1, 1, 2, 0], "schedule": "zb_v", "tie_embeddings": True, "zero": 1},
+    ),
+    "dualpipe, before the head, zero 1": (
+        8,
+        {"pp": 4, "depths": 2, "gbs": 16, "schedule": "dualpipe", "stages": [1, 0, 3, 0], "zero": 1, "ep": 2},
+    ),
+    "dualpipe_v, all five": (
+        16,
+        {
+            "tp": 2,
+            "sp": True,
+            "cp": 2,
+            "pp": 2,
+            "ep": 4,
+            "etp": 1,
+            "zero": 1,
+            "stages": [1, 1, 1, 0],
+            "gbs": 8,
+            "schedule": "dualpipe_v",
+            "data": DOCUMENTS,
+        },
+    ),
     "zb_v, embedding here": (2, {"pp": 2, "layers": 4, "schedule": "zb_v"}),
     "dualpipe, zero": (2, {"pp": 2, "schedule": "dualpipe", "zero": 1}),
     "all five, documents": (

@@ -31,14 +31,16 @@ def recorded(monkeypatch):
     monkeypatch.setattr(run, "_watch_hidden", lambda model, copies: list)  # it reads numbers inside phases
 
 
-def config_of(schedule="1f1b", pp=1, m=4, *, model=None, moe=None, recompute=None, mbs=1, dp=1, **parallel) -> Config:
+def config_of(
+    schedule="1f1b", pp=1, m=4, *, model=None, moe=None, recompute=None, mbs=1, dp=1, layout=None, **parallel
+) -> Config:  # fmt: skip
     vpp = parallel.get("vpp", 1)
     stages = build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages
     shape = {"num_layers": max(2, stages), "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2}
     return Config(
         model=ModelConfig(**shape, **({} if model is MLA else {"head_dim": 8}), vocab_size=61, **(model or {})),
         parallel=ParallelConfig(pp=pp, **parallel),
-        pipeline=PipelineConfig(schedule),
+        pipeline=PipelineConfig(schedule, layout),
         train=TrainConfig(steps=10, gbs=m * dp * mbs, mbs=mbs, seq_len=8, cuda_graph="phases"),
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         precision=PrecisionConfig(dtype="fp64"),
@@ -72,6 +74,7 @@ CASES = {
     "recomputed": (2, config_of("zb_h1", 2, recompute=RecomputeConfig(mode="full", group_layers=2))),
     "parts": (1, config_of(recompute=RecomputeConfig(mode="selective", parts=["norm", "qkv", "activation"]))),
     "tied": (1, config_of(model={"tie_embeddings": True})),
+    "predicting_before_the_head": (2, config_of("zb_h1", 2, model={"num_mtp_layers": 2}, layout=[4, 0])),
     "mla": (1, config_of(model=MLA)),
     "experts": (1, config_of(model=EXPERTS, moe=BALANCED)),
     "experts_apart": (2, config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2)),

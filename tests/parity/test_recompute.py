@@ -56,7 +56,7 @@ def changed_bits(rank, world, config, rows, modes):
     """The modes with other gradients, choices of experts or auxiliary losses than `none` has, here."""
     plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
-    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=plan.shared)
     t, dp, sharding = config.train, mesh["dp"], SequenceSharding(config, mesh)
     batches = [
         sharding(micro_batch(config, rows[list(each)]))

@@ -53,12 +53,10 @@ class Benchmark:
         return self.work(**self.sizes)
 
     def calls(self, device: str = "cuda", tiny: bool = False) -> Calls:
-        """Returns every provider's call, on new inputs."""
         return self.make(device, **(self.tiny if tiny else self.sizes))
 
 
 def random(device: str, *shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Draws normal numbers."""
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
 
 

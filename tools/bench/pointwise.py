@@ -33,7 +33,6 @@ EPS = 1e-5
 
 
 def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Benchmarks it without a residual."""
     leaves = random(device, rows, width, grad=backward), random(device, width, grad=backward)
     return beside_compiled(
         partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS), leaves, backward,
@@ -43,7 +42,6 @@ def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Benchmarks it with a bias."""
     leaves = tuple(random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,)))
     return beside_compiled(
         partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS), leaves, backward,

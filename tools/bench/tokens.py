@@ -17,7 +17,6 @@ def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:
 
 
 def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Benchmarks token losses."""
     logits, labels = random(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
     compiled = torch.compile(kernels.cross_entropy_reference)
     return {
@@ -71,7 +70,6 @@ def _routed(device: str, tokens: int, experts: int, k: int) -> tuple[Tensor, moe
 
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
-    """Sends tokens to the rows of their experts."""
     x, (_, where) = random(device, tokens, width), _routed(device, tokens, experts, k)
     return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
 
@@ -122,7 +120,6 @@ def adamw(device: str, tensors: int, count: int) -> Calls:
 
 
 def gradient_norm(device: str, tensors: int, count: int) -> Calls:
-    """Benchmarks it over many tensors."""
     grads = _tensors(device, tensors, count)
     table = TensorTable(grad=grads)
     return {"ours": lambda: squared_norm(table), "torch": lambda: torch.nn.utils.get_total_norm(grads)}

@@ -252,7 +252,7 @@ def smallest_world(config: Config) -> int:
 def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) -> dict[str, ShardedTensor]:
     """Returns what one rank of a run writes to a checkpoint, without memory. No communication."""
     kv_heads = config.model.num_kv_heads
-    mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, pairs=layout.shared != "none")
+    mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, shared=layout.shared)
     with without_memory():
         model = GPT(config, mesh, "meta", layout.stage_specs(mesh["pp"].rank), layout.shared)
     sync = build_sync(config, mesh, model)

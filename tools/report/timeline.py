@@ -9,7 +9,6 @@ import numpy as np
 
 from megatron5d.config.checks import run_checks
 from megatron5d.config.schema import Config
-from megatron5d.model.partition import stage_specs
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_names
@@ -126,7 +125,7 @@ class Timed:
         layout = quick_layout(config, self.world)
         program = layout.program_of(micro_batch_counts(config, self.world)[-1])
         dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
-        stages = self._workloads.stages(config, stage_specs(layout.layers), layout.shared)
+        stages = self._workloads.stages(config, layout)
         kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
         costs = replace(run_costs(dealt).of(program.placement), activation=kept)
         return program, costs, simulate(program, costs)

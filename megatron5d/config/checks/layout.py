@@ -219,12 +219,13 @@ def layout_counts_stages(c: Config, world: int) -> Faults:
         )
 
 
-@check("pipeline.layout", "model.num_layers", *STAGES)
+@check("pipeline.layout", "model.num_layers", "model.num_mtp_layers", *STAGES)
 def layout_sums_to_layers(c: Config, world: int) -> Faults:
-    layout, layers = c.pipeline.layout, c.model.num_layers
-    if layout is not None and sum(layout) != layers:
+    layout, layers, ahead = c.pipeline.layout, c.model.num_layers, c.model.num_mtp_layers
+    if layout is not None and not layers <= sum(layout) <= layers + ahead:
+        more = f", and {layers + ahead} with the blocks of model.num_mtp_layers" if ahead else ""
         yield fault(
-            f"pipeline.layout sums to {sum(layout)} layers, model.num_layers = {layers}",
+            f"pipeline.layout sums to {sum(layout)} layers, model.num_layers = {layers}{more}",
             f"pipeline.layout={_even_layout(c)}",
         )
 

@@ -96,14 +96,14 @@ class Problem:
         stream = np.arange(copies * num_stages)
         stage, rank = stream % num_stages, np.array(placement.route).reshape(-1)
         above, below = np.where(stage < num_stages - 1, stream + 1, -1), np.where(stage > 0, stream - 1, -1)
-        neighbour = np.stack([above, below], axis=1)
+        neighbour, late = np.stack([above, below], axis=1), np.broadcast_to(costs.comm, num_stages)
         held_by = [sorted(np.flatnonzero(rank == r), key=lambda held: held % num_stages) for r in range(num_ranks)]
         along = 2 * np.arange(num_ranks) / max(num_ranks - 1, 1) - 1
         compute, a2a = (np.ascontiguousarray(times[SPLIT_OPS][:, stage].T) for times in (costs.compute, costs.a2a))
         streams = Streams(
             rank=rank,
             neighbour=neighbour,
-            latency=np.where(rank[neighbour] != rank[:, None], costs.comm, 0.0),
+            latency=np.where(rank[neighbour] != rank[:, None], late[np.stack([stage, stage - 1], axis=1)], 0.0),
             num_microbatches=np.bincount(self.direction, minlength=copies)[stream // num_stages],
             compute=compute,
             a2a=a2a,

@@ -121,7 +121,7 @@ class Profiler:
             self._folder = Path(config.profile)
         phases = set(run.model.phases)
         self._names = {
-            phase: (type(getattr(phase, "phase", phase)).__name__, place)  # `WithLossSums` wraps those of mtp
+            phase: (type(getattr(phase, "phase", phase)).__name__, place)  # `Carrying` wraps those of mtp
             for place, phase in run.model.named_modules()
             if phase in phases
         }

@@ -173,7 +173,6 @@ class Reporter:
                 )
 
     def start_clock(self) -> None:
-        """Starts the clock of a step."""
         self.run.ledger.clear()
         self.run.ledger.timing = self._slow_ranks.active
         self._slow_ranks.start()
@@ -186,7 +185,6 @@ class Reporter:
         self._slow_ranks.step(self._seconds, self._waits)
 
     def add(self, name: str, value: float) -> None:
-        """Adds a figure to the next record."""
         self._pending[name] = value
 
     def step(self, result: StepResult, lr: float) -> None:
@@ -261,7 +259,6 @@ class Reporter:
         return record
 
     def say(self, text: str) -> None:
-        """Prints a line on the console of rank 0."""
         if self.active:
             self._display.say(text)
 

@@ -177,6 +177,8 @@ def test_a_check_is_not_run_on_a_value_that_is_illegal_by_itself():
         ({"parallel.dp_replicate": 5}, 8, "parallel.dp_replicate=4"),
         ({"optim.schedule": "wsd", "train.steps": 400}, 8, "optim.decay_steps=40"),
         ({"pipeline.layout": [2, 1, 2], "parallel.pp": 3, "model.num_layers": 7}, 12, "pipeline.layout=[3,2,2]"),
+        ({"pipeline.layout": [3, 3, 4], "parallel.pp": 3, "model.num_layers": 7, "model.num_mtp_layers": 2}, 12,
+         "pipeline.layout=[3,2,2]"),
         ({"parallel.pp": 2, "parallel.vpp": 4, "model.num_layers": 5}, 8, "parallel.vpp=2"),
         ({"parallel.pp": 4, "model.num_layers": 3}, 4, "parallel.pp=2 parallel.vpp=1"),
         ({"parallel.pp": 6, "parallel.tp": 2, "parallel.cp": 2, "model.num_layers": 5}, 24,

@@ -29,6 +29,25 @@ def test_commas_and_lone_words_make_lists():
     assert load_config(["data.train=[0.7 a/b, 0.3 c]"]).data.train == ["0.7 a/b", "0.3 c"]
 
 
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("Et|t|tmL", [1, 1, 2]),
+        ("'Et*3|(tt|)*29,m|L'", [3, *[2] * 29, 1, 0]),
+        ("'E|(t|)*2(m|)*2 L'", [0, 1, 1, 1, 1, 0]),
+        ("'Et|((tt|)*2t|)*2L'", [1, 2, 2, 1, 2, 2, 1, 0]),
+    ],
+)
+def test_the_layout_of_megatron(text, counts):
+    assert load_config([f"pipeline.layout={text}"]).pipeline.layout == counts
+
+
+@pytest.mark.parametrize("text", ["t|tL", "Et|mt|L", "Et|L|t", "Et|x|L", "'Et|(t|L'"])
+def test_a_layout_that_is_none_of_megatrons(text):
+    (fault,) = faults([f"pipeline.layout={text}"]).values()
+    assert fault.id == "wrong-type" and "is not a list of integers" in fault.reason
+
+
 def test_texts_that_look_like_something_else_stay_texts():
     config = load_config(["data.split=969,30,1", "log.wandb.name=007", "checkpoint.dir=2024", "log.wandb.project=true"])
     assert (config.data.split, config.log.wandb.name) == ("969,30,1", "007")

@@ -51,7 +51,7 @@ def test_mirrored_ranks_reduce_in_one_order(zero, checked):
     def on_rank(rank, world):
         if checked:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
-        mesh = build_mesh(resolve(world, pp=2), rank, pairs=True)
+        mesh = build_mesh(resolve(world, pp=2), rank, shared={"pair": [(0, 1)]})
         units = [Unit("a", "pair"), Unit("own", ""), Unit("b", "pair")]
         sync = GradSync([[unit] for unit in units], mesh, zero, torch.float64)
         order = [0, 1, 2] if rank == 0 else [2, 1, 0]
@@ -73,7 +73,7 @@ def test_nobody_waits_for_the_mirror_before_the_step_ends():
     """Under ZeRO-1 with replicas: the mirror may first need this rank for something else."""
 
     def on_rank(rank, world):
-        mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, pairs=True)
+        mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, shared={"pair": [(0, 1)]})
         units, waited, under_way = [Unit("a", "pair"), Unit("b", "pair")], [], []
         sync = GradSync([[unit] for unit in units], mesh, 1, torch.float64)
         for bucket in sync.buckets:
@@ -92,7 +92,7 @@ def test_nobody_waits_for_the_mirror_before_the_step_ends():
 
 def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
     def on_rank(rank, world):
-        mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, pairs=True)
+        mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, shared={"pair": [(0, 1)]})
         return [
             tuple(axis.ranks for axis in data_axes(mesh, zero, shared))
             for zero in (0, 1, 2)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,11 +23,13 @@ from megatron5d.model.partition import (
     even_ranks,
     even_stages,
     layers_per_stage,
-    shared_by_mirror,
+    shared_parameters,
     split_layers,
     stage_specs,
 )
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning.stage_costs import ModelCosts
 
 
@@ -77,7 +80,7 @@ PLACEMENTS = [
 
 def rank_loads(layout, costs, placement, first, last):
     """Work of every rank, and of every stage."""
-    parts = stage_specs(layout)
+    parts = stage_specs(layout, ModelConfig(num_layers=sum(layout)))
     stages = [sum(costs[i] for i in p.layers) + first * p.embedding + last * p.head for p in parts]
     ranks = [sum(stages[s] for _, s in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
     return ranks, stages
@@ -168,7 +171,7 @@ def test_by_cost_the_head_weighs_what_it_computes():
     ("layout", "message"),
     [
         ([2, 2, 2], r"names 3 stages, but pipeline.schedule = 1f1b with parallel.pp = 4 has 4"),
-        ([2, 2, 2, 3], r"sums to 9 layers, but model.num_layers = 8"),
+        ([2, 2, 2, 3], r"sums to 9 layers, but model.num_layers = 8; nearest"),
         ([4, 0, 2, 2], r"leaves pipeline rank 1, which has stages \[1\], without a layer"),
     ],
 )
@@ -178,24 +181,70 @@ def test_a_layout_that_does_not_fit_is_refused(layout, message):
 
 
 def test_stages_cover_the_model_in_order():
-    first, second, last = stage_specs([0, 3, 2])
+    first, second, last = stage_specs([0, 3, 2], ModelConfig(num_layers=5))
     assert first == StageSpec(range(0), embedding=True)
     assert second == StageSpec(range(3))
     assert last == StageSpec(range(3, 5), head=True)
-    assert stage_specs([2]) == [StageSpec(range(2), True, True)]
+    assert stage_specs([2], ModelConfig(num_layers=2)) == [StageSpec(range(2), True, True)]
+
+
+AHEAD = ModelConfig(num_layers=4, num_mtp_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "counted", "depths", "sent"),
+    [
+        ([2, 1, 1, 0], [2, 1, 1, 0], [(), (), (), (0, 1)], [1, 1, 1]),  # all with the head
+        ([2, 1, 1, 2], [2, 1, 1, 0], [(), (), (), (0, 1)], [1, 1, 1]),  # the same, counted
+        ([2, 3, 1, 0], [2, 3, 1, 0], [(), (0,), (1,), ()], [1, 2, 3]),
+        ([2, 3, 0, 1], [2, 3, 0, 0], [(), (0,), (), (1,)], [1, 2, 2]),
+        ([6, 0, 0, 0], [6, 0, 0, 0], [(0, 1), (), (), ()], [3, 3, 3]),
+    ],
+)
+def test_prediction_blocks_count_like_the_layers_that_they_follow(layout, counted, depths, sent):
+    config = Config(model=AHEAD, parallel=ParallelConfig(pp=2, vpp=2), pipeline=PipelineConfig(layout=layout))
+    found = layers_per_stage(config, zigzag_placement(2, 2)) if layout[1] else counted
+    assert found == counted
+    specs = stage_specs(found, AHEAD)
+    assert [tuple(spec.mtp) for spec in specs] == depths and [spec.sent for spec in specs][:-1] == sent
+    assert [block for spec in specs for block in spec.blocks(AHEAD)] == list(range(6))
+
+
+def shared(placement, layout=None, **fields):
+    model = ModelConfig(num_layers=2 * placement.num_stages, **fields)
+    specs = stage_specs(layout or [2] * placement.num_stages, model)
+    return shared_parameters(placement, specs, model)
 
 
 def test_who_shares_what():
-    assert shared_by_mirror(loop_placement(4), tied="model.tie_embeddings") == "tied"
-    assert shared_by_mirror(loop_placement(4, 2), tied=None) == "none"
-    assert shared_by_mirror(zigzag_placement(4, 2), tied="model.tie_embeddings") == "none"
-    assert shared_by_mirror(zigzag_placement(4, 3), tied="model.num_mtp_layers") == "tied"
-    assert shared_by_mirror(mirrored_placement(4), tied="model.num_mtp_layers") == "all"
-    assert shared_by_mirror(loop_placement(1), tied="model.tie_embeddings") == "none"
-    with pytest.raises(ValueError, match="tie_embeddings needs the first and the last stage"):
-        shared_by_mirror(Placement(((0, 2, 1),), 3), tied="model.tie_embeddings")
+    tied, ahead = {"tie_embeddings": True}, {"num_mtp_layers": 1}
+    assert shared(loop_placement(4), **tied) == {"tied": [(0, 3)]}
+    assert shared(loop_placement(4, 2)) == shared(zigzag_placement(4, 2), **tied) == shared(loop_placement(1)) == {}
+    assert shared(zigzag_placement(4, 3), **ahead) == {"tied": [(0, 3)]}
+    assert shared(mirrored_placement(4), **ahead) == {"pair": [(0, 3), (1, 2)]}
+    assert shared(Placement(((0, 2, 1),), 3), **tied) == {"tied": [(0, 1)]}
+    before = [2, 2, 5, 0]
+    assert shared(loop_placement(4), before, **ahead) == {"tied": [(0, 2)]}
+    assert shared(loop_placement(4), before, **ahead, **tied) == {"tied": [(0, 2, 3)]}
+    assert shared(mirrored_placement(4), before, **ahead) == {"pair": [(0, 3), (1, 2)], "tied": [(0, 1, 2, 3)]}
+    assert shared(zigzag_placement(2), [2, 2, 5, 0], **ahead) == {"tied": [(0, 1)]}
     with pytest.raises(ValueError, match="mirrored ranks"):
-        shared_by_mirror(Placement(((0, 1, 2), (2, 0, 1)), 3), tied=None)
+        shared(Placement(((0, 1, 2), (2, 0, 1)), 3))
+
+
+def test_prediction_blocks_cost_where_they_stand():
+    """The joins and blocks there, the output matrix with the head; the whole is the model's; messages are larger."""
+    config = config_of(6, layout=[2, 2, 4, 0], flops_per_byte=10.0)
+    config = replace(config, model=replace(config.model, num_mtp_layers=2))
+    with_head = replace(config, pipeline=replace(config.pipeline, layout=[2, 2, 2, 0]))
+    found, default = (ModelCosts(each).of(loop_placement(4)) for each in (config, with_head))
+    assert found.compute.sum() == pytest.approx(default.compute.sum())
+    head = head_flops(config.model) / 3 / ((flops_per_token(config.model, 64) - head_flops(config.model)) / 3 / 4)
+    assert found.compute[0, 3] == pytest.approx(head) and found.compute[0, 2] > 1.9 * found.compute[0, 1]
+    assert found.comm == pytest.approx(found.comm[0] * np.array([1, 1, 3, 3]))
+    assert default.comm == pytest.approx(np.full(4, found.comm[0]) * np.array([1, 1, 1, 3]))
+    longer = simulate(build_program("1f1b", 4, 8), found).makespan
+    assert longer > simulate(build_program("1f1b", 4, 8), replace(found, comm=float(found.comm[0]))).makespan
 
 
 def test_modelled_costs_add_up_to_the_models_flops():
@@ -221,7 +270,7 @@ def test_modelled_costs_count_what_is_sent():
     model = replace(config.model, num_experts=4, top_k=2, first_k_dense=2)
     config = replace(config, model=model, precision=PrecisionConfig(dtype="bf16"))
     at_home = ModelCosts(config).of(loop_placement(4))
-    assert not at_home.a2a.any() and at_home.comm > 0
+    assert not at_home.a2a.any() and (at_home.comm > 0).all()
     config = replace(config, parallel=ParallelConfig(pp=4, ep=2), recompute=RecomputeConfig("full", num_layers=1))
     costs = ModelCosts(config).of(loop_placement(4))
     state = model.hidden_size * 2 * 1000.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
-from timed_stages import FORM, last_gradient, run_timed, timed_executor
+from timed_stages import FORMS, last_gradient, run_timed, timed_executor
 from torch_pipelining import OurPipeline, unchecked_axis
 
 from megatron5d.comm.failures import P2PError
@@ -56,7 +56,7 @@ def test_forwards_alone_run_through_the_same_stages():
             outputs.append((batch, y[:2].tolist()))
 
         executor, held = timed_executor(program, axis_of(rank, world), Costs(), 0.001, training=False)
-        executor.run(range(M), note, FORM)
+        executor.run(range(M), note, FORMS)
         return outputs, held.now
 
     found = run_ranks(on_rank, PP)
@@ -80,7 +80,7 @@ def test_forwards_alone_hold_few_outputs_however_many_micro_batches_there_are(sc
 
         executor, _ = timed_executor(program, axis_of(rank, world), Costs(), 0.0005, training=False)
         hand_on, executor._hand_on = executor._hand_on, count
-        executor.run(range(4 * M), lambda *_: None, FORM)
+        executor.run(range(4 * M), lambda *_: None, FORMS)
         return max(alive)
 
     assert max(run_ranks(on_rank, 3)) <= most
@@ -156,12 +156,12 @@ def test_a_step_that_leaves_something_behind_is_refused():
     program = make_program("unfinished", loop_placement(1), [0, 0], lines)
     executor, held = timed_executor(program, Axis("pp"), Costs(), 0.0)
     with pytest.raises(AssertionError, match="made and never used"):
-        executor.run(range(2), last_gradient, FORM)
+        executor.run(range(2), last_gradient, FORMS)
     lines = [[(Action("F", 0, 0),), (Action("I", 0, 0),)]]
     program = make_program("unfinished", loop_placement(1), [0], lines)
     executor, held = timed_executor(program, Axis("pp"), Costs(), 0.0)
     with pytest.raises(AssertionError, match="still owe a backward"):
-        executor.run(range(1), last_gradient, FORM)
+        executor.run(range(1), last_gradient, FORMS)
 
 
 @pytest.mark.parametrize("schedule", schedule_names())
@@ -289,5 +289,5 @@ def test_two_overlapped_actions_take_turns():
             log.append(self.left.pop(0))
             return bool(self.left)
 
-    Executor(program, 0, {(0, 0): Logged()}, {}).run([0, 1], lambda batch, y: y, FORM)
+    Executor(program, 0, {(0, 0): Logged()}, {}).run([0, 1], lambda batch, y: y, FORMS)
     assert log[3:9] == ["F1a", "B0c", "F1b", "B0b", "F1c", "B0a"]

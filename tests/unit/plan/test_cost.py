@@ -32,7 +32,7 @@ MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidd
 H100 = cluster_called("h100")
 
 
-def layout(*, schedule=None, fields=None, fp8="none", **options):
+def layout(*, schedule=None, stages=None, fields=None, fp8="none", **options):
     """Tensors that dwarf the scalars beside them, and parameters that dwarf what fills their buckets up."""
     config = config_of(**{"gbs": 4, **options})
     size = {"vocab_size": 512, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "head_dim": 16}
@@ -41,7 +41,7 @@ def layout(*, schedule=None, fields=None, fp8="none", **options):
         model=dataclasses.replace(config.model, **{**size, **(fields or {})}),
         train=dataclasses.replace(config.train, seq_len=64),
         precision=PrecisionConfig(dtype="bf16", fp8=fp8),
-        pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
+        pipeline=PipelineConfig(schedule, stages) if schedule else PipelineConfig(),
     )
 
 
@@ -49,7 +49,7 @@ def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
     """(pipeline rank, axis -> bytes) of a step that is not the first."""
     plan, ledger = pipeline_layout(config, world), Ledger()
     mesh = build_mesh(
-        sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, pairs=plan.shared != "none",
+        sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, shared=plan.shared,
         recorder=ledger,
     )  # fmt: skip
     model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
@@ -81,6 +81,10 @@ LAYOUTS = {
     "mla": (4, {"model": "mla", "tp": 2, "sp": True, "cp": 2}),
     "tied-ends-apart": (4, {"pp": 2, "zero": 1, "fields": {"tie_embeddings": True}}),
     "mtp-ends-apart": (4, {"pp": 2, "zero": 2, "fields": {"num_mtp_layers": 1}}),
+    "mtp-before-head": (
+        6, {"pp": 3, "zero": 1, "schedule": "1f1b", "stages": [2, 4, 0], "gbs": 12,
+            "fields": {"num_mtp_layers": 2, "tie_embeddings": True}},
+    ),
     "zero3-one-layer": (8, {"pp": 4, "zero": 3, "gbs": 16, "recompute": FULL}),
     "zero3-fp8": (4, {"pp": 2, "zero": 3, "gbs": 8, "fields": MOE, "fp8": "tensorwise"}),
     "zero3-step": (2, {"zero": 3, **PER_STEP, "gbs": 8, "fp8": "tensorwise"}),

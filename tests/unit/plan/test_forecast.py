@@ -113,7 +113,7 @@ class DeviceWatch(MemoryWatch):
 def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory]) -> Counted:
     plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
-    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=plan.shared)
     with MemoryWatch() as watch:
         model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
         model.initialize(1)
@@ -188,8 +188,9 @@ def _activations(config, model, batch) -> Counter[str]:
 
 
 def _pass(config, model, batch) -> Counter[str]:
-    form, kept = boundary_form(config, "cpu"), Counter[str]()
-    for index in model.stages:
+    kept = Counter[str]()
+    for index, spec in model.stages.items():
+        form = boundary_form(config, "cpu", 1 + spec.mtp.start)
         stage = Stage(model.phases_of(index))
         with DeviceWatch() as watch:
             x = None if model.stages[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
@@ -275,6 +276,17 @@ LAYOUTS = {
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     # the worst moment is in a phase of two buckets: the prediction layer's, and the vocabulary's, which comes first
     "mtp-zero2": (4, {"pp": 2, "zero": 2, "gbs": 4, "recompute": "selective", "fields": {"num_mtp_layers": 1}}),
+    "mtp-before-head": (
+        3,
+        {
+            "pp": 3,
+            "gbs": 6,
+            "schedule": "1f1b",
+            "layout": [2, 4, 0],
+            "zero": 1,
+            "fields": {"num_mtp_layers": 2, "tie_embeddings": True},
+        },
+    ),
     "mtp-5": (2, {"pp": 2, "gbs": 4, "fields": {"num_mtp_layers": 5}}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),

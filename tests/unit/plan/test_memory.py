@@ -39,18 +39,18 @@ def test_activations_in_flight_are_those_of_the_simulation(name):
     trace = StageTrace(split, output_kept=True)
     activations, _ = peak_memory(program, Costs().of(program.placement))
     for rank in range(4):
-        peak = find_peak(program, rank, dict.fromkeys(range(program.num_stages), trace), message_bytes=0)
+        peak = find_peak(program, rank, dict.fromkeys(range(program.num_stages), trace), message_bytes=[0] * 64)
         assert peak.total == round(activations[rank] * program.chunks)
 
 
 def test_a_peak_is_made_of_what_is_there_and_of_what_runs():
     """Two micro-batches of 1F1B on one rank: 10 kept after F, 3 needed for a moment in it, 7 in B."""
     trace = StageTrace({"F": (Step("attention", 13, 10),), "B": (Step("attention", 7, -10, True),)}, output_kept=True)
-    peak = find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=4)
+    peak = find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=[4] * 4)
     assert peak == Peak({"attention": 20}, workspace=7, action=(peak.action), in_flight=2)
     assert str(peak.action)[:2] == "0B" and peak.total == 27
     moments: list[Peak] = []
-    assert find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=4, moments=moments) == peak
+    assert find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=[4] * 4, moments=moments) == peak
     assert [moment.total for moment in moments] == [13, 10, 23, 20, 27, 10, 17, 0]  # in each slot, and after it
 
 
@@ -74,7 +74,7 @@ def test_what_a_weight_gradient_has_let_go_of_is_not_stashed_any_more():
     """W lets go of 6 of 10 bytes and starts a sum of 7: 11 there, and nothing of any forward's."""
     weights = Step("mlp", 0, -6), Step("mlp", 0, -4)
     trace = StageTrace({"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True)
-    peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=0, replay=SumsOf7())
+    peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=[0] * 64, replay=SumsOf7())
     assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (11, 4, 7, 0, {})
 
 
@@ -106,7 +106,7 @@ def test_what_two_stages_of_a_rank_share_is_there_until_both_have_let_go_of_it()
     traces = {0: StageTrace({"F": outer, "B": begin, "I": begin, "W": ()}, output_kept=True), 1: inner}
     whole = "0F0 1F0 1B0 0B0", "0F1 1F1 0F2 1F2 1B1 1B2 0B1 0B2"
     split = [re.sub(r"(\d)B(\d)", r"\1I\2 \1W\2", line) for line in whole]
-    peaks = [find_peak(alone(*lines), 0, traces, message_bytes=4).total for lines in (whole, split)]
+    peaks = [find_peak(alone(*lines), 0, traces, message_bytes=[4] * 4).total for lines in (whole, split)]
     assert peaks == [2 * (6 + 6) + 4 + 50] * 2  # of two micro-batches what both stages keep, and 1B1's own
 
 
@@ -115,14 +115,14 @@ def test_what_an_empty_stage_passes_on_stays_with_the_stage_before_it():
     forward = Step(BOUNDARY, 0, 0), Step("mlp", 60, 6), Step(BOUNDARY, 0, 0)
     backward = Step(BOUNDARY, 4, 4), Step("mlp", 5, -6, True), Step(BOUNDARY, 0, -4)
     traces = {0: StageTrace({"F": forward, "B": backward}, output_kept=True), 1: empty_trace(4)}
-    peak = find_peak(alone("0F0 1F0 0F1 1F1 1B1 1B0 0B1 0B0"), 0, traces, message_bytes=4)
+    peak = find_peak(alone("0F0 1F0 0F1 1F1 1B1 1B0 0B1 0B0"), 0, traces, message_bytes=[4] * 4)
     assert (peak.total, str(peak.action)) == (66, "0F1")
 
 
 def test_receives_are_posted_before_a_slot_knows_what_has_arrived():
     """Empty stages of bfs, before 2F1 has its input, which proves that 0F0's output has arrived: what 0F0, 0F1 and 2F0
     have sent, and room for what 2F1, 2B0 and 2B1 will take."""
-    peak = find_peak(build_program("bfs", 2, 2), 0, dict.fromkeys(range(4), empty_trace(4)), message_bytes=4)
+    peak = find_peak(build_program("bfs", 2, 2), 0, dict.fromkeys(range(4), empty_trace(4)), message_bytes=[4] * 4)
     assert (peak.total, peak.messages, str(peak.action)) == (6 * 4, 6 * 4, "2F1")
 
 

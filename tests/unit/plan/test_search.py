@@ -9,7 +9,6 @@ from parity_configs import config_of
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import PrecisionConfig
-from megatron5d.model.partition import stage_specs
 from megatron5d.planning import layout_search as layouts
 from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import cluster_called
@@ -117,7 +116,7 @@ def test_the_state_seen_at_a_glance_is_the_forecasts(optim, zero):
     words = ["model=llama3_8b", "model.num_layers=2", "train.gbs=8", "precision.dtype=bf16", f"parallel.zero={zero}"]
     given = planned_config([*words, f"optim.name={optim}"], 8)
     plan = quick_layout(given, 8)
-    (units,) = Workloads(Target()).stages(given, stage_specs(plan.layers), plan.shared)
+    (units,) = Workloads(Target()).stages(given, plan)
     seen = Sharding(given, planned_mesh(sizes_of(given, 8)), plan.shared).state_bytes(units)
     (memory,) = Forecaster(given, 8, Target("sm_90")).ranks().values()
     assert seen == pytest.approx(memory.weights + memory.gradients + memory.optimizer, rel=0.01)
