@@ -49,8 +49,7 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """
     narrow = torch.int16 if num_experts < 2**15 else torch.int32  # a radix sort passes over every byte of the keys
     ordered, source = torch.sort(experts.flatten().to(narrow), stable=True)
-    place = torch.empty_like(source)
-    place[source] = torch.arange(source.numel(), device=source.device)
+    place = torch.empty_like(source).scatter_(0, source, torch.arange(source.numel(), device=source.device))
     bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
     offsets = torch.searchsorted(ordered, bounds)
     return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
@@ -125,7 +124,7 @@ def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl
 def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
     """Returns the rows of some tokens, each times its scale (one for each row)."""
     if not dispatch.runs_triton(x) or token.numel() == 0:
-        rows = x[token]
+        rows = x.index_select(0, token)
         return rows if scale is None else (rows.to(scale.dtype) * scale[:, None]).to(x.dtype)
     x = rows_of(x)
     out = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
@@ -198,7 +197,7 @@ class _Unpermute(FirstOrderFunction):
 
 def _by_row(values: Tensor, where: Permutation) -> Tensor:
     """Computes `[n, k]` in the order of the choices -> `[rows]` in that of the rows; 0 where a row is no choice's."""
-    by_row = values.flatten()[where.choice]
+    by_row = values.take(where.choice)
     return by_row if where.live is None else by_row.masked_fill_(~where.live, 0)
 
 
@@ -210,7 +209,7 @@ class _PermuteChoices(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad if ctx.where.live is None else F.pad(grad, (0, 1)))[ctx.where.place], None
+        return (grad if ctx.where.live is None else F.pad(grad, (0, 1))).take(ctx.where.place), None
 
 
 def permute(x: Tensor, where: Permutation) -> Tensor:
@@ -253,20 +252,25 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None) -> 
     return _Unpermute.apply(rows, probs, where)
 
 
+def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Computes `top_k` without a gradient."""
+    if dispatch.runs_triton(scores):
+        scores = rows_of(scores)
+        n, experts = scores.shape
+        values = torch.empty(n, k, dtype=scores.dtype, device=scores.device)
+        indices = torch.empty(n, k, dtype=torch.int64, device=scores.device)
+        config = tuning.select("moe_topk", scores.device)
+        lanes = {"K": k, "EXPERTS": next_power_of_2(experts)}
+        _topk_kernel[(n,)](scores, values, indices, experts, scores.stride(0), **lanes, **config)
+        return values, indices
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return ordered[:, :k].contiguous(), order[:, :k].contiguous()
+
+
 class _TopK(FirstOrderFunction):
     @staticmethod
     def forward(ctx, scores, k):
-        if dispatch.runs_triton(scores):
-            scores = rows_of(scores)
-            n, experts = scores.shape
-            values = torch.empty(n, k, dtype=scores.dtype, device=scores.device)
-            indices = torch.empty(n, k, dtype=torch.int64, device=scores.device)
-            config = tuning.select("moe_topk", scores.device)
-            lanes = {"K": k, "EXPERTS": next_power_of_2(experts)}
-            _topk_kernel[(n,)](scores, values, indices, experts, scores.stride(0), **lanes, **config)
-        else:
-            ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-            values, indices = ordered[:, :k].contiguous(), order[:, :k].contiguous()
+        values, indices = best(scores, k)
         ctx.save_for_backward(indices)
         ctx.num_experts = scores.shape[1]
         ctx.mark_non_differentiable(indices)

@@ -108,6 +108,7 @@ class Exchange:
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None) -> None:
         self.axis, self.send, self.receive, self.codec = axis, send, receive, codec
+        self._is_identity = axis.size == 1 and codec is None
         self._dtype: torch.dtype | None = None  # of the rows
         self._started = False
         self._rows: Pending | None = None
@@ -120,11 +121,11 @@ class Exchange:
             x: `[sum(send), ...]`, rows for rank 0 first.
 
         Returns:
-            The handle for `finish`, one element.
+            The handle for `finish`: one element; on an axis of size 1 without a codec x itself.
 
         Comm: all_to_all of the rows that are not this rank's own / waits for the gradient of `finish`.
         """
-        return _Start.apply(x, self)
+        return x if self._is_identity else _Start.apply(x, self)
 
     def finish(self, handle: Tensor) -> Tensor:
         """Waits for the rows.
@@ -137,6 +138,8 @@ class Exchange:
 
         Comm: none / all_to_all back.
         """
+        if self._is_identity:
+            return handle
         rows = _Finish.apply(handle, self)
         if torch.is_grad_enabled():
             self._rows = None  # without a graph they stay: a recomputation needs them

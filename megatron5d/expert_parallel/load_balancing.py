@@ -101,7 +101,9 @@ class Balancer:
         self.biases: dict[int, Tensor] = {}  # layer -> the router's buffer
         self._row = {layer: i for i, layer in enumerate(self.layers)}
         shape = (len(self.layers), model.num_experts)
-        self.chosen = torch.zeros(shape, dtype=torch.int64, device=device)  # choices of this rank's tokens, this step
+        # choices of this rank's tokens, this step; and those of padding
+        self._counts = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64, device=device)
+        self.chosen = self._counts[:, :-1]
         self.plain = torch.zeros(shape, dtype=torch.int64, device=device)  # by the plain scores; global_aux alone
         self.figures = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)  # this rank's share, this step
@@ -127,7 +129,7 @@ class Balancer:
 
         Comm: all_reduce dp_cp of one number, waited for in the first backward.
         """
-        for tensor in (self.chosen, self.plain, self.figures, self.values):
+        for tensor in (self._counts, self.plain, self.figures, self.values):
             tensor.zero_()
         self.watched = watched
         self._num_microbatches = num_microbatches
@@ -162,7 +164,8 @@ class Balancer:
             if self._counting:
                 self.plain[row] += counts_of(self.plain_choice(logits, experts, tokens), num_experts)
             return
-        self.chosen[row] += counts_of(experts, num_experts)
+        each = experts.flatten()
+        self._counts[row].scatter_add_(0, each, torch.ones_like(each))
         if dropped is not None:
             self.figures[row, _DROPPED] += dropped
         if self.watched:

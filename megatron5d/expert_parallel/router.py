@@ -26,7 +26,7 @@ from megatron5d.autograd.wgrad import Defer, add_weight_grad, defer_weight_grad,
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
 from megatron5d.kernels.dispatch import FirstOrderFunction, statistics_dtype
-from megatron5d.kernels.moe import top_k
+from megatron5d.kernels.moe import best
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
@@ -158,12 +158,12 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
     Returns:
         int64 `[n, k]`.
     """
-    ranked = scores.detach()
+    ranked = scores.detach()  # a choice has no gradient
     if bias is not None:
         ranked = ranked + bias
     if config.top_groups < config.num_groups:
         ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
-    return top_k(ranked, config.top_k)[1]
+    return best(ranked, config.top_k)[1]
 
 
 def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
@@ -186,8 +186,8 @@ def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
         worth = groups.amax(-1)
     else:
         worth = groups.topk(2, dim=-1).values.sum(-1)
-    best = top_k(worth, config.top_groups)[1]  # [n, top_groups]
-    allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+    groups_taken = best(worth, config.top_groups)[1]  # [n, top_groups]
+    allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, groups_taken, True)
     return allowed.repeat_interleave(groups.shape[-1], dim=1)
 
 
@@ -196,7 +196,7 @@ def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
     weights = scores.gather(1, experts)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * config.routed_scaling_factor
+    return weights if config.routed_scaling_factor == 1.0 else weights * config.routed_scaling_factor
 
 
 def within_capacity(

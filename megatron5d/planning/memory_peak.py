@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 from torch import nn
 
@@ -46,6 +48,10 @@ class Replay(MemoryWatch):
         # weights that are not gathered, and whose FP8 copies are still to be made
         staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
         self._staying, self._unused = set(staying), set(staying)
+        self._quantized = {
+            phase: list(filter(is_quantized, phase.parameters())) for own in phases.values() for phase in own
+        }
+        self._gathers = any(bucket.shards_weights for bucket in sync.buckets)
         # a stage tells data parallelism the order of its phases when it is made
         self._steps = {stage: Stage(own, sync).steps for stage, own in phases.items()}
 
@@ -56,7 +62,7 @@ class Replay(MemoryWatch):
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Announces the next actions that read weights, which may be gathered early."""
-        for action in actions:
+        for action in actions if self._gathers else ():
             phases = self._phases[action.stage]
             self._sync.prefetch(phases[0 if action.op == "F" else -1], action.op == "F")
 
@@ -68,13 +74,14 @@ class Replay(MemoryWatch):
         """
         self.forget_peak()
         kind, phase, *_ = self._steps[action.stage][action.op][step]
-        self._sync.before(phase, kind)
+        if self._gathers:
+            self._sync.before(phase, kind)
         return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
     def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
         """Makes the FP8 copies that a phase reads, and returns whether some of them were not there."""
         makes = False
-        for weight in filter(is_quantized, phase.parameters()):
+        for weight in self._quantized[phase]:
             if weight in self._staying:
                 makes = makes or weight in self._unused
                 self._unused.discard(weight)
@@ -95,7 +102,8 @@ class Replay(MemoryWatch):
     def after(self, action: Action, step: int) -> None:
         """Ends a step."""
         kind, phase, *_ = self._steps[action.stage][action.op][step]
-        self._sync.after(phase, kind)
+        if self._gathers or kind == "wgrad":
+            self._sync.after(phase, kind)
         if action.op == "B" and kind == "backward":
             self._sync.after(phase, "wgrad")
 
@@ -168,7 +176,9 @@ def find_peak(
             moments.append(walk.take_moment())
             walk.see(each.slot[-1], 0)
             moments.append(walk.take_moment())
-    worst = walk.peak if moments is None else max(moments, key=lambda moment: moment.total, default=Peak())
+    worst = (
+        walk.take_moment() if moments is None else max(moments[::2], key=lambda moment: moment.total, default=Peak())
+    )
     return replace(worst, host=walk.most_host)
 
 
@@ -195,12 +205,16 @@ class _Walk:
     ) -> None:
         self.program, self.traces, self.message_bytes, self.replay = program, traces, message_bytes, replay
         self.messages = self.stages = self.most = self.host = self.most_host = 0
-        self.peak = Peak()
+        self._worst: _Moment | None = None
         self._proofs = completed_sends(program, rank)
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
         self._local: dict[InFlight, int] = {}  # bytes of outputs for another stage of this rank
-        self._forward: dict[InFlight, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
+        self._forward: dict[InFlight, tuple[int, int]] = {}  # number of done steps of F; of how many something lives
+        self._hosts = {
+            stage: [0, *accumulate(step.host for step in trace.passes["F"])] for stage, trace in traces.items()
+        }
+        self._kept: dict[tuple[int, int, int], Counter[str]] = {}  # (stage, done, alive) -> what `_kept` says
         self._stashed: dict[InFlight, int] = {}
         self._shared: set[InFlight] = set()  # whose input is another stage's output, counted there
 
@@ -209,14 +223,14 @@ class _Walk:
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
-        forward, place, begun = trace.passes["F"], 0, False
+        forward, place, begun = len(trace.passes["F"]), 0, False
         for done, step in enumerate(trace.passes[op]):
             if step.kind != BOUNDARY:  # as in the executor: the input comes with the first phase's turn
                 if begun:
                     yield True
                 begun = True
             if op == "F":
-                self._keep(here, forward[:done], done)
+                self._keep(here, done, done)
             if step.kind == BOUNDARY or self.replay is None:
                 self.see(action, step.rise)
                 self.stages += step.delta
@@ -225,9 +239,9 @@ class _Walk:
                 place += 1
             if step.frees:  # the activations of this phase; with the last phase, also its output
                 alive = self._forward[here][1]
-                self._keep(here, forward, alive - (2 if alive == len(forward) else 1))
+                self._keep(here, forward, max(0, alive - (2 if alive == forward else 1)))
         if op == "F":
-            self._keep(here, forward, len(forward))
+            self._keep(here, forward, forward)
             if here in self._shared:
                 self.stages -= self.message_bytes[stage - 1]
         elif op == "I":
@@ -241,13 +255,14 @@ class _Walk:
             self.stages += self.message_bytes[stage - 1]
         self._hand_on(action, trace)
 
-    def _keep(self, here: InFlight, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
-        """Sets which steps of F are done, and of how many activations live from now on; None = the backward is done."""
-        before, count = self._forward.pop(here, ((), 0))
-        self.host += sum(step.host for step in (steps or ())[:alive]) - sum(step.host for step in before[:count])
+    def _keep(self, here: InFlight, done: int | None, alive: int = 0) -> None:
+        """Sets how many steps of F are done, and of how many activations live from now on; None = the backward is
+        done."""
+        hosts = self._hosts[here[0]]
+        self.host += hosts[alive] - hosts[self._forward.pop(here, (0, 0))[1]]
         self.most_host = max(self.most_host, self.host)
-        if steps is not None:
-            self._forward[here] = steps, alive
+        if done is not None:
+            self._forward[here] = done, alive
 
     def _run_phase(self, action: Action, done: int, place: int, replay: Replay) -> None:
         """Runs one step of an action, with what data parallelism does before, in and after it.
@@ -303,35 +318,51 @@ class _Walk:
             self._sent[message.flow].append(extra)
         self.messages += extra
 
-    def take_moment(self) -> Peak:
-        """Returns the worst moment since the last call."""
-        worst, self.peak, self.most = self.peak, Peak(), 0
-        return worst
-
     def see(self, action: Action, rise: int) -> None:
-        """Records the present moment, with `rise` temporary bytes, if it needs more than any before."""
+        """Notes the present moment, with `rise` temporary bytes, if it needs more than any before."""
         units = 0 if self.replay is None else self.replay.live_bytes
         total = self.stages + self.messages + units + rise
-        if total <= self.most:
-            return
-        self.most = total
+        if total > self.most:
+            self.most, stash = total, sum(self._stashed.values())
+            elsewhere = sum(self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward)
+            self._worst = _Moment(action, total, self.messages, units, stash, elsewhere, dict(self._forward))
+
+    def take_moment(self) -> Peak:
+        """Returns the worst moment since the last call, by kind."""
+        worst, self._worst, self.most = self._worst, None, 0
+        if worst is None:
+            return Peak()
         kept = Counter[str]()
-        for steps, alive in self._forward.values():
-            kept.update(_kept(steps, alive))
-        elsewhere = sum(self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward)
-        kept[BOUNDARY] -= min(kept[BOUNDARY], elsewhere)
-        stash = sum(self._stashed.values())
-        rest = total - sum(kept.values()) - stash - self.messages - units
+        for (stage, _), (done, alive) in worst.forward.items():
+            known = stage, done, alive
+            if known not in self._kept:
+                self._kept[known] = _kept(self.traces[stage].passes["F"][:done], alive)
+            kept.update(self._kept[known])
+        kept[BOUNDARY] -= min(kept[BOUNDARY], worst.elsewhere)
+        stash = worst.stash
+        rest = worst.total - sum(kept.values()) - stash - worst.messages - worst.units
         # the phase that runs may have freed some of its activations already, or W of what was stashed
         freed, rest = max(0, -rest), max(0, rest)
-        if action.op == "W":
+        if worst.action.op == "W":
             freed, stash = max(0, freed - stash), max(0, stash - freed)
         for kind, count in kept.most_common():
             kept[kind] -= min(count, freed)
             freed -= min(count, freed)
         activations = {kind: count for kind, count in kept.items() if count}
-        held = len(self._forward)
-        self.peak = Peak(activations, stash - freed, self.messages, units, rest, action, held)
+        held = len(worst.forward)
+        return Peak(activations, stash - freed, worst.messages, worst.units, rest, worst.action, held)
+
+
+class _Moment(NamedTuple):
+    """What is alive at a moment: bytes in all and of some kinds, and how far every micro-batch is (`_Walk`)."""
+
+    action: Action
+    total: int
+    messages: int
+    units: int
+    stash: int
+    elsewhere: int  # of inputs that other stages count
+    forward: dict[InFlight, tuple[int, int]]
 
 
 def _kept(steps: Sequence[Step], alive: int) -> Counter[str]:

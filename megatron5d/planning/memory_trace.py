@@ -232,17 +232,18 @@ class Tracer:
         making: dict[str, tuple[Step, ...]] = {}
         with MemoryWatch(self.block) as self._watch:
             if self.rehearse:
-                self._cycle(phases, times, NoHooks(), first, last)
+                self._cycle(phases, times, NoHooks(), first, last, (self.split,))
                 making = self._cycle(phases, times, _Requantized(self._sync), first, last)
             passes = self._cycle(phases, times, NoHooks(), first, last)
         return StageTrace(passes, passes["F"][-1].delta == 0, making)
 
     def _cycle(
-        self, phases: Sequence[nn.Module], times: Mapping[nn.Module, int], hooks: NoHooks, first: bool, last: bool
-    ) -> dict[str, tuple[Step, ...]]:
-        """Runs one micro-batch forward and backward, and if backwards are split, another."""
+        self, phases: Sequence[nn.Module], times: Mapping[nn.Module, int], hooks: NoHooks, first: bool, last: bool,
+        splits: Sequence[bool] = (False, True),
+    ) -> dict[str, tuple[Step, ...]]:  # fmt: skip
+        """Runs one micro-batch forward and backward, and if backwards are split, another; or only one of them."""
         watch, passes = self._watch, dict[str, tuple[Step, ...]]()
-        for split in (False, True) if self.split else (False,):
+        for split in splits if self.split else (False,):
             stage = Stage(phases, hooks)
             passes["F"] = self._forward(watch, stage, times, first)
             passes["I" if split else "B"] = self._backward(watch, stage, times, last, split)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
 
 
@@ -32,6 +33,8 @@ def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """
     if func in _JOINING:
         return _joined(func is _JOINING[1], *args)
+    if func in _COUNTING:
+        return _counted(*args, **kwargs)
     if func in _WITH_RULE:
         return _WITH_RULE[func](*args, **kwargs) if args[0].is_meta else None
     if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
@@ -69,6 +72,13 @@ def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | 
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
+def _counted(*bounds: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
+    """Returns the output of torch.arange for integers."""
+    if torch.device(device or "cpu").type != "meta" or not all(type(bound) is int for bound in bounds):
+        return None
+    return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device="meta")
+
+
 def _rolled(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
@@ -89,10 +99,21 @@ def _reduced(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
+def _copied(x: Tensor, *, device: Any = None, **named: Any) -> Tensor | None:
+    return _like(x, **named) if device is None or torch.device(device).type == "meta" else None
+
+
+def _any(x: Tensor, dim: int, keepdim: bool = False) -> Tensor | None:
+    if x.dtype == torch.uint8 or not x.ndim:
+        return None
+    dim %= x.ndim
+    return torch.empty((*x.shape[:dim], *(1,) * keepdim, *x.shape[dim + 1 :]), dtype=torch.bool, device="meta")
+
+
 def _multiplied(x: Tensor, y: Tensor) -> Tensor | None:
-    if x.shape[0] != y.shape[0] or x.shape[2] != y.shape[1] or x.dtype != y.dtype:
+    if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-2] or x.dtype != y.dtype:
         return None  # torch has a message
-    return torch.empty((*x.shape[:2], y.shape[2]), dtype=x.dtype, device="meta")
+    return torch.empty((*x.shape[:-1], y.shape[-1]), dtype=x.dtype, device="meta")
 
 
 def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...] | None:
@@ -123,6 +144,7 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
 
 _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.roll.default: _rolled,
+    torch.ops.aten.tril.default: _rolled,
     torch.ops.aten.empty_like.default: _like,
     torch.ops.aten.zeros_like.default: _like,
     torch.ops.aten._softmax.default: lambda x, _, half: None if half else _rolled(x),
@@ -132,6 +154,9 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mean.dim: _reduced,
     torch.ops.aten.logsumexp.default: _reduced,
     torch.ops.aten.bmm.default: _multiplied,
+    torch.ops.aten.mm.default: _multiplied,
+    torch.ops.aten.any.dim: _any,
+    torch.ops.aten._to_copy.default: _copied,
     torch.ops.aten.index.Tensor: _indexed,
     torch.ops.aten.native_layer_norm.default: _normed,
     torch.ops.aten.native_layer_norm_backward.default: _normed_backward,

@@ -14,11 +14,13 @@ import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from math import gcd, prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron5d.autograd.offload import WATCH
+from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import is_moe, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
@@ -44,6 +46,7 @@ EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
+_Trace = tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]], Any]
 
 
 class _Counter(MemoryWatch):
@@ -60,8 +63,7 @@ class _Counter(MemoryWatch):
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
-        """Returns what was counted since the last call; `core_flops` are those of attention, which are known by
-        formula."""
+        """Returns what was counted since the last call; `core_flops` are attention's, known by formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
         work = Work(tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
@@ -95,6 +97,7 @@ class Workloads:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
+        self._blocks: dict[str, _Trace] = {}
 
     def stages(self, config: Config, layout: PipelineLayout) -> list[list[Unit]]:
         """Returns the units of every stage.
@@ -113,29 +116,34 @@ class Workloads:
         return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
-        """Returns the units of the whole model: of each kind one, how many there are, and whether it is a layer or
-        an end."""
+        """Returns the whole model's units: of each kind one, how many, and whether it is a layer or an end."""
         kinds = Counter(_kinds(config, 0, whole_model(config.model), _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def block(
-        self, config: Config, before: Callable[[GPT], None]
-    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]]]:
-        """Returns the phases of the model's mixture block, or of its dense one, and op -> phase -> its work.
+        self, config: Config, before: Callable[[GPT], Any]
+    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]], Any]:
+        """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its work; and what
+        `before` has returned.
 
         Args:
             config: a valid configuration.
             before: called with the model on the meta device, before a sequence passes it.
         """
-        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before=before)
+        alone = _alone(config, config.recompute.mode != "none")
+        key = f"{alone} 0"
+        if key not in self._blocks:
+            self._blocks[key] = _run_alone(alone, self.target, before=before)
+            self._known.setdefault(key, {}).update(_units(alone, self._blocks[key]))
+        model, kinds, passes, said = self._blocks[key]
         names = [kind[0] for kind in kinds]
-        return model.units[names.index("moe" if "moe" in names else "dense")], passes
+        return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
     def _unit(self, config: Config, kind: Kind, depths: int = 0) -> Unit:
         alone = _alone(config, kind[1])
         known = self._known.setdefault(f"{alone} {depths}", {})
         if kind not in known:
-            known |= _traced(alone, self.target, depths)
+            known |= _units(alone, _run_alone(alone, self.target, depths))
         unit = known[kind].times(config.train.mbs)
         return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
 
@@ -177,21 +185,17 @@ def _frozen_names(config: Config) -> frozenset[str]:
 
 def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) -> Iterator[Kind]:
     model, recompute, none = config.model, config.recompute, frozenset[str]()
+    ends = recompute.mode != "none"  # computed again where anything is: `logit_tokens` says how
     if spec.embedding:
-        yield EMBEDDING, _slices(config), none, none
+        yield EMBEDDING, ends, none, none
     for place, i in enumerate(spec.layers):
         yield _block(config, i, is_recomputed(recompute, stage, place), frozen)
     if spec.head:
-        yield HEAD, _slices(config), none, none
+        yield HEAD, ends, none, none
     for place, depth in enumerate(spec.mtp, len(spec.layers)):
         again = is_recomputed(recompute, stage, place)
         name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
         yield f"ahead {depth} {name}", again, fp8, fixed
-
-
-def _slices(config: Config) -> bool:
-    """Returns the ends are computed again where anything is: of them the mode says nothing, `logit_tokens` does."""
-    return config.recompute.mode != "none"
 
 
 def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
@@ -236,10 +240,9 @@ def _window(config: Config, frozen: frozenset[str]) -> range:
     return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
 
 
-def _traced(config: Config, target: Target, depths: int) -> dict[Kind, Unit]:
-    """Returns every kind of unit of a configuration of `_alone`, for one sequence; `depths` as in `_run_alone`."""
-    model, kinds, passes = _run_alone(config, target, depths)
-    counted: set[nn.Parameter] = set()
+def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
+    """Returns every kind of unit of a configuration of `_alone`, for one sequence, which `_run_alone` has passed."""
+    (model, kinds, passes, _), counted = trace, set[nn.Parameter]()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
     for kind, unit in zip(kinds, model.units):
@@ -259,9 +262,7 @@ def _traced(config: Config, target: Target, depths: int) -> dict[Kind, Unit]:
     return found
 
 
-def _run_alone(
-    config: Config, target: Target, depths: int = 0, before: Callable[[GPT], None] = lambda model: None
-) -> tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]:
+def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable[[GPT], Any] = id) -> _Trace:
     """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
 
     Args:
@@ -271,7 +272,7 @@ def _run_alone(
         before: called with the model before the sequence passes.
 
     Returns:
-        The model, the kind of each of its units, and op -> phase -> its work.
+        The model, the kind of each of its units, op -> phase -> its work, and what `before` has returned.
     """
     parallel, model_config = config.parallel, config.model
     experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
@@ -290,7 +291,7 @@ def _run_alone(
                 parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
         set_load(model, target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, world // dense)
-        before(model)
+        said = before(model)
         with _Counter(ledger) as counter:
             _count_products(model, counter)
             watched = WATCH.set(counter.copied)
@@ -298,7 +299,7 @@ def _run_alone(
                 passes = _passes(config, model, batch, counter)
             finally:
                 WATCH.reset(watched)
-    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, frozen)], passes
+    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, frozen)], passes, said
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
@@ -309,8 +310,7 @@ def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
-    """Yields those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's
-    number."""
+    """Yields those that Muon updates, each with its iteration; globs that exclude must name no layer's number."""
     for parameter in parameters:
         spec = spec_of(parameter)
         if takes_muon(spec, optim):
@@ -332,9 +332,13 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
 def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
     """Returns op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
-    found: dict[str, dict[nn.Module, Work]] = {}
-    core = CoreFlops(config)
-    for back in "BIB":  # the first pass makes the weights' gradients, which are there from then on
+    found, core = dict[str, dict[nn.Module, Work]](), CoreFlops(config)
+    # the first pass makes what stays: FP8 copies of weights, symmetric memory, weights' gradients
+    rehearse = config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused"
+    for parameter in model.parameters():
+        if not (rehearse or getattr(parameter, "frozen", False)):
+            grad_buffer(parameter)
+    for back in "BIB" if rehearse else "IB":
         stage = Stage(phases)
         counter.take(0.0)
         found["F"] = _run(stage.begin("F", 0, None, batch), counter, core)

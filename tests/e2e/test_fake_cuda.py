@@ -105,7 +105,7 @@ WAITS = {
     "padded_shares": (2, 0, [*PARTS, "parallel.tp=2", "parallel.etp=1", "train.seq_len=1023"]),
     "cut_experts": (2, 0, [*PARTS, "parallel.etp=2", "recompute.mode=full"]),
     "planned": (2, 0, [*PARTS, "parallel.ep=2", "moe.exchange=planned", "moe.planned_imbalance=1.5"]),
-    "counted": (2, 4, [*PARTS, "parallel.ep=2"]),  # once a layer
+    "counted": (2, 8, [*PARTS, "parallel.ep=2"]),  # once a layer, and once more for the counts that are put in place
 }
 
 

@@ -6,7 +6,7 @@ Every number comes from the planner, the schedule simulator, or a layer that run
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -19,11 +19,11 @@ from megatron5d.config.schema import Config
 from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.memory_peak import Peak
 from megatron5d.planning.predict import Estimator, bytes_on
-from megatron5d.planning.rank_memory import gigabytes
-from megatron5d.planning.workload import Workloads
+from megatron5d.planning.rank_memory import RankMemory, gigabytes
 from megatron5d.tools.report.layer import layer_record
-from megatron5d.tools.report.timeline import memory_over_time, pipeline_record
+from megatron5d.tools.report.timeline import estimator_on, memory_over_time, pipeline_record, workloads_of
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
 from megatron5d.train.build import sizes_of
 
@@ -44,7 +44,7 @@ DIMENSIONS = (
     ("data parallelism", "dp"),
 )
 """What may cost time, and its kind among a step's seconds."""
-MOST_VARIANTS_S = 12.0  # combinations of two or more switches are tried until so much time has passed
+MOST_VARIANTS_S = 12.0  # combinations of two or more switches are tried until a layout has taken so long
 MEDIAN_ERROR = 0.06  # of predicted step times, on 71 published runs that were not fitted (docs/planning.md)
 
 
@@ -71,14 +71,19 @@ class Asked:
 
 def layout_record(asked: Asked) -> dict[str, Any]:
     """Returns a layout with its variants, grid and pipeline."""
-    config, world = asked.config, asked.world
+    config, world, until = asked.config, asked.world, time.monotonic() + MOST_VARIANTS_S
     on = _switched_on(config)
+    known = ({0: "zero"} if "zero" in on else {}) | {config.parallel.zero: ""}  # ZeRO stage -> variant
     with ProcessPoolExecutor(2) as pool:
+        itself = pool.submit(_itself, asked)
+        stages = {stage: pool.submit(zero_stage, asked, stage) for stage in range(4) if stage not in known}
         pipeline = pool.submit(pipeline_record, config, world, asked.cluster)
-        over_time = pool.submit(memory_over_time, config, world, asked.cluster, asked.target)
-        stages = pool.map(zero_stage, [asked] * 4, range(4))
-        variants = _variants(pool, asked, on)
-        timelines, zero_stages = pipeline.result(), list(stages)
+        variants = _variants(pool, asked, on, until)
+        timelines, (variants[""], over_time) = pipeline.result(), itself.result()
+    zero_stages = [
+        stages[stage].result() if stage in stages else _without_layer(variants[known[stage]], stage)
+        for stage in range(4)
+    ]
     if "sent_bytes" not in variants[""]:  # where no time is predicted
         variants[""]["sent_bytes"] = [dict(sent) for sent in bytes_on(config, world, quick_layout(config, world))]
     name_cuts(variants, on)
@@ -98,7 +103,7 @@ def layout_record(asked: Asked) -> dict[str, Any]:
         "zero_stages": zero_stages,
         "grid": {"dense": grid_record(dense), "expert": grid_record(expert) if config.model.num_experts else None},
         "pipeline": timelines,
-        "memory_over_time": over_time.result(),
+        "memory_over_time": over_time,
     }  # fmt: skip
 
 
@@ -143,27 +148,37 @@ def _switched_on(config: Config) -> tuple[str, ...]:
     return tuple(name for name, is_on in on.items() if is_on)
 
 
-def _variants(pool: ProcessPoolExecutor, asked: Asked, on: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the layout, and what it becomes without each dimension and, as far as time allows, without several.
+def _variants(pool: ProcessPoolExecutor, asked: Asked, on: Sequence[str], until: float) -> dict[str, dict[str, Any]]:
+    """Returns a place for the layout, and what it becomes without each dimension and, until some time, without several.
 
     The key of a variant is the dimensions that are off, with blanks between them.
     """
-    sets = [off for count in range(len(on) + 1) for off in combinations(on, count)]
-    sure = [off for off in sets if len(off) <= 1 or len(off) == len(on)]
+    sets = [off for count in range(1, len(on) + 1) for off in combinations(on, count)]
+    sure = [off for off in sets if len(off) == 1 or len(off) == len(on)]
     rest = [off for off in sets if off not in sure]
-    began = time.monotonic()
-    found = dict(zip(sure, pool.map(variant, [asked] * len(sure), sure)))
-    while rest and time.monotonic() - began < MOST_VARIANTS_S:
+    found: dict[tuple[str, ...], dict[str, Any]] = {(): {}}
+    found |= zip(sure, pool.map(variant, [asked] * len(sure), sure))
+    while rest and time.monotonic() < until:
         some, rest = rest[:2], rest[2:]
         found |= zip(some, pool.map(variant, [asked] * len(some), some))
     return {" ".join(off): record for off, record in found.items()}
 
 
+def _itself(asked: Asked) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the numbers of a layout, and its memory over time, from one forecast."""
+    walked: list[list[Peak]] = []
+    ranks = Forecaster(asked.config, asked.world, asked.target, moments=walked).ranks()
+    over_time = memory_over_time(asked.config, asked.world, asked.cluster, ranks, walked)
+    return {"off": []} | _numbers(asked.config, asked, ranks), over_time
+
+
 def zero_stage(asked: Asked, stage: int) -> dict[str, Any]:
     """Returns the numbers of a layout under another ZeRO stage, without its layer."""
-    record = _numbers_of(changed(asked.config, {"parallel.zero": stage}), asked, {"stage": stage})
-    record.pop("layer", None)
-    return record
+    return _without_layer(_numbers_of(changed(asked.config, {"parallel.zero": stage}), asked, {}), stage)
+
+
+def _without_layer(record: dict[str, Any], stage: int) -> dict[str, Any]:
+    return {"stage": stage} | {key: value for key, value in record.items() if key not in ("layer", "off")}
 
 
 def variant(asked: Asked, off: Sequence[str]) -> dict[str, Any]:
@@ -184,21 +199,20 @@ def _numbers_of(config: Config, asked: Asked, record: dict[str, Any]) -> dict[st
         record["changed"] = f"train.gbs={gbs}"
     if faults := run_checks(config, asked.world, files=False) or pipeline_faults(config, asked.world):
         return record | {"refused": faults[0].reason}
-    return record | _numbers(config, asked)
+    return record | _numbers(config, asked, Forecaster(config, asked.world, asked.target).ranks())
 
 
-def _numbers(config: Config, asked: Asked) -> dict[str, Any]:
-    ranks = Forecaster(config, asked.world, asked.target).ranks()
+def _numbers(config: Config, asked: Asked, ranks: Mapping[int, RankMemory]) -> dict[str, Any]:
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
-    estimator = Estimator(asked.cluster) if asked.cluster else None
-    workloads = estimator.workloads if estimator else Workloads(asked.target)
+    estimator = estimator_on(asked.cluster) if asked.cluster else None
+    layer = layer_record(config, estimator.workloads if estimator else workloads_of(asked.target))
     return {
         "needed_bytes": ranks[worst].needed,
         "worst_rank": worst,
         "moment": ranks[worst].moment,
         "memory": [ranks[rank].kinds() for rank in sorted(ranks)],
         **(_step(estimator, config, asked.world) if estimator else {"unknown_time": "of CPUs no time is predicted"}),
-        "layer": layer_record(config, workloads),
+        "layer": layer,
     }
 
 

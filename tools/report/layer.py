@@ -27,8 +27,7 @@ def layer_record(config: Config, workloads: Workloads) -> list[dict[str, Any]]:
         For each phase `name`; `weights` and `tensors`, each with the shape that a rank holds; `sent`, one entry for a
         collective of a pass (bytes of one rank); `kept_bytes` between forward and backward; and `flops` by pass.
     """
-    tensors: dict[str, tuple[int, ...]] = {}
-    phases, passes = workloads.block(config, lambda model: _watch(model, tensors))
+    phases, passes, tensors = workloads.block(config, _watch)
     record = []
     for number, phase in enumerate(phases):
         works = {op: passes[op][phase].times(config.train.mbs) for op in SHOWN if phase in passes[op]}
@@ -64,13 +63,15 @@ def _sent(op: str, work: Work) -> list[dict[str, Any]]:
     ]
 
 
-def _watch(model: GPT, tensors: dict[str, tuple[int, ...]]) -> None:
+def _watch(model: GPT) -> dict[str, tuple[int, ...]]:
     """Has the first call of every module of the model's blocks noted: module -> shape of its output."""
+    tensors: dict[str, tuple[int, ...]] = {}
     for unit in model.units:
         for phase in unit:
             for module in phase.modules():
                 if not list(module.children()) or module is phase:
                     _note_output(module, tensors)
+    return tensors
 
 
 def _note_output(module: nn.Module, tensors: dict[str, tuple[int, ...]]) -> None:

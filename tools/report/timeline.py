@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,12 @@ from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, simulate
-from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
+from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import Cluster
-from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.memory_forecast import Target
 from megatron5d.planning.memory_peak import Peak
 from megatron5d.planning.predict import Estimator
+from megatron5d.planning.rank_memory import RankMemory
 from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.workload import Workloads
 from megatron5d.train.pipeline_layout import micro_batch_counts
@@ -48,9 +51,12 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
     room = MOST_SLOTS
     for name in dict.fromkeys([config.pipeline.schedule, *schedule_names()]):
         other = replace(config, pipeline=replace(config.pipeline, schedule=name))
-        if records and (run_checks(other, world, files=False) or pipeline_faults(other, world)):
+        if records and run_checks(other, world, files=False):
             continue
-        program, costs, found = timed.step(other)
+        try:
+            program, costs, found = timed.step(other)
+        except ValueError:  # a schedule that does not admit the layout; the run's own does
+            continue
         records.append(_record(name, program, found, timed.in_seconds))
         count = len(program.table.slot_start) - 1
         if count <= room:
@@ -64,12 +70,14 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
     return records
 
 
-def memory_over_time(config: Config, world: int, cluster: Cluster | None, target: Target) -> dict[str, Any]:
+def memory_over_time(
+    config: Config, world: int, cluster: Cluster | None, ranks: Mapping[int, RankMemory], walked: list[list[Peak]]
+) -> dict[str, Any]:
     """Returns what every pipeline rank needs over a step, as the forecast walks through it, in the simulator's time.
 
     Args:
         config, world, cluster: as in `pipeline_record`.
-        target: of the forecast.
+        ranks, walked: of the forecast, and its moments.
 
     Returns:
         `in_seconds`, `makespan`, and `ranks`: of each `staying` (kind -> bytes all the time), `end_of_step` (temporary
@@ -79,8 +87,6 @@ def memory_over_time(config: Config, world: int, cluster: Cluster | None, target
     """
     timed = Timed(config, world, cluster)
     program, _, found = timed.step(config)
-    walked: list[list[Peak]] = []
-    ranks = Forecaster(config, world, target, moments=walked).ranks()
     edges = program.table.rank_start.tolist()
     scale = TICKS / found.makespan if found.makespan else 0.0
     size = -(-2 * len(found.start) // MOST_MOMENTS)
@@ -104,6 +110,9 @@ def _by_kind(moment: Peak) -> dict[str, int]:
     return vars(moment) | {"activations": sum(moment.activations.values())}
 
 
+workloads_of, estimator_on = cache(Workloads), cache(Estimator)  # layouts of a report share what is traced
+
+
 class Timed:
     """Simulates steps of one model under any schedule.
 
@@ -114,8 +123,8 @@ class Timed:
     def __init__(self, config: Config, world: int, cluster: Cluster | None) -> None:
         self.world = world
         self.in_seconds = cluster is not None and config.precision.dtype == "bf16"
-        self._estimator = Estimator(cluster) if cluster is not None and self.in_seconds else None
-        self._workloads = Workloads(Target(cluster.architecture if cluster else None))
+        self._estimator = estimator_on(cluster) if cluster is not None and self.in_seconds else None
+        self._workloads = workloads_of(Target(cluster.architecture if cluster else None))
 
     def step(self, config: Config) -> tuple[Program, StageCosts, Simulation]:
         """Returns the Program of a step, what its passes cost and keep in bytes, and its simulation."""

@@ -64,6 +64,15 @@ def test_any_strides_and_broadcasts(seed):
         lambda x: torch.ops.aten._softmax_backward_data.default(x, x, -1, x.dtype),
         lambda x: torch.ops.aten.exp_.default(x),
         lambda x: torch.ops.aten.roll.default(x, [1], [-1]),
+        lambda x: torch.ops.aten.tril.default(x, -1),
+        lambda x: torch.ops.aten.mm.default(x[0], x[1].t()),
+        lambda x: torch.ops.aten.any.dim(x > 0, -2),
+        lambda x: torch.ops.aten.any.dim(x > 0, 1, True),
+        lambda x: torch.ops.aten._to_copy.default(x.permute(2, 0, 1), dtype=torch.float64),
+        lambda x: torch.ops.aten._to_copy.default(x, dtype=torch.int64, device=x.device),
+        lambda x: torch.ops.aten.arange.default(5, device=x.device),
+        lambda x: torch.ops.aten.arange.start(2, 5, dtype=x.dtype, device=x.device),
+        lambda x: torch.ops.aten.arange.start_step(7, 1, -2, device=x.device),
         lambda x: torch.ops.aten.zeros_like.default(x),
         lambda x: torch.ops.aten.zeros_like.default(x[:1, :1, :1].expand(4, 2, 3)),
         lambda x: torch.ops.aten.zeros_like.default(x.permute(2, 0, 1)),
@@ -126,7 +135,7 @@ class Answered(torch.utils._python_dispatch.TorchDispatchMode):
 def test_it_leaves_what_it_does_not_know_to_torch():
     x, real = torch.empty(2, 3, device="meta"), torch.ones(2, 3)
     for func, args in [
-        (aten.add.Tensor, (real, real)), (aten.mm.default, (x, x.t())), (aten.cat.default, ([real, real],)),
+        (aten.add.Tensor, (real, real)), (aten.mm.default, (x, x.t().double())), (aten.cat.default, ([real, real],)),
         (aten.exp_.default, (real,)), (aten.transpose_.default, (x, 0, 1)), (aten.cat.default, ([x, x.double()],)),
         (aten.add.out, (x, x)),
     ]:  # fmt: skip
