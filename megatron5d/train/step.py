@@ -117,11 +117,12 @@ class Trainer:
             return StepResult(losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}")
         if self.room is not None:
             self.room.start_step()
-        result = self._computed(batches, stop, watched, where)
-        if result is None:  # some rank had no room for its tokens; now all rows are counted
-            result = self._computed(batches, stop, watched, where)
-            assert result is not None
-            result = replace(result, repeated=True)
+        result, runs = None, 0
+        while result is None:  # once more, with counted rows, where some rank had no room for its tokens
+            sums, runs = self.accumulate(batches, watched), runs + 1
+            self.sync.finish_reduce()  # the owned slices now hold the mean gradient
+            result = self._agree(sums, stop, imbalance_of(batches), where)
+        result = replace(result, repeated=runs > 1)
         if result.skipped is None:
             self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
             self.sync.start_gather()
@@ -131,16 +132,9 @@ class Trainer:
                     result = replace(result, layers=self.balancer.layer_figures(self.mesh["world"]))
         return result
 
-    def _computed(
-        self, batches: Sequence[MicroBatch], stop: bool, watched: bool, where: StepSamples | None
-    ) -> StepResult | None:
-        """Makes the mean gradient in the owned slices; returns the figures, or None without room for all rows."""
-        sums = self.accumulate(batches, watched)
-        self.sync.finish_reduce()  # the owned slices now hold the mean gradient
-        return self._agree(sums, stop, imbalance_of(batches), where)
-
     def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None) -> StepResult | None:
-        """Returns the step's figures, the same on every rank, from each rank's share of them; None as `_computed`.
+        """Returns the step's figures, the same on every rank, from each rank's share of them; None without room for all
+        rows.
 
         Args:
             sums: as `accumulate` returned them.
