@@ -29,8 +29,9 @@ from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
+from megatron5d.topology.grid import Shared
 from megatron5d.topology.init_weights import initialize
-from megatron5d.topology.mesh import NOTHING_SHARED, Mesh, Shared
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
 from megatron5d.topology.shard_spec import spec_of
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
 from megatron5d.pipeline_parallel.program import Placement
-from megatron5d.topology.mesh import Shared
+from megatron5d.topology.grid import Shared
 
 BALANCES = ("stages", "ranks", "late", "ends")
 """What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where

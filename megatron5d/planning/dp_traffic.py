@@ -25,7 +25,8 @@ from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.planning.work import Elements, Matrix, Unit
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.mesh import NOTHING_SHARED, Mesh, Shared
+from megatron5d.topology.grid import Shared
+from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
 
 Transfers = Mapping[tuple[str, str], float]
 """(axis, operation) -> bytes that this rank sends."""

@@ -6,11 +6,15 @@ Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, et
 Nothing here communicates: the layout of 16,384 ranks can be checked in one process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
+
+Shared = Mapping[str, Sequence[Sequence[int]]]
+"""Which pipeline ranks hold parameters together: "pair" -> sets of ranks that hold the same stages, "tied" -> the set
+that holds the embedding, where that is another."""
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 

@@ -1,6 +1,6 @@
 """The mesh: all axes of this process, in both views of the world, each with its process group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -8,11 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis, Recorder
-from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Sizes, dense_grid, expert_grid
+from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Shared, Sizes, dense_grid, expert_grid
 
-Shared = Mapping[str, Sequence[Sequence[int]]]
-"""Which pipeline ranks hold parameters together: "pair" -> sets of ranks that hold the same stages, "tied" -> the set
-that holds the embedding, where that is another."""
 NOTHING_SHARED: Shared = MappingProxyType({})
 _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", "edp_replicate")
 

@@ -14,7 +14,7 @@ from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.partition import StageSpec, layers_per_stage, shared_parameters, stage_specs
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule
-from megatron5d.topology.mesh import Shared
+from megatron5d.topology.grid import Shared
 
 Programs = Callable[[int], Program]
 """Number of micro-batches of a step -> verified Program."""

@@ -13,7 +13,8 @@ import pickle
 import re
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,19 @@ _ADMITTED: list[Any] = [Namespace] + [(_Record, name) for name in (
 )]  # fmt: skip
 
 
+@contextmanager
+def _only_admitted() -> Iterator[None]:
+    """Lets torch.load read our stand-ins alone, whatever else this process admits: of one name it takes either."""
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(_ADMITTED)
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(others)
+
+
 def load_inert(path: Path) -> dict[str, Any]:
     """Returns the dict in a file of torch.save, its tensors mapped from the file.
 
@@ -62,7 +76,7 @@ def load_inert(path: Path) -> dict[str, Any]:
         ValueError: it is damaged, or names a class that no checkpoint of Megatron-LM consists of.
     """
     try:
-        with torch.serialization.safe_globals(_ADMITTED):
+        with _only_admitted():
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         told = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error).splitlines()[0])

@@ -13,5 +13,5 @@ def test_ratios_hold(capsys):
         ours = found[what].pop("ours")
         for name, seconds in found[what].items():
             assert ours < 1.5 * most.get(name, 1.3) * seconds, (what, name, ours, seconds)
-    assert found["reshard"]["ours"] < 8 * found["reshard"]["cp, sync"]  # of little data: most of it builds the ranks
+    assert found["reshard"]["ours"] < 12 * found["reshard"]["cp, sync"]  # of little data: two processes build ranks
     assert 1 <= found["restart of 64 ranks"]["ours"] < 1.05
