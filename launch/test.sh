@@ -14,4 +14,4 @@ bash "$root/launch/setup.sh" all
 cd "$root"
 export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # several hundred processes would each compile the modules that they import
-exec .venv/bin/python -m pytest --numprocesses $(($(nproc) + 1)) --maxprocesses 8 --dist worksteal "$@"
+exec .venv/bin/python -m pytest --numprocesses $(($(env -u OMP_NUM_THREADS nproc) + 1)) --maxprocesses 8 --dist worksteal "$@"
