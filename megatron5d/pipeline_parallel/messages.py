@@ -15,6 +15,7 @@ after slot c, then our send is complete when q's message has arrived.
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
@@ -141,6 +142,21 @@ CompletedSends = dict[Action, list[tuple[Flow, int]]]
 """Action -> (flow, count): once the action's input has arrived, the first `count` sends of the flow are complete."""
 
 
+@lru_cache(maxsize=1)
+def _exchanged(program: Program) -> tuple[dict[Message, tuple[int, Action]], list[tuple[int, int, Message]]]:
+    """Returns where each message is taken (position, action), and what is sent (rank, position, message) in order."""
+    taken: dict[Message, tuple[int, Action]] = {}
+    made: list[tuple[int, int, Message]] = []
+    for rank, line in enumerate(program.ranks):
+        for position, slot in enumerate(line):
+            for action in slot:
+                if (message := input_of(program, action)) is not None:
+                    taken[message] = position, action
+                if (message := output_of(program, action)) is not None:
+                    made.append((rank, position, message))
+    return taken, made
+
+
 def completed_sends(program: Program, rank: int) -> CompletedSends:
     """Returns which sends of `rank` each action's input proves to be complete.
 
@@ -148,27 +164,16 @@ def completed_sends(program: Program, rank: int) -> CompletedSends:
         program: a verified Program.
         rank: the pipeline rank that sends.
     """
-    taken = {
-        message: (position, action)
-        for line in program.ranks
-        for position, slot in enumerate(line)
-        for action in slot
-        if (message := input_of(program, action)) is not None
-    }
+    taken, made = _exchanged(program)
     sent: dict[Flow, list[Message]] = defaultdict(list)
     proofs: dict[int, list[tuple[int, int, Action]]] = defaultdict(
         list
     )  # peer -> (position of the send there, of the receive here, consumer)
-    for source, line in enumerate(program.ranks):
-        for position, slot in enumerate(line):
-            for action in slot:
-                message = output_of(program, action)
-                if message is None:
-                    continue
-                if source == rank:
-                    sent[message.flow].append(message)
-                elif message.flow.destination == rank:
-                    proofs[source].append((position, *taken[message]))
+    for source, position, message in made:
+        if source == rank:
+            sent[message.flow].append(message)
+        elif message.flow.destination == rank:
+            proofs[source].append((position, *taken[message]))
     found: CompletedSends = defaultdict(list)
     for flow, messages in sent.items():
         earliest = _earliest(proofs[flow.destination])

@@ -28,7 +28,7 @@ from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.planning.auto_schedule import quick_layout
-from megatron5d.planning.memory_peak import Peak, Replay, find_peak
+from megatron5d.planning.memory_peak import Moment, Peak, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.planning.work import message_bytes
@@ -74,7 +74,7 @@ class Forecaster:
 
     def __init__(
         self, config: Config, world: int, target: Target, layout: PipelineLayout | None = None,
-        moments: list[list[Peak]] | None = None,
+        moments: list[list[Moment]] | None = None,
     ) -> None:  # fmt: skip
         self._moments = moments
         self.config, self.world, self.target = config, world, target
@@ -166,7 +166,7 @@ class Forecaster:
         reductions."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
         held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
-        moments: list[Peak] | None = None if self._moments is None else []
+        moments: list[Moment] | None = None if self._moments is None else []
         sync.drop()
         with Replay(sync, phases, passes_of(self._program, held), self.target.block) as replay:
             peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay, moments)

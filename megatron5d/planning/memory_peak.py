@@ -15,8 +15,9 @@ too, when a phase reads them, and go with the unit; copies of other weights are 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ def find_peak(
     traces: Mapping[int, StageTrace],
     message_bytes: Sequence[int],
     replay: Replay | None = None,
-    moments: list[Peak] | None = None,
+    moments: list[Moment] | None = None,
 ) -> Peak:
     """Returns the worst moment of a step on one rank.
 
@@ -173,13 +174,12 @@ def find_peak(
         while running:
             running = [action for action in running if next(action, None) is not None]
         if moments is not None:
-            moments.append(walk.take_moment())
+            moments.append(walk.noted())
             walk.see(each.slot[-1], 0)
-            moments.append(walk.take_moment())
-    worst = (
-        walk.take_moment() if moments is None else max(moments[::2], key=lambda moment: moment.total, default=Peak())
-    )
-    return replace(worst, host=walk.most_host)
+            moments.append(walk.noted())
+    if moments:
+        return replace(max(moments[::2], key=lambda moment: moment.total).by_kind(), host=walk.most_host)
+    return replace(walk.by_kind(walk.take_moment()), host=walk.most_host)
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
@@ -327,17 +327,27 @@ class _Walk:
             elsewhere = sum(self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward)
             self._worst = _Moment(action, total, self.messages, units, stash, elsewhere, dict(self._forward))
 
-    def take_moment(self) -> Peak:
-        """Returns the worst moment since the last call, by kind."""
+    def take_moment(self) -> _Moment | None:
+        """Returns the worst moment since the last call."""
         worst, self._worst, self.most = self._worst, None, 0
+        return worst
+
+    def noted(self) -> Moment:
+        """Returns the worst moment since the last call, to be split by kind where that is wanted."""
+        worst = self.take_moment()
+        return Moment(worst.total if worst else 0, partial(self.by_kind, worst))
+
+    def by_kind(self, worst: _Moment | None) -> Peak:
+        """Splits a moment by kind."""
         if worst is None:
             return Peak()
         kept = Counter[str]()
-        for (stage, _), (done, alive) in worst.forward.items():
+        for (stage, done, alive), num in Counter((here[0], *far) for here, far in worst.forward.items()).items():
             known = stage, done, alive
             if known not in self._kept:
                 self._kept[known] = _kept(self.traces[stage].passes["F"][:done], alive)
-            kept.update(self._kept[known])
+            for kind, count in self._kept[known].items():
+                kept[kind] += num * count
         kept[BOUNDARY] -= min(kept[BOUNDARY], worst.elsewhere)
         stash = worst.stash
         rest = worst.total - sum(kept.values()) - stash - worst.messages - worst.units
@@ -351,6 +361,13 @@ class _Walk:
         activations = {kind: count for kind, count in kept.items() if count}
         held = len(worst.forward)
         return Peak(activations, stash - freed, worst.messages, worst.units, rest, worst.action, held)
+
+
+class Moment(NamedTuple):
+    """A moment of a step: bytes in all, and by kind when asked."""
+
+    total: int
+    by_kind: Callable[[], Peak]
 
 
 class _Moment(NamedTuple):

@@ -19,7 +19,7 @@ from megatron5d.config.schema import Config
 from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.memory_peak import Peak
+from megatron5d.planning.memory_peak import Moment
 from megatron5d.planning.predict import Estimator, bytes_on
 from megatron5d.planning.rank_memory import RankMemory, gigabytes
 from megatron5d.tools.report.layer import layer_record
@@ -166,7 +166,7 @@ def _variants(pool: ProcessPoolExecutor, asked: Asked, on: Sequence[str], until:
 
 def _itself(asked: Asked) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the numbers of a layout, and its memory over time, from one forecast."""
-    walked: list[list[Peak]] = []
+    walked: list[list[Moment]] = []
     ranks = Forecaster(asked.config, asked.world, asked.target, moments=walked).ranks()
     over_time = memory_over_time(asked.config, asked.world, asked.cluster, ranks, walked)
     return {"off": []} | _numbers(asked.config, asked, ranks), over_time

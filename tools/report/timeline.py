@@ -18,7 +18,7 @@ from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, 
 from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory_forecast import Target
-from megatron5d.planning.memory_peak import Peak
+from megatron5d.planning.memory_peak import Moment, Peak
 from megatron5d.planning.predict import Estimator
 from megatron5d.planning.rank_memory import RankMemory
 from megatron5d.planning.stage_costs import run_costs
@@ -71,7 +71,7 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
 
 
 def memory_over_time(
-    config: Config, world: int, cluster: Cluster | None, ranks: Mapping[int, RankMemory], walked: list[list[Peak]]
+    config: Config, world: int, cluster: Cluster | None, ranks: Mapping[int, RankMemory], walked: list[list[Moment]]
 ) -> dict[str, Any]:
     """Returns what every pipeline rank needs over a step, as the forecast walks through it, in the simulator's time.
 
@@ -95,7 +95,7 @@ def memory_over_time(
         bounds = np.rint(scale * np.stack([found.start[first:stop], found.end[first:stop]], 1)).astype(int).ravel()
         bounds = np.append(bounds, TICKS).tolist()
         groups = [moments[place : place + size] for place in range(0, len(moments), size)]
-        worst = [_by_kind(max(group, key=lambda moment: moment.total)) for group in groups]
+        worst = [_by_kind(max(group, key=lambda moment: moment.total).by_kind()) for group in groups]
         records.append({
             "staying": {kind: value for kind in STAYING if (value := getattr(rank, kind))},
             "end_of_step": rank.end_of_step,
