@@ -177,9 +177,8 @@ def find_peak(
             moments.append(walk.noted())
             walk.see(each.slot[-1], 0)
             moments.append(walk.noted())
-    if moments:
-        return replace(max(moments[::2], key=lambda moment: moment.total).by_kind(), host=walk.most_host)
-    return replace(walk.by_kind(walk.take_moment()), host=walk.most_host)
+    worst = max(moments[::2], key=lambda moment: moment.total) if moments else walk.noted()
+    return replace(worst.by_kind(), host=walk.most_host)
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
@@ -327,17 +326,12 @@ class _Walk:
             elsewhere = sum(self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward)
             self._worst = _Moment(action, total, self.messages, units, stash, elsewhere, dict(self._forward))
 
-    def take_moment(self) -> _Moment | None:
-        """Returns the worst moment since the last call."""
-        worst, self._worst, self.most = self._worst, None, 0
-        return worst
-
     def noted(self) -> Moment:
         """Returns the worst moment since the last call, to be split by kind where that is wanted."""
-        worst = self.take_moment()
-        return Moment(worst.total if worst else 0, partial(self.by_kind, worst))
+        worst, self._worst, self.most = self._worst, None, 0
+        return Moment(worst.total if worst else 0, partial(self._by_kind, worst))
 
-    def by_kind(self, worst: _Moment | None) -> Peak:
+    def _by_kind(self, worst: _Moment | None) -> Peak:
         """Splits a moment by kind."""
         if worst is None:
             return Peak()
