@@ -48,8 +48,11 @@ def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 
 
 def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes the reference; on the CPU by torch's own loop over the same GEMMs, where it takes the tensors."""
-    plain = x.is_cpu or x.is_meta  # where memory is forecast
+    """Computes the reference; on the CPU by torch's own loop over the same GEMMs, where it takes the tensors.
+
+    On the meta device, where memory is forecast, it makes what the CPU would: one output and no parts of it.
+    """
+    plain = x.is_cpu or x.is_meta
     narrow = plain and x.dtype == weight.dtype != torch.float64 and x.numel() and x.is_contiguous()
     aligned = narrow and not (weight.shape[1] % 8 or weight.shape[2] % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16)
     if not aligned or not (weight.is_contiguous() or weight.mT.is_contiguous()):

@@ -166,9 +166,8 @@ def completed_sends(program: Program, rank: int) -> CompletedSends:
     """
     taken, made = _exchanged(program)
     sent: dict[Flow, list[Message]] = defaultdict(list)
-    proofs: dict[int, list[tuple[int, int, Action]]] = defaultdict(
-        list
-    )  # peer -> (position of the send there, of the receive here, consumer)
+    # peer -> (position of the send there, of the receive here, consumer)
+    proofs: dict[int, list[tuple[int, int, Action]]] = defaultdict(list)
     for source, position, message in made:
         if source == rank:
             sent[message.flow].append(message)

@@ -5,11 +5,10 @@ or I, tensors of deferred weight gradients from I until W, a received message fr
 a sent one until its send is known to have finished. Two overlapped actions alternate phase by phase, as in the
 executor, so temporary tensors of one add to the activations of the other.
 
-Data parallelism's part in a step, on the meta device: the Program's walk (planning/memory_peak.py) tells it what runs.
-
-The GradSync that would train gathers, allocates, reduces and frees its buffers as phases begin and end, and its bytes
-are counted. So there is no second account of when a unit is whole. The FP8 copies of gathered weights are made here
-too, when a phase reads them, and go with the unit; copies of other weights are made once a step, and not counted.
+Data parallelism takes part on the meta device (`Replay`): the GradSync that would train gathers, allocates, reduces and
+frees its buffers as phases begin and end, and its bytes are counted. So there is no second account of when a unit is
+whole. The FP8 copies of gathered weights are made here too, when a phase reads them, and go with the unit; copies of
+other weights are made once a step, and not counted.
 """
 
 from __future__ import annotations
