@@ -35,6 +35,11 @@ from megatron5d.kernels.dispatch import (
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
 
 
+def expert_lanes(count: int) -> int:
+    """Returns how many lanes look for a tile's expert; fewer than a warp's would be other binaries, and no faster."""
+    return max(next_power_of_2(count), 32)
+
+
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
     """Returns the offsets on the host; even ones where they have no values (meta)."""
     return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
@@ -100,7 +105,7 @@ def _store_rows(y_ptr, tile, row, last, column, n):
     tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
 
 
-@jit(do_not_specialize=["num_tiles", "rows"])  # which change with every batch of tokens
+@jit(do_not_specialize=["num_tiles", "num_experts", "rows"])  # which change with every batch of tokens
 def _rows_kernel(
     x_tiles,
     w_tiles,
@@ -212,7 +217,7 @@ def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tu
     x_scales, w_scales = scales or (offsets, offsets)
     sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
     flags = {"SCALED": scales is not None, "TRANSPOSED": transposed, "CUT": transposed and k % block_k != 0}
-    flags["EXPERTS"] = next_power_of_2(experts + 1)  # a lane for the rows past the last offset
+    flags["EXPERTS"] = expert_lanes(experts + 1)  # a lane for the rows past the last offset
     flags |= {"SETTLE": settles(x.device), "POINTERS": by_pointers(x.device)}
     grid = (num_tiles * cdiv(n, block_n),)
     _rows_kernel[grid](*operands, x_scales, w_scales, y, offsets, *sizes, **flags, **config)

@@ -75,17 +75,14 @@ def _rotate_heads(
 
 
 @jit
-def _angles(cos_ptr, sin_ptr, half, BACKWARD: tl.constexpr, HALF: tl.constexpr):
-    """Computes `[1, HALF]` cosines and sines of one token, of the inverse rotation for the gradient."""
+def _angles(cos_ptr, sin_ptr, half, turn, HALF: tl.constexpr):
+    """Computes `[1, HALF]` cosines and sines of one token, of the inverse rotation if `turn` is -1 and not 1."""
     j = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_ptr + j, j < half, other=0.0)
-    sin = tl.load(sin_ptr + j, j < half, other=0.0)
-    if BACKWARD:
-        sin = -sin
-    return cos, sin
+    return cos, tl.load(sin_ptr + j, j < half, other=0.0) * turn
 
 
-@jit
+@jit(do_not_specialize=["batch", "q_heads", "k_heads"])
 def _rope_kernel(
     q_ptr,
     k_ptr,
@@ -111,7 +108,7 @@ def _rope_kernel(
     k_out_stride_b,
     table_stride_s,
     table_stride_b,
-    BACKWARD: tl.constexpr,
+    turn,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -121,7 +118,7 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b
-    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, BACKWARD, HALF)
+    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, turn, HALF)
     q = q_ptr + s * q_stride_s + b * q_stride_b
     k = k_ptr + s * k_stride_s + b * k_stride_b
     q_out = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b
@@ -151,14 +148,14 @@ def _launch(
     q_out, k_out = outputs
     sizes = (b, q.shape[2], k.shape[2], q_out.stride(2), k_out.stride(2), half)
     strides = (*q.stride()[:3], *k.stride()[:3], *q_out.stride()[:2], *k_out.stride()[:2], *steps)
-    flags = {"BACKWARD": backward, "INTERLEAVED": interleaved, "HALF": next_power_of_2(half)}
+    flags = {"INTERLEAVED": interleaved, "HALF": next_power_of_2(half)}
     # What passes through is where it belongs already, in place.
     rest = {
         "Q_REST": 0 if q_out is q else _rest(q.shape[3], half),
         "K_REST": 0 if k_out is k else _rest(k.shape[3], half),
     }
-    config = tuning.select("rope", q.device)
-    _rope_kernel[(s * b,)](q, k, cos, sin, q_out, k_out, *sizes, *strides, **flags, **rest, **config)
+    config, turn = tuning.select("rope", q.device), -1.0 if backward else 1.0
+    _rope_kernel[(s * b,)](q, k, cos, sin, q_out, k_out, *sizes, *strides, turn, **flags, **rest, **config)
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
@@ -310,7 +307,7 @@ def _join_kernel(
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b
-    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, True, HALF)
+    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, -1.0, HALF)
     dq = gradients[0] + s * strides[0][0] + b * strides[0][1]
     dk = gradients[1] + s * strides[1][0] + b * strides[1][1]
     dv = gradients[2] + s * strides[2][0] + b * strides[2][1]

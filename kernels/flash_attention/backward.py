@@ -27,6 +27,7 @@ from megatron5d.kernels.flash_attention.mask import (
 )
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.flash_attention.tiles import (
+    COUNTS,
     aligned,
     capped,
     flags,
@@ -41,7 +42,7 @@ from megatron5d.kernels.flash_attention.tiles import (
 PADDING = 128  # of the rows' statistics; a multiple of every block of queries
 
 
-@jit
+@jit(do_not_specialize=COUNTS)
 def _delta_kernel(
     dout_ptr,
     out_ptr,
@@ -126,7 +127,7 @@ def _collect_keys(
     return dq
 
 
-@jit(do_not_specialize=["num_keys"])  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
+@jit(do_not_specialize=COUNTS)  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
 def _query_kernel(
     q_source,
     dout_source,
@@ -168,7 +169,7 @@ def _query_kernel(
     query = first + tl.arange(0, BLOCK_M)
     q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
     dout = tile(sources[1], layouts[1], first, batch, head, BLOCK_M, DV, REACH)
-    row = (batch.to(tl.int64) * num_heads + head) * padded
+    row = tl.multiple_of((batch.to(tl.int64) * num_heads + head) * padded, 128)
     lse = tl.load(rows[0] + row + query)
     delta = tl.load(rows[1] + row + query)
     q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[:, None]

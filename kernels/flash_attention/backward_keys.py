@@ -23,10 +23,11 @@ from megatron5d.kernels.flash_attention.mask import (
     query_range,
     visible,
 )
-from megatron5d.kernels.flash_attention.tiles import capped, tile
+from megatron5d.kernels.flash_attention.tiles import COUNTS, capped, tile
 
 ROWS = 16  # that a program adds up
 LARGEST_CUT = 128  # head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block
+LEAST_ENTRIES = 128  # fewer take as long, and would be binaries of their own
 LEAST_QUERIES = tl.constexpr(256)  # of a share: below them loading keys and adding up parts takes longer
 
 
@@ -69,7 +70,7 @@ def _collect_queries(
     HAS_SOFTCAP: tl.constexpr = FLAGS[2]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
-    row = (batch.to(tl.int64) * num_heads + head) * padded
+    row = tl.multiple_of((batch.to(tl.int64) * num_heads + head) * padded, 128)
     SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
     begin, end = loop_bounds(span, MASKED, SPLIT, False)
     for place in tl.range(begin, end, BLOCK_M):
@@ -180,7 +181,7 @@ def _collect_head(
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=COUNTS)
 def _key_value_kernel(
     q_source,
     dout_source,
@@ -275,7 +276,7 @@ def _key_value_kernel(
             entry += 1
 
 
-@jit
+@jit(do_not_specialize=COUNTS)
 def _sum_parts_kernel(
     outputs,
     spans_ptr,
@@ -334,7 +335,9 @@ def launch_keys(before: tuple, rest: tuple, config: dict, outputs: tuple[Tensor,
     assert entries * cdiv(rest[2][0], config["BLOCK_M"]) * rest[2][2] < 2**31, "tiles are counted in 32 bits"
     shares, width = num_processors(device), config["D"] + config["DV"]
     parts = torch.empty(2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=device)
-    config["ENTRIES"] = next_power_of_2(entries)
+    config["ENTRIES"] = max(next_power_of_2(entries), LEAST_ENTRIES)
     _key_value_kernel[(shares,)](*before, outputs, *rest, parts, CUT=True, **config)
     constants = {name: config[name] for name in ("FLAGS", "BLOCK_M", "BLOCK_N", "D", "DV", "ENTRIES")}
+    told = (6,) if config["FLAGS"][6] else (0, 1)  # what says which queries a block meets
+    constants["FLAGS"] = tuple(flag and at in told for at, flag in enumerate(config["FLAGS"]))
     _sum_parts_kernel[(shares, config["BLOCK_N"] // ROWS)](outputs, *rest, parts, **constants, ROWS=ROWS)

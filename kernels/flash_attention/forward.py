@@ -26,6 +26,7 @@ from megatron5d.kernels.flash_attention.mask import (
 )
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.flash_attention.tiles import (
+    COUNTS,
     aligned,
     capped,
     flags,
@@ -122,7 +123,7 @@ def _attend(
     return out, total, peak, scores
 
 
-@jit
+@jit(do_not_specialize=COUNTS)
 def _forward_kernel(
     q_source,
     q_layout,

@@ -178,7 +178,7 @@ def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.con
     return tl.min(index, 1), tl.max(index, 1)
 
 
-@jit
+@jit(do_not_specialize=["own_count", "other_count", "window", "causal", "queries"])
 def _spans_kernel(
     own,
     other,
@@ -186,9 +186,8 @@ def _spans_kernel(
     own_count,
     other_count,
     window,
-    QUERIES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    causal,
+    queries,
     HAS_DOCUMENTS: tl.constexpr,
     HAS_OWN: tl.constexpr,
     HAS_OTHER: tl.constexpr,
@@ -218,10 +217,10 @@ def _spans_kernel(
         other_low, other_high = _extremes(other[0], batch, tokens, other_count, False, HAS_OTHER)
         meet = candidate < blocks
         clear = candidate < other_count // OTHER_BLOCK
-        if CAUSAL:
-            meet &= other_low <= high if QUERIES else low <= other_high
-            clear &= other_high <= low if QUERIES else high <= other_low
-        if HAS_WINDOW:
+        if causal:
+            meet &= tl.where(queries != 0, other_low <= high, low <= other_high)
+            clear &= tl.where(queries != 0, other_high <= low, high <= other_low)
+        if window:
             meet &= (low - other_high < window) & (other_low - high < window)
             clear &= (high - other_low < window) & (other_high - low < window)
         if HAS_DOCUMENTS:
@@ -255,8 +254,7 @@ def _spans(
     spans = torch.empty(num_batch, num_blocks, 4, dtype=torch.int32, device=own[0].device)
     given = rule.q_positions is not None, rule.k_positions is not None
     _spans_kernel[(num_blocks, num_batch)](
-        own, other, spans, *counts, rule.window or 0,
-        QUERIES=queries, CAUSAL=rule.causal, HAS_WINDOW=rule.window is not None,
+        own, other, spans, *counts, rule.window or 0, int(rule.causal), int(queries),
         HAS_DOCUMENTS=rule.documents is not None, HAS_OWN=given[0 if queries else 1],
         HAS_OTHER=given[1 if queries else 0], BLOCK=blocks[0], OTHER_BLOCK=blocks[1], CHUNK=cdiv(_LOADED, blocks[1]),
     )  # fmt: skip

@@ -10,6 +10,8 @@ from megatron5d.kernels.flash_attention.plain import AttentionRule
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 POINTERS, ROWS, HEADS = 0, 1, 2
+COUNTS = ["num_queries", "num_keys", "num_batch", "num_heads", "group", "window", "span_stride", "sizes"]
+"""Arguments that one binary takes at any value; Triton would compile others for 1 and for multiples of 16."""
 
 
 def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
@@ -45,9 +47,9 @@ def reach(tensors: list[Tensor], described: bool) -> int:
 
 def sources(tensors: list[Tensor], blocks: list[int], mode: int) -> tuple[tuple, tuple]:
     """Makes the arguments with which a kernel loads `[block, head dim]` tiles: descriptors or pointers, layouts."""
-    layouts = tuple((*x.stride()[:3], x.shape[0], x.shape[3]) for x in tensors)
     if mode == POINTERS:
-        return tuple(tensors), layouts
+        return tuple(tensors), tuple((*x.stride()[:3], x.shape[0], x.shape[3]) for x in tensors)
+    layouts = tuple((0, *(x.stride()[1:3] if mode == ROWS else (0, 0)), 0, 0) for x in tensors)  # 0: not read
     return tuple(_descriptor(x, block, mode) for x, block in zip(tensors, blocks)), layouts
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
 from megatron5d.kernels.choice import Fp8Request
-from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, next_power_of_2, tl
+from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, tl
 from megatron5d.kernels.fp8.quantize import GROUP, Quantized
-from megatron5d.kernels.gemm import ends_of, grouped_matmul_reference, launch_rows
+from megatron5d.kernels.gemm import ends_of, expert_lanes, grouped_matmul_reference, launch_rows
 from megatron5d.kernels.tuning import readable, settles, swizzled, taken_out
 
 
@@ -209,7 +209,7 @@ def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXP
     return tl.sum(tl.where(lane < expert, groups, 0), 0), tl.sum(tl.where(lane == expert, groups, 0), 0)
 
 
-@jit
+@jit(do_not_specialize=["num_experts"])
 def _weight_grad_fp8_kernel(
     dy_desc,
     x_desc,
@@ -277,5 +277,5 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
     scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
     inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts)
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
-    constants = {"EXPERTS": next_power_of_2(experts), "GROUP": GROUP, "SETTLE": settles(main_grad.device)}
+    constants = {"EXPERTS": expert_lanes(experts), "GROUP": GROUP, "SETTLE": settles(main_grad.device)}
     _weight_grad_fp8_kernel[grid](*inputs, **constants, **config)

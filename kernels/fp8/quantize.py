@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import cdiv, jit, rows_of, statistics_dtype, tl
 from megatron5d.kernels.fp8.tiles import largest_of, row_slices, store_transposed
-from megatron5d.kernels.gemm import ends_of, expert_of
+from megatron5d.kernels.gemm import ends_of, expert_lanes, expert_of
 
 GROUP = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -268,7 +268,7 @@ def groups_of(rows: int, offsets: Tensor | None) -> int:
     return cdiv(rows, GROUP) + (0 if offsets is None else offsets.numel() - 1)
 
 
-@jit(do_not_specialize=["rows", "groups"])
+@jit(do_not_specialize=["rows", "groups", "num_experts"])
 def _fp8_transpose_kernel(
     values_ptr,
     scales_ptr,
@@ -374,7 +374,7 @@ def fp8_transpose(
     values = torch.empty(columns, groups * GROUP, dtype=x.values.dtype, device=x.values.device)
     scales = torch.empty(groups, columns, device=x.values.device).t()
     experts = 0 if offsets is None else offsets.numel() - 1
-    flags = {"EXPERTS": next_power_of_2(experts) if experts else 0, "POWERS_OF_TWO": powers_of_two, "KEEP": keep}
+    flags = {"EXPERTS": expert_lanes(experts) if experts else 0, "POWERS_OF_TWO": powers_of_two, "KEEP": keep}
     pointers = (x.values, x.scales, values.view(torch.int32), scales, x.scales if offsets is None else offsets)
     config = tuning.select("fp8_transpose", values.device)
     grid = (groups, cdiv(columns, GROUP))

@@ -7,8 +7,8 @@ PTX is where it ends: the assembler, real memory and time are a GPU's.
 """
 
 import ctypes
+import fcntl
 import hashlib
-import os
 import struct
 import subprocess
 from pathlib import Path
@@ -36,12 +36,14 @@ def library() -> ctypes.CDLL:
     sources = sorted(SOURCES.glob("*.cpp"))
     text = b"".join(path.read_bytes() for path in [*sources, *SOURCES.glob("*.h")])
     made = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not made.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = made.with_suffix(f".{os.getpid()}")  # several processes may be here at once
-        command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-o", str(unfinished)]
-        subprocess.run([*command, *map(str, sources)], check=True)
-        unfinished.rename(made)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, for half a minute
+        if not made.exists():
+            unfinished = made.with_suffix(".unfinished")
+            command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-o", str(unfinished)]
+            subprocess.run([*command, *map(str, sources)], check=True)
+            unfinished.rename(made)
     loaded = ctypes.CDLL(str(made))
     loaded.ptx_load.restype = ctypes.c_void_p
     return loaded

@@ -2,7 +2,8 @@
 
 An operation makes the type of its result, a tuple for its shape, a constant for each size, and of each tuple a type of
 its own that is spelt out as text and never read. Every call of a device function lists all members of the language
-again. Types of the same shape are made once here, tuples' types when they are asked for, lists of members once; and
+again, and replaces what its kernel has replaced already. Types of the same shape are made once here, tuples' types when
+they are asked for, lists of members once; members are replaced once for a kernel; and
 operands of one type are not asked twenty times whether they have to be converted to each other. What is refused is
 refused as before: whatever is not made of plain integers goes the interpreter's own way.
 """
@@ -22,6 +23,7 @@ _equal = core.dtype.__eq__
 _computation_type, _broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
 _PLAIN = {tl.float32, tl.float64, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64}
 _shapes: dict[tuple[int, ...], core.block_type] = {}  # the first type of each shape; others share its tuple
+_patch_lang, _patched = interpreter._patch_lang, set()  # the packages that are patched now
 _np_dtypes: dict[str, object] = {}
 
 
@@ -80,6 +82,34 @@ def _patch_builtin(package, builder, scope) -> None:
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
+@cache
+def _languages(function) -> frozenset:
+    return frozenset(one for one in function.__globals__.values() if one is tl or one is core)
+
+
+def _patch_for_kernel(function):
+    """Patches until the kernel ends; for a device function of another package, which nobody restores, for good."""
+    scope, languages = _patch_lang(function), _languages(function)
+    _patched.update(languages)
+    restore = scope.restore
+
+    def restored() -> None:
+        restore()
+        _patched.difference_update(languages)
+
+    scope.restore = restored
+    return scope
+
+
+def _call_device_function(self, *args, **kwargs):
+    if not _languages(self.fn) <= _patched:
+        interpreter._patch_lang(self.fn)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
 def _is_equal(self, other) -> bool:
     return self is other or _equal(self, other)
 
@@ -107,3 +137,5 @@ def make_types_once() -> None:
     for package in (tl, tl.math, core, core.tensor, core.tensor_descriptor_base):
         _builtins(package)  # now: a kernel that another thread has begun would hide what it has patched, for good
     interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _patch_for_kernel
+    interpreter.InterpretedFunction.__call__ = _call_device_function

@@ -20,6 +20,20 @@ except SystemExit as left:
     print("left with", left.code, [name for name in {names} if sys.modules.get(name)])
 """
 
+FORKS = """
+import os, sys
+import pretrain
+pretrain.before_fork({arguments}, 1)
+for run, said in {runs}:
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 1)
+        exec(run)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, said
+"""
+MODELS = ["tiny", "tiny_gpt2", "tiny_deepseek", "tiny_qwen3_moe"]
+
 
 def outcome(arguments, names, before=""):
     source = RUN.format(arguments=list(arguments), program=str(ROOT / "pretrain.py"), names=names, before=before)
@@ -36,16 +50,26 @@ def one_step(folder, *more):
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory):
+    """What each model's process said; all are forked from one that has imported what the launcher does for ranks."""
+    folder, names = tmp_path_factory.mktemp("first"), ["torch._dynamo", "torch._inductor", "torch.optim.adamw", "numpy"]
+    arguments = {model: one_step(folder / model, f"model={model}") for model in MODELS}
+    fields = {"program": str(ROOT / "pretrain.py"), "names": names, "before": ""}
+    runs = [(RUN.format(arguments=each, **fields), str(folder / model / "said")) for model, each in arguments.items()]
+    source = FORKS.format(arguments=arguments["tiny"], runs=runs)
+    subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True)
+    return {model: (folder / model / "said").read_text().splitlines()[-1] for model in MODELS}
+
+
 @pytest.mark.parametrize("wrong", ["parallel.tp=3", "model.num_heads=5", "optim.lr=-1", "pipeline.schedule=none_such"])
 def test_a_refused_configuration_imports_no_torch(wrong):
     assert outcome([wrong], ["torch", "triton", "numpy"], "sys.modules['torch'] = None") == "left with 2 []"
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_gpt2", "tiny_deepseek", "tiny_qwen3_moe"])
-def test_a_first_step_does_not_import_torchs_compiler(model, tmp_path):
-    names = ["torch._dynamo", "torch._inductor", "torch.optim.adamw", "numpy"]
-    said = outcome(one_step(tmp_path, f"model={model}"), names)
-    assert said == "left with 0 ['torch.optim.adamw', 'numpy']"  # `import torch` brings these
+@pytest.mark.parametrize("model", MODELS)
+def test_a_first_step_does_not_import_torchs_compiler(model, first_steps):
+    assert first_steps[model] == "left with 0 ['torch.optim.adamw', 'numpy']"  # `import torch` brings these
 
 
 def cpu_seconds(*arguments):
@@ -61,6 +85,10 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 def test_a_first_step_costs_little_more_than_the_import_of_torch(tmp_path):
     start = ["pretrain.py", *one_step(tmp_path, "model=tiny")]
-    rounds = [(cpu_seconds(*start), cpu_seconds("-c", "import torch")) for _ in range(4)]  # by turns: others run, too
-    step, torch = map(min, zip(*rounds))
-    assert step < 2.4 * torch  # 2.0 to 2.1 as measured; 2.8 with torch's compiler
+    rounds = []
+    for _ in range(4):  # by turns: others run, too
+        rounds.append((cpu_seconds(*start), cpu_seconds("-c", "import torch")))
+        step, torch = map(min, zip(*rounds))
+        if len(rounds) > 1 and step < 2.4 * torch:  # 2.0 to 2.1 as measured; 2.8 with torch's compiler
+            return
+    pytest.fail(f"{step:.2f} CPU s, {torch:.2f} for torch")

@@ -143,13 +143,13 @@ if ARCHITECTURE == "sm_100":
 
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 5 + [3] * 115)[None]
-RULES = {
+RULES = {  # heads of 32 have the tiles of 64, and the binaries of test_flash_attention.py
     "causal": {"dim": 128},
-    "full": {"causal": False},
-    "window": {"window": 130},
-    "softcap": {"softcap": 5.0},
+    "full": {"causal": False, "dim": 32},
+    "window": {"window": 130, "dim": 32},
+    "softcap": {"softcap": 5.0, "dim": 32},
     "documents": {"documents": DOCUMENTS, "dim": 128},
-    "documents and window": {"documents": DOCUMENTS, "window": 90},
+    "documents and window": {"documents": DOCUMENTS, "window": 90, "dim": 32},
     "heads of 256": {"dim": 256},
 }
 

@@ -91,7 +91,7 @@ ZIGZAG = torch.cat((torch.arange(0, 260), torch.arange(780, 1040)))
     {"q_positions": ZIGZAG, "k_positions": ZIGZAG}, {"q_positions": ZIGZAG, "k_positions": ZIGZAG, "window": 300},
 ])  # fmt: skip
 def test_blocks_seen_whole_between_blocks_seen_in_part(rule):
-    check(*inputs(s=520, b=1, a=1, d=16), **rule)
+    check(*inputs(s=520, b=1, a=1), **rule)
 
 
 @pytest.mark.parametrize("s, t", [(1, 1), (7, 7), (127, 127), (129, 129), (64, 32), (33, 130), (130, 33)])

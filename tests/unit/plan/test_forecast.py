@@ -34,7 +34,14 @@ MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidd
 
 # several whole blocks of 128 each way: on the CPU operands are filled up to blocks, and a lone row of scales is its own
 # transpose
-BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+BLOCKS = {
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "num_layers": 2,
+}
 MOE_BLOCKS = {**BLOCKS, **MOE, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256}
 BLOCKWISE = {"dtype": "bf16", "fp8": "blockwise"}
 
@@ -250,7 +257,7 @@ LAYOUTS = {
     "muon": (1, {"optim": MUON, "seq_len": 8, "gbs": 1, "fields": BLOCKS}),
     "muon-moe": (
         4,
-        {"optim": MUON, "seq_len": 8, "ep": 2, "tp": 2, "etp": 2, "zero": 1, "fields": MOE_BLOCKS},
+        {"optim": MUON, "seq_len": 8, "ep": 2, "tp": 2, "etp": 2, "zero": 1, "fields": {**MOE_BLOCKS, "num_layers": 4}},
     ),
     "muon-offload": (2, {"optim": {**MUON, "offload": True}, "seq_len": 8, "zero": 1, "dtype": "bf16"}),
     "offload-phases": (2, {"pp": 2, "gbs": 4, "dtype": "bf16", "recompute": away("none", ["attention", "mlp"])}),

@@ -23,7 +23,7 @@ from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.monitoring import stragglers as slow_ranks
-from megatron5d.train.monitoring.stragglers import RECORDS, STALL_S, SlowRanks, peers
+from megatron5d.train.monitoring.stragglers import RECORDS, SlowRanks, peers
 from megatron5d.train.state import Progress
 from pretrain import plan_and_train
 
@@ -138,8 +138,9 @@ def test_one_long_stop_is_told_at_once(judged):
     assert judged(*EVEN, longest=short)[1] == judged(*EVEN)[1] == []
 
 
-def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_path, capfd):
+def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, monkeypatch):
     """Whatever it waited for itself when it was stopped."""
+    monkeypatch.setattr(slow_ranks, "STALL_S", 2.0)
     corpus = write_corpus(tmp_path / "toy", vocab_size=97)
     config = Config(
         model=MODEL,
@@ -157,7 +158,7 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_p
                 return begin(self, op, *args)
             begun.append(None)
             if rank == SLOW and len(begun) == 7:  # of two micro-batches a step: the first one of step 4
-                shell = f"sleep 0.2; kill -STOP {os.getpid()}; sleep {2 * STALL_S}; kill -CONT {os.getpid()}"
+                shell = f"sleep 0.2; kill -STOP {os.getpid()}; sleep {2 * slow_ranks.STALL_S}; kill -CONT {os.getpid()}"
                 subprocess.Popen(["bash", "-c", shell])
             if rank != SLOW and len(begun) == 7:
                 time.sleep(1)  # by then the other one waits for us, and is stopped while it does
