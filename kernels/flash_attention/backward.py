@@ -129,29 +129,11 @@ def _collect_keys(
 
 @jit(do_not_specialize=COUNTS)  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
 def _query_kernel(
-    q_source,
-    dout_source,
-    k_source,
-    v_source,
-    layouts,
-    rows,
-    mask,
-    dq_ptr,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    q_source, dout_source, k_source, v_source, layouts, rows, mask, dq_ptr, spans_ptr, span_stride, num_queries, padded,
+    num_heads, scale, softcap, window, num_keys, num_batch, group, dims, natural_scale,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     REACH: tl.constexpr,
-):
+):  # fmt: skip
     sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
@@ -159,8 +141,7 @@ def _query_kernel(
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
     HAS_K_POSITIONS: tl.constexpr = FLAGS[5]
     HAS_SPANS: tl.constexpr = FLAGS[6]
-    num_queries, padded, num_heads = sizes[0], sizes[1], sizes[2]
-    window = sizes[5]
+    sizes = (num_queries, padded, num_heads, scale, softcap, window)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -226,7 +207,7 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
         tiles, layouts = sources([q, dout, k, v], [block_m, block_m, block_n, block_n], mode)
         spans = spans_of(rule, inputs, s, t, block_m, block_n) if needs_spans(rule) else lse
         stride = spans.stride(0) if spans.shape[0] > 1 else 0
-        rest = (spans, stride, sizes, t, b, a // g, (d, dv_dim), rule.scale)
+        rest = (spans, stride, *sizes, t, b, a // g, (d, dv_dim), rule.scale)
         return (*tiles, layouts, tuple(rows), mask), rest, {"REACH": mode, **constants, **config}
 
     before, rest, config = prepared("attention_backward_keys", query_spans)

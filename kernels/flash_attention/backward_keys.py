@@ -183,34 +183,14 @@ def _collect_head(
 
 @jit(do_not_specialize=COUNTS)
 def _key_value_kernel(
-    q_source,
-    dout_source,
-    k_source,
-    v_source,
-    layouts,
-    rows,
-    mask,
-    outputs,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    parts_ptr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    REACH: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    CUT: tl.constexpr,
-):
+    q_source, dout_source, k_source, v_source, layouts, rows, mask, outputs, spans_ptr, span_stride, num_queries,
+    padded, num_heads, scale, softcap, window, num_keys, num_batch, group, dims, natural_scale, parts_ptr,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    REACH: tl.constexpr, ENTRIES: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
     """Computes one share: the end of a block of keys, whole blocks, the beginning of a block; or, not CUT, a block."""
     sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
+    sizes = (num_queries, padded, num_heads, scale, softcap, window)
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_SPANS: tl.constexpr = FLAGS[6]
@@ -278,27 +258,15 @@ def _key_value_kernel(
 
 @jit(do_not_specialize=COUNTS)
 def _sum_parts_kernel(
-    outputs,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    parts_ptr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    outputs, spans_ptr, span_stride, num_queries, padded, num_heads, scale, softcap, window, num_keys, num_batch, group,
+    dims, natural_scale, parts_ptr,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    ENTRIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Adds up some rows of the block that begins in this program's share and ends in a later one, if there is one."""
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)
+    sizes = (num_queries, padded, num_heads, scale, softcap, window)
     before, tiles, share = _shares(
         spans_ptr, span_stride, sizes, blocks, num_batch, tl.num_programs(0), FLAGS, BLOCK_M, BLOCK_N, ENTRIES
     )
@@ -326,15 +294,15 @@ def _sum_parts_kernel(
 
 def launch_keys(before: tuple, rest: tuple, config: dict, outputs: tuple[Tensor, Tensor]) -> None:
     """Computes dk and dv, from the arguments of the kernel before and after its outputs."""
-    num_keys, num_batch, group, device = rest[3], rest[4], rest[5], outputs[0].device
+    num_queries, num_heads, num_keys, num_batch, group = rest[2], rest[4], *rest[8:11]
     entries = num_batch * cdiv(num_keys, config["BLOCK_N"])
     if max(config["D"], config["DV"]) > LARGEST_CUT:
-        grid = (entries * (rest[2][2] // group),)
+        grid = (entries * (num_heads // group),)
         _key_value_kernel[grid](*before, outputs, *rest, outputs[0], ENTRIES=1, CUT=False, **config)
         return
-    assert entries * cdiv(rest[2][0], config["BLOCK_M"]) * rest[2][2] < 2**31, "tiles are counted in 32 bits"
-    shares, width = num_processors(device), config["D"] + config["DV"]
-    parts = torch.empty(2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=device)
+    assert entries * cdiv(num_queries, config["BLOCK_M"]) * num_heads < 2**31, "tiles are counted in 32 bits"
+    shares, width = num_processors(outputs[0].device), config["D"] + config["DV"]
+    parts = torch.empty(2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=outputs[0].device)
     config["ENTRIES"] = max(next_power_of_2(entries), LEAST_ENTRIES)
     _key_value_kernel[(shares,)](*before, outputs, *rest, parts, CUT=True, **config)
     constants = {name: config[name] for name in ("FLAGS", "BLOCK_M", "BLOCK_N", "D", "DV", "ENTRIES")}

@@ -10,8 +10,9 @@ from megatron5d.kernels.flash_attention.plain import AttentionRule
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 POINTERS, ROWS, HEADS = 0, 1, 2
-COUNTS = ["num_queries", "num_keys", "num_batch", "num_heads", "group", "window", "span_stride", "sizes"]
-"""Arguments that one binary takes at any value; Triton would compile others for 1 and for multiples of 16."""
+COUNTS = ["num_queries", "num_keys", "num_batch", "num_heads", "group", "padded", "window", "span_stride"]
+"""Arguments that one binary takes at any value; Triton would compile others for 1 and for multiples of 16, and always
+does for what is in a tuple."""
 
 
 def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:

@@ -4,12 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
+from forks import Fork
 from runs import write_corpus
 
 from megatron5d.config.checks import run_checks
@@ -157,33 +157,9 @@ def two_ranks(folder: Path, argv: list[str], second: list[str], lr: str | None =
         env = {**kept, **variables, "RANK": str(rank)}
         if rank:
             env = {key: value for key, value in {**env, "LR": lr}.items() if value is not None}
-        with open(folder.parent / f"said{rank}", "w+") as out, open(folder.parent / f"told{rank}", "w+") as errors:
-            if (child := os.fork()) == 0:  # this process has torch: two that start and import it take 6 s of a core
-                _become_rank(folder, env, [*argv, *more], out, errors)
-            started.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
-    texts = [tuple((folder.parent / f"{name}{rank}").read_text() for name in ("said", "told")) for rank in range(2)]
-    return [(code, *text) for code, text in zip(codes, texts)]
-
-
-def _become_rank(folder: Path, env: dict[str, str], argv: list[str], out, errors) -> NoReturn:
-    code: int | None = 1
-    try:
-        os.dup2(out.fileno(), 1)
-        os.dup2(errors.fileno(), 2)
-        sys.stdout, sys.stderr = out, errors
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(env)
-        code = main(argv)
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        out.flush()
-        errors.flush()
-        os._exit(code or 0)
+        started.append(Fork(partial(main, [*argv, *more]), folder, env))
+    ended = [each.wait() for each in started]
+    return [(each.returncode, each.stdout, each.stderr) for each in ended]
 
 
 TINY = ["model=tiny", "model.vocab_size=97", "data.train=[whole]", "train.steps=1", "train.gbs=2", "train.seq_len=16"]
