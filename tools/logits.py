@@ -18,7 +18,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import names_file
+from megatron5d.config.errors import exit_code
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -124,13 +124,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        if read_environment().rank == 0:
-            print(f"logits: {names_file(error, args.out)}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("logits", lambda: run(args), args.out, quiet=read_environment().rank > 0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ if not __package__:  # a script of a checkout
 from tqdm import tqdm
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import names_file
+from megatron5d.config.errors import exit_code
 from megatron5d.data.bpe_files import PATTERNS
 from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
@@ -122,13 +122,13 @@ def show(args: argparse.Namespace) -> dict:
 
 
 def main() -> int:
-    """Runs and tells."""
     args = arguments()
-    try:
-        result = train(args) if args.command == "train" else show(args)
-    except (ValueError, OSError) as error:
-        print(f"tokenizer: {names_file(error, getattr(args, 'out', None))}", file=sys.stderr)
-        return 2
+    return exit_code("tokenizer", lambda: run(args), getattr(args, "out", None))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs and tells."""
+    result = train(args) if args.command == "train" else show(args)
     if args.json:
         print(json.dumps(result))
     else:

@@ -1,7 +1,7 @@
 """Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
@@ -83,29 +83,26 @@ def message(faults: Sequence[Fault]) -> str:
 
 
 def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
-    """Ends the process with exit code 2; rank 0 prints the faults.
-
-    Args:
-        faults: what is wrong.
-        rank: of this process.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Ends the process with exit code 2 (SystemExit); rank 0 prints the faults."""
     if rank == 0:
         print(message(faults), file=sys.stderr, flush=True)
     raise SystemExit(REFUSED)
 
 
 def names_file(error: Exception, written: object) -> str:
-    """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written.
-
-    Args:
-        error: that ends a tool.
-        written: the path to which it writes.
-    """
+    """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written."""
     nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
     return f"{written}: {error}" if nameless and written is not None else str(error)
+
+
+def exit_code(tool: str, run: Callable[[], int | None], written: object = None, *, quiet: bool = False) -> int:
+    """Runs a tool and returns its exit code: 2 for bad input, which it names unless it is `quiet`."""
+    try:
+        return run() or 0
+    except (ValueError, OSError) as error:
+        if not quiet:
+            print(f"{tool}: {names_file(error, written)}", file=sys.stderr)
+        return REFUSED
 
 
 def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:

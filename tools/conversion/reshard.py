@@ -54,7 +54,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.variants import faults_of
 from megatron5d.planning.auto_schedule import searched_layout
-from megatron5d.tools.conversion.forked import in_processes
+from megatron5d.tools.conversion.examine import in_processes
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of

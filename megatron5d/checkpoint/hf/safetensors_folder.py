@@ -271,9 +271,7 @@ _PART = "part-{:05d}-{:05d}.safetensors.tmp"  # rank, number
 
 
 def stored_tensors(
-    entries: Iterable[Entry],
-    read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
-    dtype: torch.dtype,
+    entries: Iterable[Entry], read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor in the form in which it is stored, computed when it is asked for.
 
