@@ -196,8 +196,7 @@ def library(family: str, name: str) -> ModuleType:
 def provider(request: Request, settings: Settings) -> ModuleType | None:
     """Returns the file of what serves a request; None = Triton.
 
-    Raises:
-        ValueError: `settings.strict`, and the library that is named does not serve it.
+    Raises ValueError: `settings.strict`, and the library that is named does not serve it.
     """
     name = chosen(request, settings)
     asked = getattr(settings, family_of(request))

@@ -99,7 +99,6 @@ class Bench:
 
     Args:
         folder: empty.
-        num_bytes: of the model.
     """
 
     def __init__(self, folder: Path, num_bytes: float) -> None:

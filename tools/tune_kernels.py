@@ -105,8 +105,7 @@ def candidates(operation: str, architecture: str = "") -> list[dict]:
 def results(out: object) -> list[torch.Tensor]:
     """Copies of all tensors that a call has returned, in fp32.
 
-    Raises:
-        TypeError: it has returned nothing that could be compared.
+    Raises TypeError: it has returned nothing that could be compared.
     """
     if isinstance(out, torch.Tensor):
         return [out.detach().float().clone()]
@@ -153,8 +152,7 @@ class Search:
     def ms(self, candidate: dict) -> float | None:
         """Milliseconds with a candidate, or None where it does not run or gives another result.
 
-        Raises:
-            RuntimeError: it has broken the device, on which no other candidate would run.
+        Raises RuntimeError: it has broken the device, on which no other candidate would run.
         """
 
         def select(operation: str, device: torch.device, **key: int) -> dict:

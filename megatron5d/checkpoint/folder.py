@@ -72,8 +72,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
     """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old
     checkpoints).
 
-    Raises:
-        ValueError: files.json is damaged.
+    Raises ValueError: files.json is damaged.
     """
     entries = parse_json((folder / MANIFEST).read_bytes())
     if RUN not in entries:
@@ -207,8 +206,7 @@ def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
     Nothing is removed before all of the new one is on disk; DCP waits for its own files. Checkpoints of later steps,
     from before the run went back, are renamed to `.left`, so that `auto` does not resume from them.
 
-    Returns:
-        The folder of the checkpoint.
+    Returns the folder of the checkpoint.
     """
     write_manifest(temporary)
     for path in temporary.iterdir():
@@ -252,8 +250,7 @@ def recover(directory: Path) -> list[str]:
     free the disk. If a step was being saved again and the new checkpoint is not complete, the old one gets its name
     back.
 
-    Returns:
-        What was done, for the log.
+    Returns what was done, for the log.
     """
     notes = []
     for gone in sorted(directory.glob(f"step-*{_REMOVED}*")):
@@ -305,8 +302,7 @@ def read_run(folder: Path) -> dict:
     """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config`
     (train/state.py).
 
-    Raises:
-        ValueError: the file is damaged.
+    Raises ValueError: the file is damaged.
     """
     fault = changed(folder, RUN)
     if fault:
@@ -317,8 +313,7 @@ def read_run(folder: Path) -> dict:
 def saved_config(folder: Path) -> Config:
     """Returns the configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
 
-    Raises:
-        ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys.
+    Raises ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys.
     """
     return config_of(folder, read_run(folder).get("config"))
 

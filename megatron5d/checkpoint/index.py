@@ -39,8 +39,7 @@ def write_index(folder: Path, save: Save, tensors: str) -> None:
 def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
     """Returns the save and its tensors by key, from the content of index.json.
 
-    Raises:
-        ValueError: it is damaged, or a newer version wrote it.
+    Raises ValueError: it is damaged, or a newer version wrote it.
     """
     found = parse_json(content)
     if found.get("format") != FORMAT:
@@ -54,8 +53,7 @@ def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
 def read_pickled(content: bytes) -> dict[str, SavedTensor]:
     """Returns the tensors by key from the content of a `.metadata`; executes nothing that it names.
 
-    Raises:
-        ValueError: it is damaged, or names something that no metadata of DCP consists of.
+    Raises ValueError: it is damaged, or names something that no metadata of DCP consists of.
     """
     try:
         return _saved_tensors(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
@@ -66,11 +64,7 @@ def read_pickled(content: bytes) -> dict[str, SavedTensor]:
 
 
 def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
-    """Returns the tensors of an index.
-
-    Raises:
-        ValueError: an entry makes no sense.
-    """
+    """Returns the tensors of an index. Raises ValueError: an entry makes no sense."""
     found = {}
     for key, (name, shape, rows) in tensors.items():
         dtype = getattr(torch, name, None)
@@ -139,8 +133,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Returns what stands for a name of a module; called for every one before it is used.
 
-        Raises:
-            ValueError: it is not admitted.
+        Raises ValueError: it is not admitted.
         """
         if name in _RECORDS.get(module, ()):
             return self._classes.setdefault((module, name), _new_record_class(name))

@@ -18,11 +18,7 @@ from megatron5d.checkpoint.tensor_file import Damaged, Save, SavedItem, TensorFi
 class SavedTensors:
     """All tensors of a whole checkpoint, the optimiser's too.
 
-    Args:
-        folder: a whole checkpoint.
-
-    Raises:
-        ValueError: its index is damaged; names the file.
+    Raises ValueError: its index is damaged; names the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,9 +29,7 @@ class SavedTensors:
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved.
 
-        Raises:
-            ValueError: a file is damaged; names it and the tensor.
-            OSError: a file cannot be read.
+        Raises ValueError: a file is damaged; names it and the tensor. Raises OSError: a file cannot be read.
         """
         saved = self.tensors[key]
         values = torch.empty(tuple(shape), dtype=saved.dtype)
@@ -74,7 +68,6 @@ def fault_of_file(
     """Returns a message if a file of tensors is not what was saved; None if it is sound.
 
     Args:
-        path: of the file.
         save: that wrote it; None = one of an earlier version.
         items: all that it holds, by key.
         dtypes: of the tensors, by key.

@@ -26,7 +26,6 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
     """Returns the folder a run starts from; None = new weights.
 
     Args:
-        directory: checkpoint.dir.
         resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in `whole_checkpoint`.
         job: as in `restarted_job`. The job continues from its own saves in `directory`, whatever `resume` says: with
             the same command it would otherwise begin at the same step again after every time limit.
@@ -159,7 +158,6 @@ def load_tensors(
     """Fills the parts of `tensors` from a checkpoint, whatever layout saved it.
 
     Args:
-        folder: a whole checkpoint.
         tensors: by key; their parts are written in place, in their own dtype.
         differing: configuration keys whose values differ from the saved ones, as text for the error message.
         twin: gives another key under which the same values may be saved in another dtype, such as master weights. The
@@ -235,7 +233,6 @@ class SavedWeights:
     """The weights of a whole checkpoint, read a rectangle at a time by one process.
 
     Args:
-        folder: a whole checkpoint.
         wanted: dtype in which the weights will be used; None = the dtype in which the weights are saved.
         twin: as in `load_tensors`. Without it the weights themselves are read, even where masters are saved.
     """
@@ -279,9 +276,7 @@ def lazy_tensor(
     """Makes a LazyTensor.
 
     Args:
-        shape: global shape.
         parts: the shape of each part, by its offset in the global tensor.
-        dtype: of the parts.
         make: computes the values of the part at an offset.
     """
     views = [(offset, torch.empty(extent, dtype=dtype, device="meta")) for offset, extent in parts.items()]

@@ -40,7 +40,6 @@ class Owner:
 
     Args:
         host: name of the machine, for messages.
-        pid: of the process.
         system: kernel and process namespace that the pid belongs to; "" where they are not known.
         started: when the process started, in ticks of that kernel, because pids are reused.
         job: id of the SLURM job; "" outside SLURM.
@@ -75,7 +74,6 @@ def is_alive(owner: Owner, here: Owner) -> bool | None:
     """Returns whether an owner's process still runs; None where this process cannot know.
 
     Args:
-        owner: of a lock.
         here: `this_process()`.
     """
     if owner.job and owner.job == here.job and owner.restarts < here.restarts:
@@ -131,8 +129,7 @@ class LockFile:
     def check(self) -> None:
         """Makes sure that this run still holds the lock; takes it again if somebody has removed the file.
 
-        Raises:
-            OSError: another run has taken it, because this one did not touch the file for too long.
+        Raises OSError: another run has taken it, because this one did not touch the file for too long.
         """
         owner = _read(self.file)
         if owner is None:
@@ -158,11 +155,8 @@ class LockFile:
     def _try_to_acquire(self) -> bool:
         """Makes the file, or replaces that of a dead run.
 
-        Returns:
-            False where another process was quicker; the next attempt then looks at that process.
-
-        Raises:
-            OSError: a living run holds the lock, or the file cannot be written.
+        Returns False where another process was quicker; the next attempt then looks at that process. Raises OSError: a
+        living run holds the lock, or the file cannot be written.
         """
         owner = _read(self.file)
         if owner is not None:

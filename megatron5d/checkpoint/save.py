@@ -50,7 +50,6 @@ class Saver:
     """Writes checkpoints of one run, at once or in the background.
 
     Args:
-        directory: of all checkpoints.
         keep: which ones stay; a number keeps that many of the newest, 0 = all.
         background: `save` returns as soon as the tensors are copied, and a thread writes the files.
         timeout_s: seconds after which a save fails because a rank has not written its file.
@@ -98,7 +97,6 @@ class Saver:
         """Saves one step.
 
         Args:
-            step: optimiser steps done.
             tensors: what this rank writes, by key.
             run: what run.json will hold (the same on every rank).
             exported: write it in the exporter's form, too.
@@ -181,8 +179,7 @@ class Saver:
     ) -> None:
         """Begins on rank 0, writes on all ranks, and finishes on rank 0 with what each rank returned.
 
-        Raises:
-            OSError: on every rank, if one of them fails.
+        Raises OSError: on every rank, if one of them fails.
 
         Comm: the store; a message of each rank, and two answers of rank 0.
         """
@@ -237,11 +234,8 @@ def _check_shared(directory: Path) -> str:
     Otherwise each node would write to a folder of its own, and the one with the manifest, which lists the files beside
     it, would pass for a whole checkpoint.
 
-    Returns:
-        A text that no other run has, the same on every rank.
-
-    Raises:
-        OSError: on every rank, if rank 0 cannot write there, or some ranks do not see what it has written.
+    Returns a text that no other run has, the same on every rank. Raises OSError: on every rank, if rank 0 cannot write
+    there, or some ranks do not see what it has written.
 
     Comm: a broadcast of a name over the world, and `first_failure`'s.
     """

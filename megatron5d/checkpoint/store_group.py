@@ -39,8 +39,7 @@ class StoreGroup:
     def send(self, message: bytes) -> None:
         """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the message, once.
 
-        Raises:
-            OSError: the store is gone.
+        Raises OSError: the store is gone.
         """
         self._round += 1
         key = self._message_key(self.rank)
@@ -56,8 +55,7 @@ class StoreGroup:
 
         Comm: the store; one request for every 1,024 ranks, and one for each further part of a long message.
 
-        Raises:
-            OSError: some ranks have sent none in time; names them.
+        Raises OSError: some ranks have sent none in time; names them.
         """
         if not wait_until(self._all_sent, self._timeout_s):
             missing = [rank for rank in range(self.world) if not self._has_sent(rank)]
@@ -98,9 +96,8 @@ class StoreGroup:
 
         Comm: the store; an answer of rank 0, for which each other rank polls.
 
-        Raises:
-            OSError: on every rank, if `act` raised one; on the others also if rank 0 has not answered in time, or has
-                failed in another way.
+        Raises OSError: on every rank, if `act` raised one; on the others also if rank 0 has not answered in time, or
+        has failed in another way.
         """
         self._answers += 1
         key = self._answer_key(self._answers)

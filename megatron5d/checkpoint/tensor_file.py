@@ -55,7 +55,6 @@ class Save(NamedTuple):
 
     Args:
         id: unique to the save.
-        step: optimiser steps done.
     """
 
     id: str
@@ -69,10 +68,7 @@ class Part(NamedTuple):
     """A part of a tensor to be written.
 
     Args:
-        key: of the tensor.
         offset: first index in the global tensor.
-        shape: of the part.
-        dtype: of the part.
         values: returns the part at an offset, when it is written.
     """
 
@@ -242,7 +238,6 @@ class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
     Args:
-        path: of the file.
         about: of it, where it was open before.
 
     Raises:
@@ -272,8 +267,6 @@ class TensorFile:
 
         Args:
             key: of the tensor that the archive is part of.
-            dtype: of the archive.
-            item: its place.
             offset: first index within the archive.
             target: any dtype, device and strides.
 

@@ -73,7 +73,6 @@ def upcycled_weights(
         saved: a whole checkpoint of the dense model.
         dense, sparse: its architecture, and what `upcycled` makes of it.
         noise: standard deviation of what is added to the experts' weights, in standard deviations of the MLP's own.
-        seed: of routers and noise.
     """
     made = {}
     mlps = {f"layers.{i}.mlp.{part}.weight" for i in blocks(dense) if is_moe(sparse, i) for part in ("up", "down")}

@@ -12,7 +12,6 @@ def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
     """Reads a JSON file of plain values.
 
     Args:
-        file: to be read.
         kind: of the outermost value, dict or list.
         max_bytes: size above which the file is refused unread.
 

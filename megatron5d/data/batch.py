@@ -115,7 +115,6 @@ class SequenceSharding:
 
     Args:
         config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).
-        mesh: this rank's axes.
         device: where the plan's index tensors will be used.
     """
 
@@ -249,9 +248,8 @@ class Loader:
     def __next__(self) -> list[MicroBatch]:
         """Returns the micro-batches of the next step; `consumed_samples` counts that step from then on.
 
-        Raises:
-            ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
-            IndexError: there are no more samples (data.order=megatron).
+        Raises ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
+        Raises IndexError: there are no more samples (data.order=megatron).
         """
         if self._prefetch == 0:
             self.consumed_samples, batches = self._read_step(self.consumed_samples)

@@ -43,7 +43,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
     source code.
 
     Args:
-        texts: documents.
         vocab_size: number of ids, with special ones and bytes.
         out: path of the `.model` file; the suffix may be left out.
 
@@ -70,7 +69,6 @@ def train_byte_level(
     """Trains a byte-level BPE and writes a folder that AutoTokenizer opens.
 
     Args:
-        texts: documents.
         vocab_size: number of ids: EOD is 0, the 256 bytes follow, then the merges.
         out: the folder for tokenizer.json and tokenizer_config.json.
         pattern: a name of PATTERNS, which splits text into the pieces within which tokens are merged.
@@ -104,11 +102,7 @@ def train_byte_level(
 
 
 def _some(pieces: Iterator[str]) -> Iterator[str]:
-    """Returns the pieces unchanged.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the pieces unchanged. Raises ValueError: there is none."""
     first = next(pieces, None)
     if first is None:
         raise ValueError("--input: every file is empty, there is nothing to train on")

@@ -55,7 +55,6 @@ class CutMatrix:
     """A sharded parameter of two and more dims, and what this rank sends and receives of it.
 
     Args:
-        spec: of the parameter.
         shape: of the local parameter, the same on every rank of tp.
         shares: flat range of the local parameter that each rank of the shard axis owns.
         read: gives the input for this rank's share, flat.
@@ -197,7 +196,6 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
     Args:
         matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
-        steps: of the iteration.
 
     Returns:
         `[n, rows, cols]`, a new tensor.
@@ -219,9 +217,7 @@ def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool
     """Replaces each matrix of a whole parameter's momentum by its update at rate 1, in place.
 
     Args:
-        spec: of the parameter.
         whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into matrices.
-        steps: of the Newton-Schulz iteration.
         per_head: `spec.head_rows` divides each of these further.
     """
     matrices = whole if whole.ndim == 3 else whole[None]
@@ -241,7 +237,6 @@ class Muon(SliceOptimizer):
         config: momentum, ns_steps, weight_decay, decay_exclude, scales; with offload, master weights and momentum stay
             on the host, and matrices are copied to the device to be orthogonalised.
         mesh: its tp and etp axes shard the matrices.
-        rounding_seed: as in SliceOptimizer.
 
     Comm: as in `MatrixGather`, once.
     """

@@ -31,8 +31,7 @@ def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[s
     """Returns why a certificate says nothing about this configuration on this many ranks, run by this code; [] where
     it does.
 
-    Raises:
-        ValueError: it is no certificate, or a newer version wrote it.
+    Raises ValueError: it is no certificate, or a newer version wrote it.
     """
     try:
         told = certificate["format"], certificate["verdict"], certificate["world"]

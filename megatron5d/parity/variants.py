@@ -115,7 +115,6 @@ def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
 
     Args:
         config: what is to become small.
-        world: number of ranks.
         keep: sizes that stay.
     """
     wanted = features(config, world)

@@ -45,7 +45,6 @@ class Axis:
         """Returns n / size, each rank's equal share.
 
         Args:
-            n: what is divided.
             what: its name, for the message.
 
         Raises:

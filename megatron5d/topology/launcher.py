@@ -28,7 +28,6 @@ class Environment:
 
     Args:
         rank: of this process, 0 ... world-1.
-        world: number of processes.
         local_rank: index among the processes of this node, which chooses the GPU.
         meeting: where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or
             "met" where the launcher has made the process group already and will destroy it (local_ranks.py).
@@ -79,11 +78,8 @@ class _Place:
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody.
 
-    Args:
-        variables: the process environment.
-
-    Raises:
-        ValueError: a launcher's variables are incomplete, out of range or contradict each other or another launcher's.
+    Raises ValueError: a launcher's variables are incomplete, out of range or contradict each other or another
+    launcher's.
     """
     places = _innermost([place for each in LAUNCHERS if (place := _place(each, variables))], variables)
     if not places:
@@ -147,8 +143,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
     """Returns the value of the first of these variables that is set; None where none is.
 
-    Raises:
-        ValueError: it is not a whole number, or out of range.
+    Raises ValueError: it is not a whole number, or out of range.
     """
     for name in (name for name in names if name in variables):
         written = variables[name]
@@ -218,9 +213,7 @@ def rank_0_listens(
     """Returns whether rank 0 opens the port at which the ranks are to meet; a rank that asks may have ended otherwise.
 
     Args:
-        environment: of this process.
         patience_s: rank 0 imports torch before it listens.
-        variables: the process environment.
     """
     where = environment.meeting
     if where == "env://":
@@ -239,8 +232,7 @@ def rank_0_listens(
 def first_host(node_list: str) -> str:
     """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
 
-    Raises:
-        ValueError: the list names no node.
+    Raises ValueError: the list names no node.
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     if first is None:

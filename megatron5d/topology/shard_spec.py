@@ -57,7 +57,6 @@ class ShardSpec:
 
     Args:
         name: global name, the same on any layout.
-        shape: global shape, without padding.
         pieces: what this rank holds of it.
         expert: replicated over edp (True) or over dp·cp (False).
         init: standard deviation of the normal initialisation, or "ones" / "zeros".
@@ -129,7 +128,6 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tupl
     """Divides the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
 
     Args:
-        shape: of the tensor.
         start, stop: flat element range.
 
     Returns:

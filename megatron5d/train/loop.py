@@ -63,8 +63,7 @@ class Outputs:
 def locked_outputs(config: Config) -> Iterator[Outputs]:
     """Locks `checkpoint.dir` and `log.jsonl` against other runs.
 
-    Raises:
-        OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
+    Raises OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
 
     Comm: a broadcast over the world; rank 0 may come to it as late as `lock_file.STALE_S`.
     """
@@ -107,10 +106,7 @@ def train(
     """Trains from where the run stands to its last step.
 
     Args:
-        config: a valid configuration.
-        process: this rank.
         layout: of the pipeline, the same on every rank.
-        predicted: for the log.
         stop: set by a signal.
         notes: for the log, of what was found before.
 
@@ -308,7 +304,6 @@ def _save(
     """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
 
     Args:
-        run: to be saved.
         saver: writes it.
         reporter: says which save has failed.
         losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.

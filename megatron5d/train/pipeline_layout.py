@@ -26,8 +26,6 @@ class PipelineLayout:
 
     Args:
         program_of: number of micro-batches of a step -> verified Program.
-        placement: of all of them.
-        specs: what each stage holds.
         shared: which pipeline ranks hold parameters together.
         note: what the schedule is expected to cost, for the log of rank 0.
     """
@@ -53,7 +51,6 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
 
     Args:
         config: model, pipeline, parallel and train.
-        world: number of ranks.
         program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a file.
 
     Raises:
@@ -75,8 +72,7 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
 def named_programs(config: Config) -> Programs:
     """Returns the Programs of a named schedule or a file; a single rank needs no schedule.
 
-    Raises:
-        ValueError: no schedule has this name.
+    Raises ValueError: no schedule has this name.
     """
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
@@ -94,11 +90,7 @@ def named_programs(config: Config) -> Programs:
 
 
 def verified(program: Program) -> Program:
-    """Returns the Program.
-
-    Raises:
-        ProgramError: its order is wrong.
-    """
+    """Returns the Program. Raises ProgramError: its order is wrong."""
     from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
 
     verify(program)
@@ -120,7 +112,6 @@ def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
     """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp.
 
     Args:
-        config: of the run.
         device: on which it lies.
         states: hidden states that are sent one after the other (`StageSpec.sent`).
     """

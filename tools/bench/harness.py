@@ -210,8 +210,6 @@ def in_turn(
 
     Args:
         worker: runs in the other process; a function of a module.
-        names: of the pieces.
-        limit_s: the longest silence.
         until: of `time.monotonic()`; then no piece is waited for any more.
         context: how processes are started; None = spawn, which a parent may that has used its GPU.
 

@@ -36,8 +36,7 @@ Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # an offset and a s
 def inspect(args: argparse.Namespace) -> int:
     """Prints what a checkpoint holds, and of which run it is; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, or its index or run.json is damaged.
+    Raises ValueError: no whole checkpoint, or its index or run.json is damaged.
     """
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
     run, config = read_run(saved.folder), saved_config(saved.folder)
@@ -67,8 +66,7 @@ def inspect(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is.
 
-    Raises:
-        ValueError: no whole checkpoint, or its index is damaged.
+    Raises ValueError: no whole checkpoint, or its index is damaged.
     """
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
@@ -94,8 +92,7 @@ def diff(args: argparse.Namespace) -> int:
 
     Of a folder and a checkpoint the weights are compared, of two checkpoints all that the optimiser keeps, too.
 
-    Raises:
-        ValueError: one of them is neither, or is damaged.
+    Raises ValueError: one of them is neither, or is damaged.
     """
     with ExitStack() as stack:
         one, other = (_tensors(path, stack) for path in (args.one, args.other))
@@ -179,9 +176,7 @@ def in_processes(work: Callable[[int], T], count: int, num_workers: int) -> Iter
     What this process has opened and computed reaches the others by fork; it must use a single thread of torch's.
     Values and errors must be picklable. With one worker the calls are made in this process.
 
-    Raises:
-        OSError: a process was killed.
-        Exception: the first one that `work` raised.
+    Raises OSError: a process was killed. Raises Exception: the first one that `work` raised.
     """
     if min(count, num_workers) <= 1:
         yield from map(work, range(count))

@@ -27,8 +27,7 @@ from megatron5d.train.hf_export import holds_tokenizer, planned_export
 def from_hf(args: argparse.Namespace) -> int:
     """Writes a checkpoint of step 0, and prints its folder; returns 0.
 
-    Raises:
-        ValueError: the folder is not one of ours to read, or `out` holds checkpoints.
+    Raises ValueError: the folder is not one of ours to read, or `out` holds checkpoints.
     """
     hf: Path = args.hf
     model = read_model_config(hf)
@@ -54,9 +53,8 @@ def from_hf(args: argparse.Namespace) -> int:
 def to_hf(args: argparse.Namespace) -> int:
     """Writes a Hugging Face folder, and prints the size of its weights; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer that cannot leave with its
-            ids, or `out` holds files that transformers would read.
+    Raises ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer that cannot leave with
+    its ids, or `out` holds files that transformers would read.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     check_vacant(args.out)

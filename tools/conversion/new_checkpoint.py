@@ -45,9 +45,8 @@ def average(args: argparse.Namespace) -> int:
 
     Of a run in bf16 the masters are averaged. Sums are in fp64, one part of a tensor at a time.
 
-    Raises:
-        ValueError: no whole checkpoint, other tensors than in the first one, weights that do not fit the checkpoints,
-            or `out` holds checkpoints.
+    Raises ValueError: no whole checkpoint, other tensors than in the first one, weights that do not fit the
+    checkpoints, or `out` holds checkpoints.
     """
     check_empty(args.out)
     folders = _folders(args.path, args.last)
@@ -100,8 +99,7 @@ PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "rout
 def upcycle(args: argparse.Namespace) -> int:
     """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints.
+    Raises ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints.
     """
     check_empty(args.out)
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")

@@ -75,7 +75,6 @@ class Resharding:
         source: the checkpoint that is read.
         config: of its run, on the target layout.
         made: the source, the number of ranks and the configuration, for run.json.
-        layout: of their pipeline.
         final: the folder of the new checkpoint.
         save: named in each of its files.
     """
@@ -100,8 +99,7 @@ class Resharding:
     def tensors_of(self, rank: int) -> dict[str, ShardedTensor]:
         """Returns what a rank of the target writes, by key and without memory.
 
-        Raises:
-            ValueError: the checkpoint lacks a tensor, or holds one of another shape.
+        Raises ValueError: the checkpoint lacks a tensor, or holds one of another shape.
         """
         saved, found = self.source.tensors, dict[str, ShardedTensor]()
         weights_only = not any(key.startswith("optim.") for key in saved)
@@ -180,8 +178,7 @@ class Resharding:
     def finish(self, messages: list[bytes]) -> None:
         """Writes the index and gives the checkpoint its name.
 
-        Raises:
-            ValueError: the ranks do not hold all tensors of the source.
+        Raises ValueError: the ranks do not hold all tensors of the source.
         """
         items = [each for message in messages for each in _items(message)]
         if lost := self.source.tensors.keys() - {key for key, _ in items}:
@@ -199,10 +196,8 @@ class Resharding:
 def reshard(args: argparse.Namespace) -> int:
     """Writes a checkpoint as the ranks of another layout would have, and prints its folder; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, one that is damaged, a layout that is refused, or a directory that already
-            holds checkpoints.
-        OSError: a file cannot be read or written, or a run is writing to the directory.
+    Raises ValueError: no whole checkpoint, one that is damaged, a layout that is refused, or a directory that already
+    holds checkpoints. Raises OSError: a file cannot be read or written, or a run is writing to the directory.
     """
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     source = SavedTensors(whole_checkpoint(args.source, "SRC"))
@@ -229,8 +224,7 @@ def reshard(args: argparse.Namespace) -> int:
 def target_config(saved: Config, overrides: list[str]) -> Config:
     """Returns the configuration of a run with some keys of its layout replaced.
 
-    Raises:
-        ValueError: an override that cannot be read, or that is not of a layout.
+    Raises ValueError: an override that cannot be read, or that is not of a layout.
     """
     wanted = load_config(overrides)
     given = [key for key in keys_given(overrides) if key in leaves() or "." not in key and key not in GROUPS]
@@ -263,8 +257,7 @@ def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) 
 def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Path) -> Resharding:
     """Returns the resharding that was interrupted, or a new one.
 
-    Raises:
-        ValueError: the directory holds a checkpoint.
+    Raises ValueError: the directory holds a checkpoint.
     """
     if steps := saved_steps(final.parent):
         raise ValueError(

@@ -141,8 +141,6 @@ class Asked:
 
     Args:
         name: shown for it.
-        config: a valid configuration.
-        world: number of ranks.
         cluster: device and network; None = CPUs, of which no time is predicted.
     """
 

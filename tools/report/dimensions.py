@@ -34,7 +34,6 @@ class Example:
 
     Args:
         page: its page in docs/parallelism/.
-        title: its name and keys.
         experiment: a model.
         overrides: that switch the dimension on.
         switches: of a report, which switch it off.
@@ -279,11 +278,7 @@ def _picture_of(example: Example, now: dict[str, Any]) -> str:
 
 
 def filled(text: str, blocks: dict[str, str]) -> str:
-    """Returns a page with its generated blocks replaced.
-
-    Raises:
-        ValueError: the page lacks a block.
-    """
+    """Returns a page with its generated blocks replaced. Raises ValueError: the page lacks a block."""
     for name, block in blocks.items():
         start, stop = f"<!-- generated: {name} -->", "<!-- end -->"
         pattern = re.compile(f"({re.escape(start)}\n).*?({re.escape(stop)})", re.DOTALL)

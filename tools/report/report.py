@@ -42,9 +42,8 @@ class Question:
 def write_report(question: Question, out: Path, json_file: Path | None = None) -> str:
     """Writes the page, and its numbers where asked; returns the page's first sentence.
 
-    Raises:
-        ConfigError: a layout is refused.
-        ValueError: a folder holds no run, or nobody says how many ranks there are.
+    Raises ConfigError: a layout is refused. Raises ValueError: a folder holds no run, or nobody says how many ranks
+    there are.
     """
     report = report_of(question)
     if json_file is not None:
@@ -83,8 +82,7 @@ def _name(config: Config, question: Question) -> str:
 def _config(question: Question, overrides: Sequence[str], world: int) -> Config:
     """Returns the configuration: of the first run's config.yaml, or of the overrides alone.
 
-    Raises:
-        ValueError: overrides beside a run, or a run without config.yaml.
+    Raises ValueError: overrides beside a run, or a run without config.yaml.
     """
     if not question.runs or overrides:
         return planned_config(list(overrides), world)

@@ -40,7 +40,6 @@ def run_record(name: str, records: Iterable[str], saved: Iterable[int] = ()) -> 
     """Returns the curves and events of a run.
 
     Args:
-        name: of the run.
         records: lines of its log, the last of which may be unfinished.
         saved: steps of its checkpoints.
 
@@ -154,7 +153,6 @@ class Curve:
     """One run's losses, in nats per token.
 
     Args:
-        name: of the run.
         train: (tokens seen, loss) of every record.
         valid: field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the first stands
             at 0 where it came before training.
@@ -170,8 +168,7 @@ class Curve:
 def find_records(run: Path) -> list[Path]:
     """Returns the run's .jsonl file, or those of all runs in a folder of runs.
 
-    Raises:
-        ValueError: there is none, or one folder holds several.
+    Raises ValueError: there is none, or one folder holds several.
     """
     if run.is_file():
         return [run]
@@ -191,8 +188,7 @@ def find_records(run: Path) -> list[Path]:
 def read_curve(path: Path) -> Curve:
     """Reads one JSON object a step, as `log.jsonl` writes them; a last line that is still being written is left out.
 
-    Raises:
-        ValueError: a line is not such an object; names file and line.
+    Raises ValueError: a line is not such an object; names file and line.
     """
     train: list[tuple[int, float]] = []
     valid: dict[str, list[tuple[int, float]]] = {}
@@ -229,8 +225,7 @@ def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[in
 def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
     """Returns the fields that a list of names and patterns means, in its order.
 
-    Raises:
-        ValueError: one of them means none.
+    Raises ValueError: one of them means none.
     """
     there = sorted({field for curve in curves for field in curve.fields})
     found: dict[str, None] = {}
@@ -265,8 +260,6 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
     """Writes the picture, losses above and a panel for each field below; its format follows from the name.
 
     Args:
-        curves: runs.
-        out: file.
         fields: of records, to draw below.
         smooth: records of a mean; None = a fortieth of the run.
     """

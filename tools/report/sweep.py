@@ -22,7 +22,6 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
 
     Args:
         overrides: of pretrain.py; keys that they give stay as they are.
-        worlds: numbers of ranks.
         cluster: device and network.
         count: layouts on each number of ranks.
 
@@ -57,8 +56,7 @@ def _record(search: LayoutSearch, candidate: Candidate, world: int) -> dict[str,
 def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
     """Returns one record a run: its ranks, and what its log says of throughput and memory at the end.
 
-    Raises:
-        ValueError: a log holds no step.
+    Raises ValueError: a log holds no step.
     """
     records = []
     for log in logs:

@@ -72,8 +72,7 @@ def _only_admitted() -> Iterator[None]:
 def load_inert(path: Path) -> dict[str, Any]:
     """Returns the dict in a file of torch.save, its tensors mapped from the file.
 
-    Raises:
-        ValueError: it is damaged, or names a class that no checkpoint of Megatron-LM consists of.
+    Raises ValueError: it is damaged, or names a class that no checkpoint of Megatron-LM consists of.
     """
     try:
         with _only_admitted():
@@ -156,8 +155,7 @@ class _Reader(Reader):
 def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
     """Arguments, iteration and tensors of a `torch_dist` folder: weights ("") and what the optimiser keeps, by kind.
 
-    Raises:
-        ValueError: a file is damaged, names what is not admitted, or is of another format.
+    Raises ValueError: a file is damaged, names what is not admitted, or is of another format.
     """
     backend = read_json(folder / BACKEND).get("sharded_backend")
     if backend != "torch_dist":
@@ -221,8 +219,7 @@ _State = dict[str, Tensor]
 def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
     """Arguments, iteration and whole weights (kind "") of a folder with a file for each model-parallel rank.
 
-    Raises:
-        ValueError: a file is missing or damaged, or the layout is one that is not read.
+    Raises ValueError: a file is missing or damaged, or the layout is one that is not read.
     """
     paths = {match.groups(): path / "model_optim_rng.pt" for path in sorted(folder.iterdir())
              if (match := _RANK.match(path.name))}  # fmt: skip
@@ -311,8 +308,7 @@ _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 def iteration_folder(folder: Path) -> Path:
     """Returns the folder of one iteration: itself, or the one that the tracker file in it names.
 
-    Raises:
-        ValueError: there is none; says what a Megatron checkpoint looks like.
+    Raises ValueError: there is none; says what a Megatron checkpoint looks like.
     """
     tracker = folder / TRACKER
     if tracker.is_file():
@@ -327,12 +323,7 @@ def iteration_folder(folder: Path) -> Path:
 
 
 class MegatronTensors:
-    """Tensors of one kind, one layer and one expert at a time, under the names of names.py.
-
-    Args:
-        folder: of the iteration.
-        sources: its tensors.
-    """
+    """Tensors of one kind, one layer and one expert at a time, under the names of names.py."""
 
     def __init__(self, folder: Path, sources: dict[str, Source]) -> None:
         self.folder, self._sources = folder, sources
@@ -371,8 +362,7 @@ class MegatronCheckpoint(NamedTuple):
 def open_checkpoint(folder: Path) -> MegatronCheckpoint:
     """Opens the checkpoint in a folder of one iteration, or with the tracker file.
 
-    Raises:
-        ValueError: it holds no such checkpoint, a damaged one, or one of a format that is not read.
+    Raises ValueError: it holds no such checkpoint, a damaged one, or one of a format that is not read.
     """
     folder = iteration_folder(folder)
     distributed = (folder / COMMON).is_file()

@@ -59,10 +59,7 @@ def write_checkpoint(
 
     Args:
         out: a directory without Megatron checkpoints; created if it does not exist.
-        model: the architecture.
-        args: what Megatron-LM calls it.
         read: returns the rectangle of our tensor with a (global name, offset, shape).
-        dtype: of the written weights.
         training: None = a release.
 
     Returns:

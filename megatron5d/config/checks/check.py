@@ -20,7 +20,6 @@ class Check:
         knobs: keys that it depends on; it is not run if one of them has an illegal value by itself.
         find: (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other.
         needs: ids of checks; if one of them fails, this one is not run.
-        local: as in Fault.
     """
 
     id: str

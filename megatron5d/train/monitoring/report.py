@@ -31,7 +31,6 @@ class Prediction:
     Args:
         peak_tflops: of one device, for MFU; None = unknown.
         step_s: seconds of a step; None = not predicted.
-        mfu: of such a step.
         bubble: for each pipeline rank, the fraction of a step in which it waits; empty = not predicted.
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
         memory: for each pipeline rank, bytes that its tensors take at most.
@@ -61,8 +60,6 @@ def compare_step(run: Run, predicted: Prediction, result: StepResult, sent: Mapp
 
     Args:
         run: on every rank.
-        predicted: for it.
-        result: of the step.
         sent: axis -> bytes that this rank has sent in it.
 
     Comm: all_reduce over the world of a number for every pipeline rank, where there are several.
@@ -128,7 +125,6 @@ class Reporter:
 
     Args:
         run: whose configuration says where to write.
-        predicted: for it.
     """
 
     def __init__(self, run: Run, predicted: Prediction) -> None:
@@ -263,9 +259,8 @@ class Reporter:
             self._display.say(text)
 
     def close(self, code: int) -> None:
-        """
-        Args:
-            code: with which this process is going to exit.
+        """Args:
+        code: with which this process is going to exit.
         """
         self._slow_ranks.close()
         self._display.close()

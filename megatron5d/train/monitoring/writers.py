@@ -91,8 +91,7 @@ class JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         """Writes one line; NaN and infinity, which JSON lacks, become null.
 
-        Raises:
-            OSError: it cannot be written; the file ends with a whole line, and the next call writes this one too.
+        Raises OSError: it cannot be written; the file ends with a whole line, and the next call writes this one too.
         """
         told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self._unwritten.append(json.dumps(told, allow_nan=False).encode() + b"\n")
@@ -228,9 +227,8 @@ class Writers:
         self._failing: set[str] = set()
 
     def add(self, name: str, writer: Writer) -> None:
-        """
-        Args:
-            name: a config key and its value, for messages.
+        """Args:
+        name: a config key and its value, for messages.
         """
         self._writers[name] = writer
 
@@ -256,9 +254,8 @@ class Writers:
             writer.abandon()
 
     def close(self, code: int) -> None:
-        """
-        Args:
-            code: with which this process is going to exit.
+        """Args:
+        code: with which this process is going to exit.
         """
         for name, writer in self._writers.items():
             try:
