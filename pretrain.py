@@ -35,7 +35,7 @@ if __name__ == "__main__":
 def main(argv: Sequence[str]) -> int:
     """Runs one rank of a job. A wrong configuration is refused without torch where that is possible.
 
-    Returns the exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal with all steps saved.
+    Returns the exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal, all steps saved.
     Raises SystemExit: the configuration is refused (2), or the run fails for a reason that its message names (1).
     """
     try:
