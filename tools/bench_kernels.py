@@ -48,6 +48,7 @@ if __name__ == "__main__":
 import torch
 import torch._functorch.config
 
+from megatron5d.config.convert import write_whole
 from megatron5d.kernels import choice, tuning
 from megatron5d.kernels.choice import capability_of
 from megatron5d.tools.bench import BENCHMARKS
@@ -60,7 +61,6 @@ from megatron5d.tools.bench.harness import (
     in_turn,
     median_ms,
     peak_bytes,
-    write_whole,
 )
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
@@ -271,7 +271,8 @@ def report(told: Iterator[tuple], file: Path | None) -> dict[str, Any]:
                     printed = name
                 provider, row = rest if len(rest) == 2 else ("the rest", {"unavailable": rest[0]})
                 found["rows"].setdefault(name, {})[provider] = row
-            write_whole(file, found)  # at once: a machine that is taken away has left what it found
+            if file:  # at once: a machine that is taken away has left what it found
+                write_whole(file, json.dumps(found, indent=1))
     finally:
         show(printed)
     return found

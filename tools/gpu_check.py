@@ -47,11 +47,12 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron5d.config.convert import write_whole
 from megatron5d.config.schema import TrainConfig
 from megatron5d.kernels import choice, dispatch
 from megatron5d.kernels.gemm import accumulate_weight_grad_triton
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms, write_whole
+from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
 from megatron5d.tools.bench_kernels import because, measure, with_libraries, write_orders
 from megatron5d.tools.tune_kernels import SPACE, results
 
@@ -146,10 +147,8 @@ class Book:
         """Adds figures, prints them, and writes both files."""
         self.found.setdefault(section, {}).setdefault(name, {}).update(figures)
         print(f"{section}: {name}: {_words(figures)}", flush=True)
-        write_whole(self.folder / "gpu_check.json", self.found)
-        part = self.folder / "gpu_check.md.part"
-        part.write_text(self.markdown())
-        part.replace(self.folder / "gpu_check.md")
+        write_whole(self.folder / "gpu_check.json", json.dumps(self.found, indent=1))
+        write_whole(self.folder / "gpu_check.md", self.markdown())
 
     def all_right(self) -> bool:
         """Says whether nothing that was compared differs: kernels, addmm, and what the sanitizer found."""

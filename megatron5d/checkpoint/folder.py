@@ -30,9 +30,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron5d.config.convert import from_dict
+from megatron5d.config.convert import from_dict, parse_json, read_json, write_whole
 from megatron5d.config.errors import ConfigError
-from megatron5d.config.json_file import parse_json, read_json
 from megatron5d.config.schema import Config
 
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -229,9 +228,7 @@ def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
 
 def point_latest_to(folder: Path) -> None:
     """Writes the name of a checkpoint to `latest` beside it."""
-    pointer = folder.parent / "latest.tmp"
-    pointer.write_text(folder.name + "\n")
-    pointer.rename(folder.parent / "latest")
+    write_whole(folder.parent / "latest", folder.name + "\n")
 
 
 def leave_later(directory: Path, step: int) -> None:

@@ -23,8 +23,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights
-from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
-from megatron5d.checkpoint.load import PREFIX, whole_checkpoint
+from megatron5d.checkpoint.load import PREFIX, SavedTensors, fault_of_file, whole_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.topology.launcher import die_with_parent

@@ -17,8 +17,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
-from megatron5d.checkpoint.inspection import SavedTensors
-from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, whole_checkpoint
+from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedTensors, SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, args_of, entries, model_config_of
 from megatron5d.checkpoint.megatron.reader import MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.writer import STATES, Training, write_checkpoint

@@ -39,15 +39,13 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import LazyTensor, lazy_tensor, whole_checkpoint
+from megatron5d.checkpoint.load import LazyTensor, SavedTensors, fault_of_file, lazy_tensor, whole_checkpoint
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
-from megatron5d.config.convert import changed, leaves, to_dict, value_of
+from megatron5d.config.convert import changed, leaves, read_json, to_dict, value_of, write_whole
 from megatron5d.config.errors import ConfigError, Fault
-from megatron5d.config.json_file import read_json
 from megatron5d.config.load import keys_given, load_config
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
@@ -133,9 +131,7 @@ class Resharding:
                     files[rank].add_tensor(key, tensor)
             for rank, file in files.items():
                 messages[rank] = file.told()
-                record = self._record(rank)
-                record.with_suffix(".new").write_bytes(messages[rank])
-                record.with_suffix(".new").rename(record)
+                write_whole(self._record(rank), messages[rank])
         return list(messages.items())
 
     def _lazy(self, key: str, held: dict[int, ShardedTensor]) -> dict[int, LazyTensor]:
@@ -270,8 +266,7 @@ def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Pa
             shutil.rmtree(old, ignore_errors=True)
         begun = {RESHARDED: made, "id": uuid.uuid4().hex}
         file.parent.mkdir(parents=True)
-        file.with_suffix(".new").write_text(json.dumps(begun))
-        file.with_suffix(".new").rename(file)
+        write_whole(file, json.dumps(begun))
     temporary.mkdir(exist_ok=True)
     save = Save(begun["id"], int(final.name.removeprefix("step-")))
     return Resharding(source, config, made, searched_layout(config, made["world"]), final, save)

@@ -28,7 +28,7 @@ from megatron5d.checkpoint.index import SavedTensor
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, layer_name, to_our_rows
 from megatron5d.checkpoint.storage import Reader, read
-from megatron5d.config.json_file import read_json
+from megatron5d.config.convert import read_json
 from megatron5d.config.schema import ModelConfig
 
 
