@@ -146,10 +146,8 @@ class _Undecided(Exception):
 
 
 def before_fork(argv: Sequence[str], world: int) -> None:
-    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need.
-
-    Raises SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0).
-    """
+    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need. Raises
+    SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0)."""
     print_anywhere()
 
     def late(*_: object) -> list[Fault]:

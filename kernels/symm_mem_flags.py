@@ -135,10 +135,8 @@ def fence() -> None:
 
 
 def wait_flag(arrivals: Arrivals, source: int) -> None:
-    """Waits until the flag of a source has reached the epoch.
-
-    Raises TimeoutError: on the CPU, where it has not in `patience.limit_s`; on a GPU `patience.check` raises it later.
-    """
+    """Waits until the flag of a source has reached the epoch. Raises TimeoutError: on the CPU, where it has not in
+    `patience.limit_s`; on a GPU `patience.check` raises it later."""
     flag, epoch, patience = arrivals.flags[source], arrivals.epoch, arrivals.patience
     if flag.device.type != "cpu":
         if dispatch.runs_triton(flag):

@@ -197,10 +197,8 @@ def measure(
 
 
 def side(name: str, config: Config, device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """Returns what `measure` finds out about a provider, or the reason why it goes no further.
-
-    Raises Exception: the provider has broken the device, which a new process finds sound.
-    """
+    """Returns what `measure` finds out about a provider, or the reason why it goes no further. Raises Exception: the
+    provider has broken the device, which a new process finds sound."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:

@@ -52,10 +52,8 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Returns token ids `[b, s]` of a .npy file.
-
-    Raises ValueError: no file of integers of one or two dims, or an id outside the vocabulary.
-    """
+    """Returns token ids `[b, s]` of a .npy file. Raises ValueError: no file of integers of one or two dims, or an id
+    outside the vocabulary."""
     try:
         ids = np.load(path, allow_pickle=False)
     except OSError as error:

@@ -103,10 +103,8 @@ def candidates(operation: str, architecture: str = "") -> list[dict]:
 
 
 def results(out: object) -> list[torch.Tensor]:
-    """Copies of all tensors that a call has returned, in fp32.
-
-    Raises TypeError: it has returned nothing that could be compared.
-    """
+    """Copies of all tensors that a call has returned, in fp32. Raises TypeError: it has returned nothing that could be
+    compared."""
     if isinstance(out, torch.Tensor):
         return [out.detach().float().clone()]
     if isinstance(out, Quantized):
@@ -150,10 +148,8 @@ class Search:
         return config
 
     def ms(self, candidate: dict) -> float | None:
-        """Milliseconds with a candidate, or None where it does not run or gives another result.
-
-        Raises RuntimeError: it has broken the device, on which no other candidate would run.
-        """
+        """Milliseconds with a candidate, or None where it does not run or gives another result. Raises RuntimeError: it
+        has broken the device, on which no other candidate would run."""
 
         def select(operation: str, device: torch.device, **key: int) -> dict:
             return dict(candidate) if operation == self.operation else self.original(operation, device, **key)

@@ -69,10 +69,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
     """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old
-    checkpoints).
-
-    Raises ValueError: files.json is damaged.
-    """
+    checkpoints). Raises ValueError: files.json is damaged."""
     entries = parse_json((folder / MANIFEST).read_bytes())
     if RUN not in entries:
         raise ValueError(f"it does not list {RUN}")
@@ -297,10 +294,7 @@ def _remove(folder: Path) -> None:
 
 def read_run(folder: Path) -> dict:
     """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config`
-    (train/state.py).
-
-    Raises ValueError: the file is damaged.
-    """
+    (train/state.py). Raises ValueError: the file is damaged."""
     fault = changed(folder, RUN)
     if fault:
         raise ValueError(fault)
@@ -309,9 +303,7 @@ def read_run(folder: Path) -> dict:
 
 def saved_config(folder: Path) -> Config:
     """Returns the configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
-
-    Raises ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys.
-    """
+    Raises ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys."""
     return config_of(folder, read_run(folder).get("config"))
 
 

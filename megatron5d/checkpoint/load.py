@@ -301,10 +301,8 @@ def lazy_tensor(
 
 
 class SavedTensors:
-    """All tensors of a whole checkpoint, the optimiser's too.
-
-    Raises ValueError: its index is damaged; names the file.
-    """
+    """All tensors of a whole checkpoint, the optimiser's too. Raises ValueError: its index is damaged; names the
+    file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, Reader(folder)
@@ -312,10 +310,8 @@ class SavedTensors:
         self.save = self._reader.save
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved.
-
-        Raises ValueError: a file is damaged; names it and the tensor. Raises OSError: a file cannot be read.
-        """
+        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved. Raises
+        ValueError: a file is damaged; names it and the tensor. Raises OSError: a file cannot be read."""
         saved = self.tensors[key]
         values = torch.empty(tuple(shape), dtype=saved.dtype)
         self._reader.fill([{key: ShardedTensor(saved.size, [(tuple(offset), values)], saved.dtype)}])

@@ -127,10 +127,8 @@ class LockFile:
         self._thread.start()
 
     def check(self) -> None:
-        """Makes sure that this run still holds the lock; takes it again if somebody has removed the file.
-
-        Raises OSError: another run has taken it, because this one did not touch the file for too long.
-        """
+        """Makes sure that this run still holds the lock; takes it again if somebody has removed the file. Raises
+        OSError: another run has taken it, because this one did not touch the file for too long."""
         owner = _read(self.file)
         if owner is None:
             self._acquire()

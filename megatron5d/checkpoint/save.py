@@ -304,10 +304,8 @@ class StoreGroup:
         self._round = self._answers = self._deleted_answers = 0
 
     def send(self, message: bytes) -> None:
-        """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the message, once.
-
-        Raises OSError: the store is gone.
-        """
+        """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the message, once. Raises
+        OSError: the store is gone."""
         self._round += 1
         key = self._message_key(self.rank)
         parts = [message[at : at + _PART_BYTES] for at in range(0, len(message), _PART_BYTES)] or [b""]

@@ -58,10 +58,8 @@ class RankWriter(FileWriter):
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save) -> bytes:
-    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication.
-
-    Raises OSError: the file cannot be written; names it.
-    """
+    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication. Raises OSError: the
+    file cannot be written; names it."""
     with RankWriter(folder, rank, save) as file:
         for key, tensor in tensors.items():
             file.add_tensor(key, tensor)
@@ -170,10 +168,8 @@ class Reader:
         )
 
     def fill(self, parts: Sequence[dict[str, ShardedTensor]]) -> None:
-        """Reads parts of tensors, file by file in the order of their bytes. No communication.
-
-        Raises OSError: a file cannot be read; names it. Raises ValueError: a file is damaged; names it.
-        """
+        """Reads parts of tensors, file by file in the order of their bytes. No communication. Raises OSError: a file
+        cannot be read; names it. Raises ValueError: a file is damaged; names it."""
         wanted: dict[str, list[_Request]] = {}
         for tensors in parts:
             for key, tensor in tensors.items():
@@ -215,10 +211,8 @@ class Reader:
                 raise ValueError(f"{self._folder} holds {found} of {view.numel()} elements of {key} at {offset}")
 
     def _check_save(self, found: Save | None) -> None:
-        """Makes sure that a file of tensors was written by the save that the index describes.
-
-        Raises Damaged: by another one, as in a folder into which files of two steps were copied.
-        """
+        """Makes sure that a file of tensors was written by the save that the index describes. Raises Damaged: by
+        another one, as in a folder into which files of two steps were copied."""
         if found != self.save:
             of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
             raise Damaged(

@@ -285,10 +285,8 @@ class Shift:
         self._sent, self._received, self._works, self._axis = sent, received, works, axis
 
     def wait(self) -> Tensor:
-        """Waits for the previous rank's tensor; the one sent may be overwritten from now on.
-
-        Raises CollectiveError: a rank of the ring is dead or hangs.
-        """
+        """Waits for the previous rank's tensor; the one sent may be overwritten from now on. Raises CollectiveError: a
+        rank of the ring is dead or hangs."""
         for work in self._works:
             finish(work, "shift", self._axis)
         return self._received

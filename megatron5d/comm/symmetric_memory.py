@@ -302,10 +302,8 @@ class BufferExchange:
             self.send_buffers(part)[holder].copy_(tensor)
 
     def wait(self, source: int) -> tuple[Tensor, ...]:
-        """Waits for the tensors of one rank; they may change after the next exchange has begun.
-
-        Raises TimeoutError: as in `wait_flag`.
-        """
+        """Waits for the tensors of one rank; they may change after the next exchange has begun. Raises TimeoutError: as
+        in `wait_flag`."""
         self._buffers.axis.wait(partial(wait_flag, self.arrivals, source))
         return tuple(self.receive_buffer(part)[source] for part in range(len(self._layout)))
 

@@ -28,9 +28,7 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """Returns the configuration that `to_dict` wrote; missing keys keep their defaults, so old files stay readable.
-
-    Raises ConfigError: an unknown key or a value of the wrong type.
-    """
+    Raises ConfigError: an unknown key or a value of the wrong type."""
     faults: list[Fault] = []
     config = convert(data, faults)
     if faults:

@@ -250,9 +250,7 @@ def in_ranges(number: int, ranges: Sequence[str]) -> bool:
 
 def split_shares(split: str | None) -> list[float]:
     """Returns the shares of train, valid and test in a split such as "969,30,1", not normalised; missing ones are 0.
-
-    Raises ValueError: the string is not one to three numbers of positive sum.
-    """
+    Raises ValueError: the string is not one to three numbers of positive sum."""
     if split is None:
         return [1.0, 0.0, 0.0]
     numbers = split.split(",")

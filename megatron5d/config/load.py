@@ -161,10 +161,8 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """Returns the configuration that `to_yaml` wrote.
-
-    Raises ConfigError: an unknown key or a value of the wrong type.
-    """
+    """Returns the configuration that `to_yaml` wrote. Raises ConfigError: an unknown key or a value of the wrong
+    type."""
     data = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     assert isinstance(data, dict)
     return from_dict({str(key): value for key, value in data.items()})

@@ -172,10 +172,8 @@ TEKKEN_SPECIAL = [
 
 
 def read_tekken(path: Path, content: dict[str, Any]) -> Ranks:
-    """Reads a tekken.json: special tokens have the first ids, the rank r has id r + number of special tokens.
-
-    Raises ValueError: something is missing or of the wrong kind.
-    """
+    """Reads a tekken.json: special tokens have the first ids, the rank r has id r + number of special tokens. Raises
+    ValueError: something is missing or of the wrong kind."""
     try:
         config, listed = content["config"], content.get("special_tokens")
         num_special, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])

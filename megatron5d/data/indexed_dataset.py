@@ -79,9 +79,7 @@ class IndexedDataset:
 
     def document_start(self, i: int) -> int:
         """Returns where document `i` begins in the concatenated stream, in tokens; `i` = num_documents gives the end.
-
-        Raises ValueError: the index is damaged.
-        """
+        Raises ValueError: the index is damaged."""
         first = int(self.index.document_indices[i])
         if not 0 <= first <= self.num_sequences:
             raise ValueError(f"{self.prefix}.idx: document {i} begins at sequence {first} of {self.num_sequences}")
@@ -125,9 +123,7 @@ class IndexedDataset:
 
     def check_index(self) -> None:
         """Reads nothing; to be called before the mapped index is read, of which pages that are gone end the process.
-
-        Raises ValueError: the `.idx` has become shorter since it was opened.
-        """
+        Raises ValueError: the `.idx` has become shorter since it was opened."""
         if (size := self.idx_path.stat().st_size) < self._idx_bytes:
             raise file_error(self.idx_path, size, f"the file has {size} bytes, and had {self._idx_bytes}: truncated?")
 

@@ -69,10 +69,8 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """Returns the summary if this job is done and its token files are whole, else None.
-
-        Raises ValueError: another job has written its output here.
-        """
+        """Returns the summary if this job is done and its token files are whole, else None. Raises ValueError: another
+        job has written its output here."""
         if self.path.exists():
             return None
         summary = _read(self.summary_path) if self.summary_path.exists() else {}
@@ -91,10 +89,8 @@ class Journal:
         return summary
 
     def resume(self) -> Progress:
-        """Returns the progress of this job: what the journal says, or nothing done where there is no journal.
-
-        Raises ValueError: an unfinished run of another job is at the prefix.
-        """
+        """Returns the progress of this job: what the journal says, or nothing done where there is no journal. Raises
+        ValueError: an unfinished run of another job is at the prefix."""
         if not self.path.exists():
             return Progress(self.fingerprint)
         values = _read(self.path)
@@ -235,9 +231,7 @@ def preprocess(
 
 def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
     """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents.
-
-    Raises ValueError: it has no token of those that shall stand around documents.
-    """
+    Raises ValueError: it has no token of those that shall stand around documents."""
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     if recipe.prepend_bos and tokenizer.bos is None:
         raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")

@@ -55,10 +55,8 @@ class Samples:
         return stream.document_starts(k)
 
     def locate(self, i: int) -> tuple[Stream, int]:
-        """Returns the stream that sample `i` comes from and its number there.
-
-        Raises IndexError: there is no such sample.
-        """
+        """Returns the stream that sample `i` comes from and its number there. Raises IndexError: there is no such
+        sample."""
         i = int(i)  # numpy's integers would overflow in the arithmetic of the shuffle
         if i < 0 or (self.num_samples is not None and i >= self.num_samples):
             raise IndexError(

@@ -26,10 +26,8 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # what published to
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file of settings; {} where there is none.
-
-    Raises ValueError: it is no JSON object.
-    """
+    """Returns the content of a JSON file of settings; {} where there is none. Raises ValueError: it is no JSON
+    object."""
     try:
         return parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
@@ -61,9 +59,7 @@ class FilesBeside:
 
     def added(self) -> dict[str, int]:
         """Returns the tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
-
-        Raises ValueError: an id is no number.
-        """
+        Raises ValueError: an id is no number."""
         file = self.path.with_name("added_tokens.json")
         try:
             found = {str(token): int(i) for token, i in read_object(file).items()}

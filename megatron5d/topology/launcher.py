@@ -76,11 +76,8 @@ class _Place:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody.
-
-    Raises ValueError: a launcher's variables are incomplete, out of range or contradict each other or another
-    launcher's.
-    """
+    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody. Raises
+    ValueError: a launcher's variables are incomplete, out of range or contradict each other or another launcher's."""
     places = _innermost([place for each in LAUNCHERS if (place := _place(each, variables))], variables)
     if not places:
         return Environment()
@@ -141,10 +138,8 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
 
 
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
-    """Returns the value of the first of these variables that is set; None where none is.
-
-    Raises ValueError: it is not a whole number, or out of range.
-    """
+    """Returns the value of the first of these variables that is set; None where none is. Raises ValueError: it is not a
+    whole number, or out of range."""
     for name in (name for name in names if name in variables):
         written = variables[name]
         if not re.fullmatch(r"[0-9]+", written):
@@ -230,10 +225,8 @@ def rank_0_listens(
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
-
-    Raises ValueError: the list names no node.
-    """
+    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07". Raises ValueError: the
+    list names no node."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     if first is None:
         raise ValueError(f"SLURM's node list is {node_list!r}: no host in it")

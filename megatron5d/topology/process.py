@@ -101,9 +101,7 @@ def use_batch_scheduling() -> None:
 
 def allow_open_files() -> float:
     """Raises the limit of open files as far as the system allows: a process that needs many must not meet the soft one.
-
-    Returns the limit.
-    """
+    Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # macOS promises more than it gives
@@ -142,11 +140,8 @@ def _leave_in_order(rank: int, world: int) -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU
-    without GPUs.
-
-    Raises ValueError: the node shows fewer GPUs than it has ranks.
-    """
+    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU without
+    GPUs. Raises ValueError: the node shows fewer GPUs than it has ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -54,10 +54,8 @@ def held_out(config: Config) -> dict[str, Part]:
 
 
 def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
-    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read.
-
-    Raises ValueError: an illegal split.
-    """
+    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read. Raises ValueError: an illegal
+    split."""
     parts = [("train", Part("data.train", config.data.train, config.data.split))]
     parts += [("valid", held) for held in held_out(config).values()]
     return [(knob, part, source_of(entry).prefix, split) for part, (knob, entries, split) in parts for entry in entries]
@@ -82,9 +80,7 @@ def _batch_of(config: Config, samples: Samples, numbers: range) -> MicroBatch:
 
 def refuse_valid_without_targets(config: Config) -> None:
     """Refuses held-out data of which an evaluation has no loss. Reads until a target is found, usually one sample.
-
-    Raises ValueError: names the key and the files.
-    """
+    Raises ValueError: names the key and the files."""
     count = config.train.eval_batches * config.train.gbs
     for part in held_out(config).values():
         samples = _valid_samples(config, part)
@@ -114,10 +110,8 @@ def without_targets(config: Config) -> list[str]:
 
 
 def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
-    """Returns tokens of the documents that `data.split` gives to train, valid or test.
-
-    Raises ValueError: it gives none, or the index is damaged.
-    """
+    """Returns tokens of the documents that `data.split` gives to train, valid or test. Raises ValueError: it gives
+    none, or the index is damaged."""
     begin, end = split_range(split, part, dataset.num_documents)
     return dataset.document_start(end) - dataset.document_start(begin)
 
@@ -223,10 +217,8 @@ def _valid_samples(config: Config, part: Part) -> Samples:
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
-    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
-
-    Raises ValueError: the files cannot be read so, or a token is not in the model's vocabulary.
-    """
+    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch. Raises
+    ValueError: the files cannot be read so, or a token is not in the model's vocabulary."""
     samples = _train_samples(config)
     rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
     if rows.max() >= config.model.vocab_size:

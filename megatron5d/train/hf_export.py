@@ -197,10 +197,8 @@ def holds_tokenizer(path: Path) -> bool:
 
 
 def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) -> Path | None:
-    """Returns the tokenizer to export; None where the run names none, which is told.
-
-    Raises ValueError: one is named and is not there.
-    """
+    """Returns the tokenizer to export; None where the run names none, which is told. Raises ValueError: one is named
+    and is not there."""
     source, otherwise = given or token_source(config), "give it by --tokenizer PATH"
     if bare:
         return source

@@ -61,10 +61,8 @@ class Meeting:
         return self.config
 
     def refuse(self, faults: Sequence[Fault]) -> None:
-        """Tells the others why this rank refuses its configuration, and ends it.
-
-        Raises SystemExit: always, with code 2.
-        """
+        """Tells the others why this rank refuses its configuration, and ends it. Raises SystemExit: always, with code
+        2."""
         said = message(faults)
         if self.environment.rank == 0:
             print(said, file=sys.stderr, flush=True)

@@ -70,10 +70,8 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
 
 
 def named_programs(config: Config) -> Programs:
-    """Returns the Programs of a named schedule or a file; a single rank needs no schedule.
-
-    Raises ValueError: no schedule has this name.
-    """
+    """Returns the Programs of a named schedule or a file; a single rank needs no schedule. Raises ValueError: no
+    schedule has this name."""
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
         from megatron5d.pipeline_parallel.schedule_csv import read_file

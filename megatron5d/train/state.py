@@ -161,9 +161,7 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
-
-    Raises ValueError: a newer version wrote it, or it is damaged; names the file and the keys.
-    """
+    Raises ValueError: a newer version wrote it, or it is damaged; names the file and the keys."""
     record, file = read_run(folder), folder / RUN
     if not isinstance(saved := record.get("format"), int):
         raise ValueError(f"{file} is refused: format = {saved!r} is no whole number")

@@ -33,10 +33,8 @@ Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # an offset and a s
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Prints what a checkpoint holds, and of which run it is; returns 0.
-
-    Raises ValueError: no whole checkpoint, or its index or run.json is damaged.
-    """
+    """Prints what a checkpoint holds, and of which run it is; returns 0. Raises ValueError: no whole checkpoint, or its
+    index or run.json is damaged."""
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
     run, config = read_run(saved.folder), saved_config(saved.folder)
     layout, default = to_dict(config.parallel), to_dict(Config().parallel)
@@ -63,10 +61,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is.
-
-    Raises ValueError: no whole checkpoint, or its index is damaged.
-    """
+    """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is. Raises ValueError: no
+    whole checkpoint, or its index is damaged."""
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
     files, dtypes = list(saved.files().items()), {key: each.dtype for key, each in saved.tensors.items()}

@@ -25,10 +25,8 @@ from megatron5d.train.hf_export import holds_tokenizer, planned_export
 
 
 def from_hf(args: argparse.Namespace) -> int:
-    """Writes a checkpoint of step 0, and prints its folder; returns 0.
-
-    Raises ValueError: the folder is not one of ours to read, or `out` holds checkpoints.
-    """
+    """Writes a checkpoint of step 0, and prints its folder; returns 0. Raises ValueError: the folder is not one of ours
+    to read, or `out` holds checkpoints."""
     hf: Path = args.hf
     model = read_model_config(hf)
     check_empty(args.out)

@@ -99,10 +99,8 @@ PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "rout
 
 
 def upcycle(args: argparse.Namespace) -> int:
-    """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture; returns 0.
-
-    Raises ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints.
-    """
+    """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture; returns 0. Raises
+    ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints."""
     check_empty(args.out)
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)

@@ -95,10 +95,8 @@ class Resharding:
         return self.final.with_suffix(".reshard")
 
     def tensors_of(self, rank: int) -> dict[str, ShardedTensor]:
-        """Returns what a rank of the target writes, by key and without memory.
-
-        Raises ValueError: the checkpoint lacks a tensor, or holds one of another shape.
-        """
+        """Returns what a rank of the target writes, by key and without memory. Raises ValueError: the checkpoint lacks
+        a tensor, or holds one of another shape."""
         saved, found = self.source.tensors, dict[str, ShardedTensor]()
         weights_only = not any(key.startswith("optim.") for key in saved)
         for key, tensor in rank_tensors(self.config, self.made["world"], self.layout, rank).items():
@@ -172,10 +170,8 @@ class Resharding:
         return not items or fault_of_file(path, self.save, items, dtypes) is None
 
     def finish(self, messages: list[bytes]) -> None:
-        """Writes the index and gives the checkpoint its name.
-
-        Raises ValueError: the ranks do not hold all tensors of the source.
-        """
+        """Writes the index and gives the checkpoint its name. Raises ValueError: the ranks do not hold all tensors of
+        the source."""
         items = [each for message in messages for each in _items(message)]
         if lost := self.source.tensors.keys() - {key for key, _ in items}:
             raise ValueError(f"{self.source.folder} holds {min(lost)}, which its configuration does not describe")
@@ -218,10 +214,8 @@ def reshard(args: argparse.Namespace) -> int:
 
 
 def target_config(saved: Config, overrides: list[str]) -> Config:
-    """Returns the configuration of a run with some keys of its layout replaced.
-
-    Raises ValueError: an override that cannot be read, or that is not of a layout.
-    """
+    """Returns the configuration of a run with some keys of its layout replaced. Raises ValueError: an override that
+    cannot be read, or that is not of a layout."""
     wanted = load_config(overrides)
     given = [key for key in keys_given(overrides) if key in leaves() or "." not in key and key not in GROUPS]
     if others := sorted(key for key in given if key.partition(".")[0] not in GROUPS):
@@ -251,10 +245,8 @@ def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) 
 
 
 def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Path) -> Resharding:
-    """Returns the resharding that was interrupted, or a new one.
-
-    Raises ValueError: the directory holds a checkpoint.
-    """
+    """Returns the resharding that was interrupted, or a new one. Raises ValueError: the directory holds a
+    checkpoint."""
     if steps := saved_steps(final.parent):
         raise ValueError(
             f"{final.parent} already holds the checkpoint of step {steps[-1]}; give a directory without any"

@@ -40,11 +40,8 @@ class Question:
 
 
 def write_report(question: Question, out: Path, json_file: Path | None = None) -> str:
-    """Writes the page, and its numbers where asked; returns the page's first sentence.
-
-    Raises ConfigError: a layout is refused. Raises ValueError: a folder holds no run, or nobody says how many ranks
-    there are.
-    """
+    """Writes the page, and its numbers where asked; returns the page's first sentence. Raises ConfigError: a layout is
+    refused. Raises ValueError: a folder holds no run, or nobody says how many ranks there are."""
     report = report_of(question)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -80,10 +77,8 @@ def _name(config: Config, question: Question) -> str:
 
 
 def _config(question: Question, overrides: Sequence[str], world: int) -> Config:
-    """Returns the configuration: of the first run's config.yaml, or of the overrides alone.
-
-    Raises ValueError: overrides beside a run, or a run without config.yaml.
-    """
+    """Returns the configuration: of the first run's config.yaml, or of the overrides alone. Raises ValueError:
+    overrides beside a run, or a run without config.yaml."""
     if not question.runs or overrides:
         return planned_config(list(overrides), world)
     folder = question.runs[0] if question.runs[0].is_dir() else question.runs[0].parent

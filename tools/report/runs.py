@@ -166,10 +166,8 @@ class Curve:
 
 
 def find_records(run: Path) -> list[Path]:
-    """Returns the run's .jsonl file, or those of all runs in a folder of runs.
-
-    Raises ValueError: there is none, or one folder holds several.
-    """
+    """Returns the run's .jsonl file, or those of all runs in a folder of runs. Raises ValueError: there is none, or one
+    folder holds several."""
     if run.is_file():
         return [run]
     if not run.is_dir():
@@ -187,9 +185,7 @@ def find_records(run: Path) -> list[Path]:
 
 def read_curve(path: Path) -> Curve:
     """Reads one JSON object a step, as `log.jsonl` writes them; a last line that is still being written is left out.
-
-    Raises ValueError: a line is not such an object; names file and line.
-    """
+    Raises ValueError: a line is not such an object; names file and line."""
     train: list[tuple[int, float]] = []
     valid: dict[str, list[tuple[int, float]]] = {}
     fields: dict[str, list[tuple[int, float]]] = {}
@@ -223,10 +219,8 @@ def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[in
 
 
 def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
-    """Returns the fields that a list of names and patterns means, in its order.
-
-    Raises ValueError: one of them means none.
-    """
+    """Returns the fields that a list of names and patterns means, in its order. Raises ValueError: one of them means
+    none."""
     there = sorted({field for curve in curves for field in curve.fields})
     found: dict[str, None] = {}
     for pattern in filter(None, panels.split(",")):

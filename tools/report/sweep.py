@@ -54,10 +54,8 @@ def _record(search: LayoutSearch, candidate: Candidate, world: int) -> dict[str,
 
 
 def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Returns one record a run: its ranks, and what its log says of throughput and memory at the end.
-
-    Raises ValueError: a log holds no step.
-    """
+    """Returns one record a run: its ranks, and what its log says of throughput and memory at the end. Raises
+    ValueError: a log holds no step."""
     records = []
     for log in logs:
         run = read_run(log)

@@ -68,10 +68,8 @@ _GPT2 = {
 
 
 def hf_family(config: ModelConfig) -> str:
-    """Returns the family whose transformers code computes this architecture.
-
-    Raises ValueError: none does; says for each which fields stand in the way.
-    """
+    """Returns the family whose transformers code computes this architecture. Raises ValueError: none does; says for
+    each which fields stand in the way."""
     families: tuple[str, ...] = (
         "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox",
     )  # fmt: skip

@@ -38,10 +38,8 @@ _BEGINNINGS = {
 
 
 def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
-    """Refuses a folder with files that transformers would read together with new ones.
-
-    Raises ValueError: there are such files; names them.
-    """
+    """Refuses a folder with files that transformers would read together with new ones. Raises ValueError: there are
+    such files; names them."""
     old = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
     if old:
         raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
@@ -87,10 +85,8 @@ def wrong_kind(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file of a Hugging Face folder.
-
-    Raises ValueError: the file holds no JSON, or no object; says which usual wrong file it is.
-    """
+    """Returns the object in a JSON file of a Hugging Face folder. Raises ValueError: the file holds no JSON, or no
+    object; says which usual wrong file it is."""
     try:
         return parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:

@@ -212,10 +212,8 @@ def _listing(what: str, names: list[str]) -> str:
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
-    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps.
-
-    Raises ValueError: those of some parameters do not.
-    """
+    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps. Raises ValueError: those
+    of some parameters do not."""
     troubles = []
     for spec in specs:
         stacked = any(entry.expert is not None for entry in table[spec.name])
@@ -322,10 +320,8 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 def write_parts(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, rank: int = 0
 ) -> tuple[list[tuple[str, list[str]]], int]:
-    """Writes one rank's files of a folder; arguments and errors as in `save_folder`.
-
-    Returns the name of each file, which is not its last one, and of the tensors in it; total size of these, in bytes.
-    """
+    """Writes one rank's files of a folder; arguments and errors as in `save_folder`. Returns the name of each file,
+    which is not its last one, and of the tensors in it; total size of these, in bytes."""
     parts: list[tuple[str, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = pending_bytes = 0

@@ -89,10 +89,8 @@ class JsonLines:
         return cls._step_of(line) < math.inf
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one line; NaN and infinity, which JSON lacks, become null.
-
-        Raises OSError: it cannot be written; the file ends with a whole line, and the next call writes this one too.
-        """
+        """Writes one line; NaN and infinity, which JSON lacks, become null. Raises OSError: it cannot be written; the
+        file ends with a whole line, and the next call writes this one too."""
         told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self._unwritten.append(json.dumps(told, allow_nan=False).encode() + b"\n")
         self._flush()
