@@ -73,18 +73,13 @@ class Patience:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What one rank waits for in one use of its flags.
+    """What one rank waits for in one use of its flags."""
 
-    Args:
-        flags: `[size]` int32, contiguous, written by the other ranks: a source's data are there once its flag has
-            reached the epoch.
-        epoch: of this use; positive.
-        patience: with which it waits.
-    """
-
+    # `[size]` int32, contiguous, written by the other ranks: a source's data are there once its flag has reached the
+    # epoch
     flags: Tensor
-    epoch: int
-    patience: Patience
+    epoch: int  # of this use; positive
+    patience: Patience  # with which it waits
 
 
 @jit

@@ -36,26 +36,16 @@ SETTLE_S = 0.5  # after replacing a dead run's file: of several runs that do so 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, as its file says.
+    """The process that holds a lock, as its file says."""
 
-    Args:
-        host: name of the machine, for messages.
-        system: kernel and process namespace that the pid belongs to; "" where they are not known.
-        started: when the process started, in ticks of that kernel, because pids are reused.
-        job: id of the SLURM job; "" outside SLURM.
-        restarts: how often SLURM has requeued the job.
-        since: local time at which the lock was taken, for messages.
-        token: unique to this lock.
-    """
-
-    host: str = ""
+    host: str = ""  # name of the machine, for messages
     pid: int = 0
-    system: str = ""
-    started: str = ""
-    job: str = ""
-    restarts: int = 0
-    since: str = ""
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    system: str = ""  # kernel and process namespace that the pid belongs to; "" where they are not known
+    started: str = ""  # when the process started, in ticks of that kernel, because pids are reused
+    job: str = ""  # id of the SLURM job; "" outside SLURM
+    restarts: int = 0  # how often SLURM has requeued the job
+    since: str = ""  # local time at which the lock was taken, for messages
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique to this lock
 
     def __str__(self) -> str:
         job = f", SLURM job {self.job}" if self.job else ""

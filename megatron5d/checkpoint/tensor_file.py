@@ -51,13 +51,9 @@ class SavedItem(NamedTuple):
 
 
 class Save(NamedTuple):
-    """One save of a run; each of its files says so.
+    """One save of a run; each of its files says so."""
 
-    Args:
-        id: unique to the save.
-    """
-
-    id: str
+    id: str  # unique to the save
     step: int
 
     def __str__(self) -> str:
@@ -65,18 +61,13 @@ class Save(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a tensor to be written.
-
-    Args:
-        offset: first index in the global tensor.
-        values: returns the part at an offset, when it is written.
-    """
+    """A part of a tensor to be written."""
 
     key: str
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # first index in the global tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Callable[[tuple[int, ...]], Tensor]
+    values: Callable[[tuple[int, ...]], Tensor]  # returns the part at an offset, when it is written
 
 
 def _header(save: Save, *table: int) -> bytes:

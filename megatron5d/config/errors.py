@@ -48,21 +48,13 @@ DATA_PARALLEL = ("dp", "dp_size", "data", "data_parallel", "data_parallel_size",
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a configuration.
+    """One thing wrong with a configuration."""
 
-    Args:
-        id: of the check, or of the kind of fault on the command line; kebab-case.
-        knobs: config keys that it concerns.
-        reason: what is wrong, with the numbers.
-        fix: the nearest legal value, as an override.
-        local: about files or devices, so that it may occur on this node only.
-    """
-
-    id: str
-    knobs: tuple[str, ...]
-    reason: str
-    fix: str
-    local: bool = False
+    id: str  # of the check, or of the kind of fault on the command line; kebab-case
+    knobs: tuple[str, ...]  # config keys that it concerns
+    reason: str  # what is wrong, with the numbers
+    fix: str  # the nearest legal value, as an override
+    local: bool = False  # about files or devices, so that it may occur on this node only
 
     def __str__(self) -> str:
         return f"{self.reason}\n    fix: {self.fix}  [{self.id}]"

@@ -52,20 +52,13 @@ Work = Callable[[ShardSpec, Tensor], None]  # changes a whole parameter in place
 
 @dataclass(frozen=True)
 class CutMatrix:
-    """A sharded parameter of two and more dims, and what this rank sends and receives of it.
-
-    Args:
-        shape: of the local parameter, the same on every rank of tp.
-        shares: flat range of the local parameter that each rank of the shard axis owns.
-        read: gives the input for this rank's share, flat.
-        write: takes the result for this rank's share, flat.
-    """
+    """A sharded parameter of two and more dims, and what this rank sends and receives of it."""
 
     spec: ShardSpec
-    shape: tuple[int, ...]
-    shares: list[tuple[int, int]]
-    read: Callable[[], Tensor]
-    write: Callable[[Tensor], None]
+    shape: tuple[int, ...]  # of the local parameter, the same on every rank of tp
+    shares: list[tuple[int, int]]  # flat range of the local parameter that each rank of the shard axis owns
+    read: Callable[[], Tensor]  # gives the input for this rank's share, flat
+    write: Callable[[Tensor], None]  # takes the result for this rank's share, flat
 
     def share(self, rank: int) -> int:
         """Returns number of elements that a rank of the shard axis owns."""

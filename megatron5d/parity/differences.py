@@ -18,27 +18,19 @@ ROUNDING = 1e-13  # of the largest gradient: what sums of this length leave of z
 
 @dataclass(frozen=True)
 class Difference:
-    """How far some ranks are from one process, in one tensor or one figure.
+    """How far some ranks are from one process, in one tensor or one figure."""
 
-    Args:
-        quantity: loss, grad_norm, ...; routers: what they did; gradient, weight, or a kind of the optimiser's tensors.
-        name: the parameter's global name, or the step of a figure.
-        relative: the largest |difference|, of the largest value in the whole tensor; inf where nobody holds an element.
-        rank: that is furthest off; None where nobody holds the element.
-        ranks: all that are further off than is tolerated.
-        position: of that element in the whole tensor; () of a figure.
-        step: counted from 1; 0 = before the first.
-    """
-
+    # loss, grad_norm, ...; routers: what they did; gradient, weight, or a kind of the optimiser's tensors
     quantity: str
-    name: str
+    name: str  # the parameter's global name, or the step of a figure
+    # the largest |difference|, of the largest value in the whole tensor; inf where nobody holds an element
     relative: float = 0.0
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
-    position: tuple[int, ...] = ()
+    rank: int | None = None  # that is furthest off; None where nobody holds the element
+    ranks: tuple[int, ...] = ()  # all that are further off than is tolerated
+    position: tuple[int, ...] = ()  # of that element in the whole tensor; () of a figure
     got: float = 0.0
     expected: float = 0.0
-    step: int = 0
+    step: int = 0  # counted from 1; 0 = before the first
 
 
 def joined(rectangles: Rectangles) -> dict[str, Tensor]:

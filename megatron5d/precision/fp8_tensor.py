@@ -231,15 +231,10 @@ def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Band:
-    """A flat range of a stack of matrices, within adjacent block rows of one of them.
+    """A flat range of a stack of matrices, within adjacent block rows of one of them."""
 
-    Args:
-        row: its first block row, counted over all matrices.
-        origin: flat index at which that block row begins.
-    """
-
-    row: int
-    origin: int
+    row: int  # its first block row, counted over all matrices
+    origin: int  # flat index at which that block row begins
     start: int
     stop: int
     columns: int

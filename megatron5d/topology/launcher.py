@@ -24,18 +24,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Environment:
-    """What the launcher says about this process.
+    """What the launcher says about this process."""
 
-    Args:
-        rank: of this process, 0 ... world-1.
-        local_rank: index among the processes of this node, which chooses the GPU.
-        meeting: where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or
-            "met" where the launcher has made the process group already and will destroy it (local_ranks.py).
-    """
-
-    rank: int = 0
+    rank: int = 0  # of this process, 0 ... world-1
     world: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # index among the processes of this node, which chooses the GPU
+    # where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or "met" where
+    # the launcher has made the process group already and will destroy it (local_ranks.py)
     meeting: str = ""
 
 

@@ -22,16 +22,11 @@ _OWN_FILES = 64  # that a process by itself has open besides its data
 
 @dataclass(frozen=True)
 class Process:
-    """This process, ready to communicate.
+    """This process, ready to communicate."""
 
-    Args:
-        rank: of this process, 0 ... world-1.
-        local_rank: index among the processes of this node.
-    """
-
-    rank: int
+    rank: int  # of this process, 0 ... world-1
     world: int
-    local_rank: int
+    local_rank: int  # index among the processes of this node
     device: torch.device
 
 

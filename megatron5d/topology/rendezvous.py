@@ -112,17 +112,12 @@ class Troubled(Exception):
 
 @dataclass
 class Hello:
-    """What a rank says when it comes to the meeting.
+    """What a rank says when it comes to the meeting."""
 
-    Args:
-        word: should be the same on all ranks.
-        review: called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none.
-        trouble: why this rank cannot continue; "" where it can.
-    """
-
-    word: str = ""
+    word: str = ""  # should be the same on all ranks
+    # called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none
     review: Callable[[str], tuple[str, str]] | None = None
-    trouble: str = ""
+    trouble: str = ""  # why this rank cannot continue; "" where it can
 
 
 class Met(NamedTuple):

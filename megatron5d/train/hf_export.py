@@ -40,17 +40,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class HfExport:
-    """A Hugging Face folder that is to be written.
+    """A Hugging Face folder that is to be written."""
 
-    Args:
-        files: content of all files but the weights, by name.
-        without_bias: the model has no biases behind attention, and the folder's have zeros there.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # content of all files but the weights, by name
     model: ModelConfig
     dtype: torch.dtype
-    without_bias: bool
+    without_bias: bool  # the model has no biases behind attention, and the folder's have zeros there
 
     @cached_property
     def entries(self) -> list[Entry]:

@@ -46,17 +46,11 @@ ABOUT_DATA = (epochs, unmarked_documents, small_vocabulary, repeated_validation,
 
 @dataclass
 class Outputs:
-    """What rank 0 holds during the run; all empty on other ranks.
+    """What rank 0 holds during the run; all empty on other ranks."""
 
-    Args:
-        lock: of checkpoint.dir; None where the run saves nothing.
-        saver: writes to checkpoint.dir; set once it exists.
-        notes: what was repaired in checkpoint.dir, for the log.
-    """
-
-    lock: LockFile | None = None
-    saver: Saver | None = None
-    notes: list[str] = field(default_factory=list)
+    lock: LockFile | None = None  # of checkpoint.dir; None where the run saves nothing
+    saver: Saver | None = None  # writes to checkpoint.dir; set once it exists
+    notes: list[str] = field(default_factory=list)  # what was repaired in checkpoint.dir, for the log
 
 
 @contextmanager

@@ -22,19 +22,13 @@ Programs = Callable[[int], Program]
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """The pipeline of a run; the same on every rank.
+    """The pipeline of a run; the same on every rank."""
 
-    Args:
-        program_of: number of micro-batches of a step -> verified Program.
-        shared: which pipeline ranks hold parameters together.
-        note: what the schedule is expected to cost, for the log of rank 0.
-    """
-
-    program_of: Programs
+    program_of: Programs  # number of micro-batches of a step -> verified Program
     placement: Placement
     specs: tuple[StageSpec, ...]
-    shared: Shared
-    note: str = ""
+    shared: Shared  # which pipeline ranks hold parameters together
+    note: str = ""  # what the schedule is expected to cost, for the log of rank 0
 
     @property
     def layers(self) -> tuple[int, ...]:

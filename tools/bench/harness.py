@@ -26,24 +26,17 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        make: called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is always there.
-            A call of ours returns all it makes, also in place, so that results can be compared. What only one provider
-            needs, its first call makes: it may be missing, or take long.
-        work: floating-point operations, or bytes that must move, of one call, from the same sizes.
-        unit: "TFLOP/s" or "GB/s".
-        sizes: those of real training.
-        tiny: the same in small, for a run without a GPU.
-        families: calls of ours that libraries may make, too: provider -> key of `kernels` (`libraries.py`).
-    """
-
+    # called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is always there. A call
+    # of ours returns all it makes, also in place, so that results can be compared. What only one provider needs, its
+    # first call makes: it may be missing, or take long
     make: Callable[..., Calls]
-    work: Callable[..., float]
-    unit: str
-    sizes: Sizes
-    tiny: Sizes
+    work: Callable[..., float]  # floating-point operations, or bytes that must move, of one call, from the same sizes
+    unit: str  # "TFLOP/s" or "GB/s"
+    sizes: Sizes  # those of real training
+    tiny: Sizes  # the same in small, for a run without a GPU
+    # calls of ours that libraries may make, too: provider -> key of `kernels` (`libraries.py`)
     families: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -67,22 +67,14 @@ GROUPS = ("parallel", "pipeline", "recompute", "train")  # of a layout, and of w
 
 @dataclass(frozen=True)
 class Resharding:
-    """What is made of what.
+    """What is made of what."""
 
-    Args:
-        source: the checkpoint that is read.
-        config: of its run, on the target layout.
-        made: the source, the number of ranks and the configuration, for run.json.
-        final: the folder of the new checkpoint.
-        save: named in each of its files.
-    """
-
-    source: SavedTensors
-    config: Config
-    made: dict[str, Any]
+    source: SavedTensors  # the checkpoint that is read
+    config: Config  # of its run, on the target layout
+    made: dict[str, Any]  # the source, the number of ranks and the configuration, for run.json
     layout: PipelineLayout
-    final: Path
-    save: Save
+    final: Path  # the folder of the new checkpoint
+    save: Save  # named in each of its files
 
     @property
     def temporary(self) -> Path:

@@ -137,17 +137,12 @@ MEDIAN_ERROR = 0.06  # of predicted step times, on 71 published runs that were n
 
 @dataclass(frozen=True)
 class Asked:
-    """A layout to report on.
+    """A layout to report on."""
 
-    Args:
-        name: shown for it.
-        cluster: device and network; None = CPUs, of which no time is predicted.
-    """
-
-    name: str
+    name: str  # shown for it
     config: Config
     world: int
-    cluster: Cluster | None
+    cluster: Cluster | None  # device and network; None = CPUs, of which no time is predicted
 
     @property
     def target(self) -> Target:

@@ -22,21 +22,13 @@ from megatron5d.tools.report.runs import CHARTS, find_records, read_run
 
 @dataclass(frozen=True)
 class Question:
-    """What a report is asked to show.
+    """What a report is asked to show."""
 
-    Args:
-        overrides: of pretrain.py, or of the first run's configuration.
-        runs: folders of runs, or their logs.
-        world: number of ranks; None = that of the first run.
-        device: as plan.py takes it, or cpu; None = h100, and cpu for a run whose log has no MFU.
-        against: overrides of a second layout, in one string.
-    """
-
-    overrides: Sequence[str] = ()
-    runs: Sequence[Path] = ()
-    world: int | None = None
-    device: str | None = None
-    against: str | None = None
+    overrides: Sequence[str] = ()  # of pretrain.py, or of the first run's configuration
+    runs: Sequence[Path] = ()  # folders of runs, or their logs
+    world: int | None = None  # number of ranks; None = that of the first run
+    device: str | None = None  # as plan.py takes it, or cpu; None = h100, and cpu for a run whose log has no MFU
+    against: str | None = None  # overrides of a second layout, in one string
 
 
 def write_report(question: Question, out: Path, json_file: Path | None = None) -> str:

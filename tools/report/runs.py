@@ -150,18 +150,14 @@ def _median(steps: list[dict[str, Any]], field: str) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's losses, in nats per token.
-
-    Args:
-        train: (tokens seen, loss) of every record.
-        valid: field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the first stands
-            at 0 where it came before training.
-        fields: every other number of a record (`grad_norm`, `moe/layer_0/load`) -> (tokens seen, value).
-    """
+    """One run's losses, in nats per token."""
 
     name: str
-    train: list[tuple[int, float]]
+    train: list[tuple[int, float]]  # (tokens seen, loss) of every record
+    # field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the first stands at 0 where
+    # it came before training
     valid: dict[str, list[tuple[int, float]]]
+    # every other number of a record (`grad_norm`, `moe/layer_0/load`) -> (tokens seen, value)
     fields: dict[str, list[tuple[int, float]]]
 
 

@@ -95,29 +95,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor on disk and its place in ours.
+    """One tensor on disk and its place in ours."""
 
-    Args:
-        name: global name of our tensor.
-        rows: (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole.
-        hf_name: name on disk.
-        shape: shape on disk.
-        transposed: on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in].
-        expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
-        heads: number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v.
-        interleaved: a stack of experts in which gate and up rows alternate on disk (gpt-oss).
-        wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
-    """
-
-    name: str
-    rows: tuple[int, int]
-    hf_name: str
-    shape: tuple[int, ...]
-    transposed: bool = False
+    name: str  # global name of our tensor
+    rows: tuple[int, int]  # (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole
+    hf_name: str  # name on disk
+    shape: tuple[int, ...]  # shape on disk
+    transposed: bool = False  # on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in]
+    # which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts
     expert: int | None = None
-    wide: bool = False
+    wide: bool = False  # at least fp32 on disk and in memory, whatever the model's dtype (a router's bias)
+    # number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v
     heads: int | None = None
-    interleaved: bool = False
+    interleaved: bool = False  # a stack of experts in which gate and up rows alternate on disk (gpt-oss)
 
     @property
     def our_shape(self) -> tuple[int, ...]:

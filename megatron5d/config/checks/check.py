@@ -13,19 +13,13 @@ Faults = Iterator[Fault]
 
 @dataclass(frozen=True)
 class Check:
-    """One way in which a configuration cannot run.
+    """One way in which a configuration cannot run."""
 
-    Args:
-        id: kebab-case, unique.
-        knobs: keys that it depends on; it is not run if one of them has an illegal value by itself.
-        find: (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other.
-        needs: ids of checks; if one of them fails, this one is not run.
-    """
-
-    id: str
-    knobs: tuple[str, ...]
+    id: str  # kebab-case, unique
+    knobs: tuple[str, ...]  # keys that it depends on; it is not run if one of them has an illegal value by itself
+    # (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other
     find: Callable[[Config, int], Faults]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # ids of checks; if one of them fails, this one is not run
     local: bool = False
 
     def run(self, config: Config, world: int) -> Fault | None:

@@ -26,24 +26,16 @@ _SMALL = 1e-3  # of all bytes: an axis that carries less carries counts and norm
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a run; on ranks other than 0 the peak alone.
+    """What is expected of a run; on ranks other than 0 the peak alone."""
 
-    Args:
-        peak_tflops: of one device, for MFU; None = unknown.
-        step_s: seconds of a step; None = not predicted.
-        bubble: for each pipeline rank, the fraction of a step in which it waits; empty = not predicted.
-        sent: for each pipeline rank, axis -> bytes that it sends in a step.
-        memory: for each pipeline rank, bytes that its tensors take at most.
-        report: lines for the beginning of the log.
-    """
-
-    peak_tflops: float | None = None
-    step_s: float | None = None
+    peak_tflops: float | None = None  # of one device, for MFU; None = unknown
+    step_s: float | None = None  # seconds of a step; None = not predicted
     mfu: float | None = None
+    # for each pipeline rank, the fraction of a step in which it waits; empty = not predicted
     bubble: Sequence[float] = ()
-    sent: Sequence[Mapping[str, int]] = ()
-    memory: Sequence[int] = ()
-    report: Sequence[str] = ()
+    sent: Sequence[Mapping[str, int]] = ()  # for each pipeline rank, axis -> bytes that it sends in a step
+    memory: Sequence[int] = ()  # for each pipeline rank, bytes that its tensors take at most
+    report: Sequence[str] = ()  # lines for the beginning of the log
 
     def record(self, pp_rank: int) -> dict[str, Any]:
         """Returns what stands in every record of a pipeline rank beside what is measured."""
