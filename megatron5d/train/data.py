@@ -201,19 +201,23 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
     return _loader(config, mesh, samples, 0, [(0, config.train.gbs)], 0, part.knob)
 
 
-def _valid_samples(config: Config, part: Part) -> Samples:
-    data, train = config.data, config.train
+def _samples(config: Config, entries: list[str], split: str | None, part: str, order: str, count: int) -> Samples:
+    data = config.data
     return open_samples(
-        part.entries,
-        seq_len=sample_len(config),
-        order="megatron" if data.order == "megatron" else "sequential",
-        seed=train.seed,
-        num_samples=train.eval_batches * train.gbs,
-        split=part.split,
-        part="valid",
-        cache_dir=data.cache_dir,
-        unweighted=data.weights,
-    )
+        entries, seq_len=sample_len(config), order=order, seed=config.train.seed, num_samples=count, split=split,
+        part=part, cache_dir=data.cache_dir, unweighted=data.weights,
+    )  # fmt: skip
+
+
+def _train_samples(config: Config) -> Samples:
+    data, count = config.data, samples_of_steps(config.train.steps, batch_schedule(config))
+    return _samples(config, data.train, data.split, "train", data.order, count)
+
+
+def _valid_samples(config: Config, part: Part) -> Samples:
+    order = "megatron" if config.data.order == "megatron" else "sequential"
+    count = config.train.eval_batches * config.train.gbs
+    return _samples(config, part.entries, part.split, "valid", order, count)
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
@@ -224,21 +228,6 @@ def first_rows(config: Config, steps: int) -> torch.Tensor:
     if rows.max() >= config.model.vocab_size:
         raise ValueError(f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}")
     return rows
-
-
-def _train_samples(config: Config) -> Samples:
-    data, train = config.data, config.train
-    return open_samples(
-        data.train,
-        seq_len=sample_len(config),
-        order=data.order,
-        seed=train.seed,
-        num_samples=samples_of_steps(train.steps, batch_schedule(config)),
-        split=data.split,
-        part="train",
-        cache_dir=data.cache_dir,
-        unweighted=data.weights,
-    )
 
 
 def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> Samples:

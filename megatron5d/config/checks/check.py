@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from megatron5d.config.convert import value_of
 from megatron5d.config.derived import sample_len
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -37,6 +38,19 @@ def check(
         return Check(id or find.__name__.replace("_", "-"), knobs, find, tuple(needs), local)
 
     return decorate
+
+
+def divides(part: str, whole: str, id: str, fix: Callable[[Config, int], str] | None = None) -> Check:
+    """Makes the check that the value of one key divides another's; without a fix it is the nearest that does."""
+
+    @check(whole, part, id=id)
+    def find(c: Config, world: int) -> Faults:
+        size, of = value_of(c, part), value_of(c, whole)
+        if of % size:
+            nearby = f"{part}={nearest(size, divisors(of))}" if fix is None else fix(c, world)
+            yield fault(f"{whole} = {of} is not divisible by {part} = {size}", nearby)
+
+    return find
 
 
 def check_id(knob: str, ending: str = "") -> str:
