@@ -297,7 +297,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
     """Writes a file in the place of an older one, at once: an interruption leaves the old content or the new."""
     part = file.with_name(file.name + ".part")
     part.write_bytes(content.encode() if isinstance(content, str) else content)
-    part.replace(file)
+    part.rename(file)
 
 
 def parse_json(text: str | bytes, kind: type = dict) -> Any:
