@@ -135,7 +135,7 @@ class Saver:
         group = self._group
         self._num_saves += 1  # as on every other rank
         save = Save(f"{self._id}-{self._num_saves}", step)
-        group.on_rank_0(lambda: self._lock and self._lock.check())
+        group.on_rank_0(self._lock.check if self._lock else lambda: None)
         known, self._written = self._written, b""
         written = b""
 

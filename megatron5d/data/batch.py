@@ -219,7 +219,7 @@ class Loader:
     ) -> None:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
-        self._make = partial(make_micro_batch, **options)
+        self._make: Callable[..., MicroBatch] = partial(make_micro_batch, **options)
         self._wants_starts = options.get("document_mask", False) and options.get("eod") is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
         self._prefetch, self._knob = prefetch, knob
