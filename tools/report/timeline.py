@@ -36,8 +36,6 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
     """Returns the timelines of a run's schedule and of every named schedule that its layout admits.
 
     Args:
-        config: a valid configuration.
-        world: number of ranks.
         cluster: device and network. Where no time is predicted (None, fp32) a forward of one stage takes one unit.
 
     Returns:
