@@ -3,9 +3,9 @@
 An operation makes the type of its result, a tuple for its shape, a constant for each size, and of each tuple a type of
 its own that is spelt out as text and never read. Every call of a device function lists all members of the language
 again, and replaces what its kernel has replaced already. Types of the same shape are made once here, tuples' types when
-they are asked for, lists of members once; members are replaced once for a kernel; and
-operands of one type are not asked twenty times whether they have to be converted to each other. What is refused is
-refused as before: whatever is not made of plain integers goes the interpreter's own way.
+they are asked for, lists of members once; members are replaced once for a kernel; and operands of one type are not
+asked twenty times whether they have to be converted to each other. What is refused is refused as before: whatever is
+not made of plain integers goes the interpreter's own way.
 """
 
 import inspect
