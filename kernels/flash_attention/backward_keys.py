@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, num_processors, tl
-from megatron5d.kernels.flash_attention.mask import at_edges, documents, loop_bounds, positions, query_range, visible
-from megatron5d.kernels.flash_attention.tiles import capped, tile
+from megatron5d.kernels.flash_attention.mask import (
+    at_edges,
+    capped,
+    documents,
+    loop_bounds,
+    positions,
+    query_range,
+    tile,
+    visible,
+)
 
 ROWS = 16  # that a program adds up
 LARGEST_CUT = 128  # head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block

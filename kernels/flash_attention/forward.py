@@ -13,29 +13,27 @@ from torch import Tensor
 from megatron5d.kernels import tuning
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
 from megatron5d.kernels.flash_attention.mask import (
+    aligned,
     among_keys,
     at_edges,
+    capped,
     documents,
+    flags,
+    kernel_scale,
     key_range,
     key_spans,
     loop_bounds,
+    mask_inputs,
     needs_spans,
     positions,
-    up_to_last_key,
-    visible,
-)
-from megatron5d.kernels.flash_attention.plain import AttentionRule
-from megatron5d.kernels.flash_attention.tiles import (
-    aligned,
-    capped,
-    flags,
-    kernel_scale,
-    mask_inputs,
     reach,
     sources,
     tile,
     tuning_key,
+    up_to_last_key,
+    visible,
 )
+from megatron5d.kernels.flash_attention.plain import AttentionRule
 
 
 @jit

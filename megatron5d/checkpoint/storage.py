@@ -211,8 +211,7 @@ class Reader:
                 raise ValueError(f"{self._folder} holds {found} of {view.numel()} elements of {key} at {offset}")
 
     def _check_save(self, found: Save | None) -> None:
-        """Makes sure that a file of tensors was written by the save that the index describes. Raises Damaged: by
-        another one, as in a folder into which files of two steps were copied."""
+        """Makes sure that a file of tensors was written by the save that the index describes."""
         if found != self.save:
             of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
             raise Damaged(

@@ -230,8 +230,7 @@ def preprocess(
 
 
 def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
-    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents.
-    Raises ValueError: it has no token of those that shall stand around documents."""
+    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents."""
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     if recipe.prepend_bos and tokenizer.bos is None:
         raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")

@@ -300,11 +300,7 @@ def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
-    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step.
-
-    Args:
-        copies: ranks that hold the same hidden states.
-    """
+    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step."""
     seen: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _phases(model)}
 
     def note(name: str) -> Callable:

@@ -133,8 +133,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
 
 
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
-    """Returns the value of the first of these variables that is set; None where none is. Raises ValueError: it is not a
-    whole number, or out of range."""
+    """Returns the value of the first of these variables that is set; None where none is."""
     for name in (name for name in names if name in variables):
         written = variables[name]
         if not re.fullmatch(r"[0-9]+", written):

@@ -199,8 +199,7 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, he
     """Waits until all ranks have registered in the store; rank 0 tells the others the result.
 
     Returns the part of the store that belongs to this start of the ranks. torchrun keeps one store when it starts them
-    again, and without a part of its own a new start would count ranks of dead processes. Raises Troubled: some ranks
-    cannot continue. Raises TimeoutError: some ranks did not register in time; names them.
+    again, and without a part of its own a new start would count ranks of dead processes.
     """
     hello = hello or Hello()
     if rank:
@@ -255,8 +254,7 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
     A start is over if an earlier process of this rank has joined it, or if rank 0 has already given its verdict. The
     start that this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
 
-    Returns the part of the store that belongs to the start. Raises TimeoutError: rank 0 has opened no start, or has not
-    answered in time.
+    Returns the part of the store that belongs to the start.
     """
     known = f"joined/{rank}"
     joined = store.add(known, 0)

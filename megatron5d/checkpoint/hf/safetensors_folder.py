@@ -212,8 +212,7 @@ def _listing(what: str, names: list[str]) -> str:
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
-    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps. Raises ValueError: those
-    of some parameters do not."""
+    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps."""
     troubles = []
     for spec in specs:
         stacked = any(entry.expert is not None for entry in table[spec.name])
@@ -232,12 +231,7 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
 
 
 def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
-    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements.
-
-    Args:
-        view: the local rectangle, written in place.
-        at: its offset in our global tensor.
-    """
+    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements."""
     begin = [max(pair) for pair in zip(at, entry.our_offset)]
     end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, entry.our_offset, entry.our_shape)]
     if any(first >= last for first, last in zip(begin, end)):

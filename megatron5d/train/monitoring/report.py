@@ -251,9 +251,7 @@ class Reporter:
             self._display.say(text)
 
     def close(self, code: int) -> None:
-        """Args:
-        code: with which this process is going to exit.
-        """
+        """Ends the display and the writers of a process that is going to exit with a code."""
         self._slow_ranks.close()
         self._display.close()
         if self.active and self._losses and not code:
