@@ -68,7 +68,7 @@ def _runs_cpu_flash(q: Tensor) -> bool:
 def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     if not (dispatch.runs_triton(q) and k.numel()):
         return False
-    from megatron5d.kernels.flash_attention.mask import takes
+    from megatron5d.kernels.flash_attention.tiles import takes
 
     return takes(q, v, rule)
 

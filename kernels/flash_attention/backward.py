@@ -13,37 +13,48 @@ from megatron5d.kernels import tuning
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
 from megatron5d.kernels.flash_attention.backward_keys import launch_keys, uncapped
 from megatron5d.kernels.flash_attention.mask import (
-    aligned,
     among_keys,
     at_edges,
-    capped,
     documents,
-    flags,
-    kernel_scale,
     key_range,
     key_spans,
     loop_bounds,
-    mask_inputs,
     needs_spans,
     positions,
     query_spans,
-    reach,
-    sources,
-    tile,
-    tuning_key,
     up_to_last_key,
     visible,
 )
 from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import (
+    aligned,
+    capped,
+    flags,
+    kernel_scale,
+    mask_inputs,
+    reach,
+    sources,
+    tile,
+    tuning_key,
+)
 
 PADDING = 128  # of the rows' statistics; a multiple of every block of queries
 
 
 @jit
 def _delta_kernel(
-    dout_ptr, out_ptr, lse_ptr, peak_ptr, delta_ptr, num_queries, padded, num_batch, dim,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    out_ptr,
+    lse_ptr,
+    peak_ptr,
+    delta_ptr,
+    num_queries,
+    padded,
+    num_batch,
+    dim,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     """Makes for some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from contiguous `[s, b, a, d]`.
 
     A query that saw nothing, or lies past the end, gets lse +inf: probability 0.
@@ -65,10 +76,28 @@ def _delta_kernel(
 
 @jit
 def _collect_keys(
-    dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask, q_at, q_document,
-    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    dq,
+    q,
+    dout,
+    sources,
+    layouts,
+    lse,
+    delta,
+    batch,
+    k_head,
+    span,
+    num_keys,
+    sizes,
+    mask,
+    q_at,
+    q_document,
+    FLAGS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
+):
     """Adds what the keys of a span give to dq: its edges where MASKED, else what lies between them."""
     _, _, _, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
@@ -99,11 +128,29 @@ def _collect_keys(
 
 @jit(do_not_specialize=["num_keys"])  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
 def _query_kernel(
-    q_source, dout_source, k_source, v_source, layouts, rows, mask, dq_ptr, spans_ptr, span_stride, sizes, num_keys,
-    num_batch, group, dims, natural_scale,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_source,
+    dout_source,
+    k_source,
+    v_source,
+    layouts,
+    rows,
+    mask,
+    dq_ptr,
+    spans_ptr,
+    span_stride,
+    sizes,
+    num_keys,
+    num_batch,
+    group,
+    dims,
+    natural_scale,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
+):
     sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]

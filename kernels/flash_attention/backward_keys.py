@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, num_processors, tl
-from megatron5d.kernels.flash_attention.mask import (
-    at_edges,
-    capped,
-    documents,
-    loop_bounds,
-    positions,
-    query_range,
-    tile,
-    visible,
-)
+from megatron5d.kernels.flash_attention.mask import at_edges, documents, loop_bounds, positions, query_range, visible
+from megatron5d.kernels.flash_attention.tiles import capped, tile
 
 ROWS = 16  # that a program adds up
 LARGEST_CUT = 128  # head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block
@@ -42,10 +34,27 @@ def uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def _collect_queries(
-    dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
-    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    dk,
+    dv,
+    k,
+    v,
+    sources,
+    layouts,
+    rows,
+    batch,
+    head,
+    span,
+    sizes,
+    mask,
+    k_at,
+    k_document,
+    FLAGS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
+):
     """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
     num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
@@ -166,11 +175,32 @@ def _collect_head(
 
 @jit
 def _key_value_kernel(
-    q_source, dout_source, k_source, v_source, layouts, rows, mask, outputs, spans_ptr, span_stride, sizes,
-    num_keys, num_batch, group, dims, natural_scale, parts_ptr,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    REACH: tl.constexpr, ENTRIES: tl.constexpr, CUT: tl.constexpr,
-):  # fmt: skip
+    q_source,
+    dout_source,
+    k_source,
+    v_source,
+    layouts,
+    rows,
+    mask,
+    outputs,
+    spans_ptr,
+    span_stride,
+    sizes,
+    num_keys,
+    num_batch,
+    group,
+    dims,
+    natural_scale,
+    parts_ptr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CUT: tl.constexpr,
+):
     """Computes one share: the end of a block of keys, whole blocks, the beginning of a block; or, not CUT, a block."""
     sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
@@ -240,10 +270,24 @@ def _key_value_kernel(
 
 @jit
 def _sum_parts_kernel(
-    outputs, spans_ptr, span_stride, sizes, num_keys, num_batch, group, dims, natural_scale, parts_ptr,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ENTRIES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    outputs,
+    spans_ptr,
+    span_stride,
+    sizes,
+    num_keys,
+    num_batch,
+    group,
+    dims,
+    natural_scale,
+    parts_ptr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Adds up some rows of the block that begins in this program's share and ends in a later one, if there is one."""
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)

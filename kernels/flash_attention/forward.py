@@ -13,27 +13,29 @@ from torch import Tensor
 from megatron5d.kernels import tuning
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
 from megatron5d.kernels.flash_attention.mask import (
-    aligned,
     among_keys,
     at_edges,
-    capped,
     documents,
-    flags,
-    kernel_scale,
     key_range,
     key_spans,
     loop_bounds,
-    mask_inputs,
     needs_spans,
     positions,
-    reach,
-    sources,
-    tile,
-    tuning_key,
     up_to_last_key,
     visible,
 )
 from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import (
+    aligned,
+    capped,
+    flags,
+    kernel_scale,
+    mask_inputs,
+    reach,
+    sources,
+    tile,
+    tuning_key,
+)
 
 
 @jit
@@ -49,12 +51,39 @@ def _following(place, span, MASKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: 
 
 @jit
 def _attend(
-    out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,
-    q_document, k_at_ptr, k_document_ptr, scale, softcap, window,
-    MASKED: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, BLOCK_N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-):  # fmt: skip
+    out,
+    total,
+    peak,
+    scores,
+    q,
+    k_source,
+    k_layout,
+    v_source,
+    v_layout,
+    batch,
+    k_head,
+    span,
+    num_keys,
+    q_at,
+    q_document,
+    k_at_ptr,
+    k_document_ptr,
+    scale,
+    softcap,
+    window,
+    MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_K_POSITIONS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
+):
     """Adds the keys of a span to the running out, total and peak: its edges where MASKED, else what lies between them.
 
     With AHEAD `scores` are those of the first block of keys, and on return those of the block after the last one: while
@@ -95,14 +124,45 @@ def _attend(
 
 @jit
 def _forward_kernel(
-    q_source, q_layout, k_source, k_layout, v_source, v_layout, out_ptr, lse_ptr, sinks_ptr, q_at_ptr, k_at_ptr,
-    q_document_ptr, k_document_ptr, spans_ptr, span_stride, num_queries, num_keys, num_batch, num_heads, group,
-    v_dim, scale, softcap, window,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_source,
+    q_layout,
+    k_source,
+    k_layout,
+    v_source,
+    v_layout,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    q_at_ptr,
+    k_at_ptr,
+    q_document_ptr,
+    k_document_ptr,
+    spans_ptr,
+    span_stride,
+    num_queries,
+    num_keys,
+    num_batch,
+    num_heads,
+    group,
+    v_dim,
+    scale,
+    softcap,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_Q_POSITIONS: tl.constexpr,
+    HAS_K_POSITIONS: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
+):
     # Under a causal mask the last queries see most keys: they start first, so that no long program is left for the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)

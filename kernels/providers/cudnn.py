@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron5d.kernels.choice import AttentionRequest
 from megatron5d.kernels.dispatch import HALF_DTYPES
-from megatron5d.kernels.flash_attention.mask import aligned
 from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import aligned
 
 OLDEST = 90501  # which reads dout in its own layout
 OLDEST_WIDE = {(192, 128): 91100, (256, 256): 92201}  # of heads wider than 128

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron5d.kernels.choice import AttentionRequest
 from megatron5d.kernels.dispatch import HALF_DTYPES
-from megatron5d.kernels.flash_attention.mask import aligned
 from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import aligned
 
 
 @functools.cache

@@ -12,8 +12,9 @@ import torch
 from megatron5d import kernels
 from megatron5d.kernels import tuning
 from megatron5d.kernels.flash_attention import forward as flash_attention_forward
-from megatron5d.kernels.flash_attention.mask import key_spans, mask_inputs, query_spans
+from megatron5d.kernels.flash_attention.mask import key_spans, query_spans
 from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import mask_inputs
 
 TOLERANCE = 6e-3
 MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
