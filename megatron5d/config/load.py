@@ -97,15 +97,9 @@ _WANDB_MODES = dict.fromkeys(("off", "no", "False", "false", "None", "none", "nu
 
 
 def load_config(
-    argv: Sequence[str],
-    *,
-    world: int | None = None,
-    rank: int = 0,
-    model_from_hf: ModelFromHF | None = None,
-    options: Sequence[Check] = (),
-    checks: Sequence[Check] = (),
-    files: bool = True,
-) -> Config:
+    argv: Sequence[str], *, world: int | None = None, rank: int = 0, model_from_hf: ModelFromHF | None = None,
+    options: Sequence[Check] = (), checks: Sequence[Check] = (), files: bool = True,
+) -> Config:  # fmt: skip
     """Returns the typed, checked configuration of a command line.
 
     Args:

@@ -261,14 +261,9 @@ def _result(job: Job, progress: Progress) -> dict:
 
 
 def _write(
-    job: Job,
-    workers: int,
-    journal: Journal,
-    progress: Progress,
-    dtype: np.dtype,
-    reporting: Reporting,
+    job: Job, workers: int, journal: Journal, progress: Progress, dtype: np.dtype, reporting: Reporting,
     save_every_s: float,
-) -> Progress:
+) -> Progress:  # fmt: skip
     """Tokenises the rest of the corpus into partial files, and saves the journal every `save_every_s`.
 
     Returns:

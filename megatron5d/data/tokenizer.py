@@ -192,13 +192,9 @@ class Tokenizer:
         return self._names[number]
 
     def _name_tokens(
-        self,
-        beside: FilesBeside,
-        known: dict[str, int],
-        special: Collection[int],
-        asked: tuple[Asked, Asked],
+        self, beside: FilesBeside, known: dict[str, int], special: Collection[int], asked: tuple[Asked, Asked],
         own: tuple[int | None, int | None] = (None, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fills the fields.
 
         Args:
