@@ -141,10 +141,8 @@ class LockFile:
             pass
 
     def _try_to_acquire(self) -> bool:
-        """Makes the file, or replaces that of a dead run.
-
-        Returns False where another process was quicker; the next attempt then looks at that process.
-        """
+        """Makes the file, or replaces that of a dead run. Returns False where another process was quicker; the next
+        attempt then looks at that process."""
         owner = _read(self.file)
         if owner is not None:
             self._refuse_living(owner)

@@ -170,11 +170,7 @@ def _leave(text: str, rank: int) -> None:
 
 
 class _Spelling:
-    """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults are found.
-
-    Args:
-        folders: config folders with groups, ours first.
-    """
+    """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults are found."""
 
     def __init__(self, arguments: Arguments, folders: list[Path]) -> None:
         self.faults = arguments.faults

@@ -146,12 +146,7 @@ def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
     A prediction of depth k counts where the main prediction k tokens later counts, none of the tokens before that is
     padding and, if documents are told apart, all are in the same document.
 
-    Args:
-        batch: whole sequences.
-        depths: model.num_mtp_layers.
-
-    Returns:
-        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
+    Returns the batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
     """
     if depths == 0:
         return batch

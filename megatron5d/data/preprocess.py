@@ -327,12 +327,7 @@ def better_fraction(documents: int, fraction: float) -> float | None:
     Documents are drawn by their running number, while their total is unknown. Of few documents that may be far from
     the share: none of the first 220 is drawn by 0.01. A corpus so small is gone through once more.
 
-    Args:
-        documents: of the corpus, empty ones included.
-        fraction: --valid-fraction.
-
-    Returns:
-        A fraction; None where no better one is needed, or there are no two documents.
+    Returns A fraction; None where no better one is needed, or there are no two documents.
     """
     wanted = min(max(1, round(fraction * documents)), documents - 1)
     if not fraction or documents < 2 or documents > NEVER_UNLUCKY / fraction:

@@ -43,12 +43,7 @@ Choices = dict[int, dict[str, Tensor]]
 def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) -> Choices:
     """Lets the routers of a rank note their choices, or repeat those of another run.
 
-    Args:
-        choices: to repeat; empty = note them.
-        seq_len: tokens of a sample.
-
-    Returns:
-        What is noted while the model runs, or `choices`.
+    Returns what is noted while the model runs, or `choices`.
     """
     noted: Choices = {}
     for phase in model.modules():

@@ -199,11 +199,7 @@ def _meeting(launchers: set[_Launcher], world: int, variables: Mapping[str, str]
 def rank_0_listens(
     environment: Environment, patience_s: float = 20.0, variables: Mapping[str, str] = os.environ
 ) -> bool:
-    """Returns whether rank 0 opens the port at which the ranks are to meet; a rank that asks may have ended otherwise.
-
-    Args:
-        patience_s: rank 0 imports torch before it listens.
-    """
+    """Returns whether rank 0 opens the port at which the ranks are to meet."""
     where = environment.meeting
     if where == "env://":
         where = f"tcp://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"

@@ -50,12 +50,7 @@ def wait_until(there: Callable[[], bool], patience_s: float) -> bool:
     Unlike the store's own `wait`, this does not lock the store's client between two requests, so other threads of this
     process can use it.
 
-    Args:
-        there: asks the store.
-        patience_s: seconds after which to give up.
-
-    Returns:
-        False where it did not become true in time.
+    Returns False where it did not become true in time.
     """
     deadline, pause = time.monotonic() + patience_s, 0.001
     main_has_ended = False
@@ -144,11 +139,9 @@ def meet(environment: Environment, hello: Hello | None = None) -> Met:
 
     Comm: a few requests to the store per rank.
 
-    Raises:
-        Troubled: on every rank, if some rank has come with a trouble.
-        ValueError: the host name of the meeting point does not resolve.
-        OSError: another process has the port of the meeting point.
-        TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
+    Raises Troubled: on every rank, if some rank has come with a trouble. Raises ValueError: the host name of the
+    meeting point does not resolve. Raises OSError: another process has the port of the meeting point. Raises
+    TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
     """
     where, hello = environment.meeting, hello or Hello()
     patience_s = 2 * TROUBLED_S if hello.trouble and environment.rank else RENDEZVOUS_TIMEOUT_S

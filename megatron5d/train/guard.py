@@ -129,9 +129,6 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
 
     Files, disks, other ranks, memory that ran out and numbers that are no longer finite are for the user, and so is a
     ValueError of our own: it says what is wrong with what. One that comes out of a library is a mistake of ours.
-
-    Args:
-        error: that ends this rank.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]
@@ -179,11 +176,7 @@ def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapsho
 
 
 class MemorySnapshots:
-    """Memory snapshots of this rank's GPU, for https://pytorch.org/memory_viz.
-
-    Args:
-        config: log.memory_snapshot, a folder or None; log.memory_snapshot_step.
-    """
+    """Memory snapshots of this rank's GPU, for https://pytorch.org/memory_viz."""
 
     def __init__(self, config: Config, process: Process) -> None:
         self.folder, self.step, self.rank = config.log.memory_snapshot, config.log.memory_snapshot_step, process.rank

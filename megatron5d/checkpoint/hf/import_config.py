@@ -112,14 +112,8 @@ def end_tokens(folder: str | Path) -> list[int]:
 def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
     """Returns the fields of ModelConfig that compute what the folder's model computes.
 
-    Args:
-        folder: holds config.json.
-
-    Returns:
-        Fields of ModelConfig by name, all that describe the function, as plain values like those of a YAML file.
-
-    Raises:
-        ValueError: an unknown family, or options that our model does not compute, all of them named.
+    Returns fields of ModelConfig by name, all that describe the function, as plain values like those of a YAML file.
+    Raises ValueError: an unknown family, or options that our model does not compute, all of them named.
     """
     config = read_hf_config(folder)
     family = config["model_type"]

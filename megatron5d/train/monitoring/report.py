@@ -113,11 +113,7 @@ _MEAN_OF = 20  # steps, whose mean loss stands in the last line
 
 
 class Reporter:
-    """Writes the records of one run; on every rank but 0 it computes and writes nothing.
-
-    Args:
-        run: whose configuration says where to write.
-    """
+    """Writes the records of one run; on every rank but 0 it computes and writes nothing."""
 
     def __init__(self, run: Run, predicted: Prediction) -> None:
         config, progress = run.config, run.progress

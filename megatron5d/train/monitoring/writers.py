@@ -211,9 +211,6 @@ class Writers:
 
     A file of records is tried again with every record, for a disk that is full today has room tomorrow; a tracker that
     has failed gets nothing more.
-
-    Args:
-        say: a line on the console.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
