@@ -113,6 +113,11 @@ SPACE: dict[
         {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
     ),
     "moe_permute": ("MoE permute, 16 k tokens, 8 of 64", "ours", {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)}),
+    "moe_permutation": (
+        "MoE top-k, 64 k tokens, 8 of 64",
+        "ours, permutation",
+        {"BLOCK": (256, 512, 1024), "ROWS": (8, 16, 32), "num_warps": (4, 8)},
+    ),
     "moe_topk": ("MoE top-k, 64 k tokens, 8 of 64", "ours", {"num_warps": (1, 2, 4)}),
     "squared_norm": ("gradient norm, 32 x 16 M", "ours", {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8)}),
     "adamw": ("AdamW, 32 x 16 M", "ours", {"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}),
