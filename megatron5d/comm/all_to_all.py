@@ -31,7 +31,6 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
 
     Args:
         x: `[n, ...]`, rows for rank 0 first.
-        axis: among whom.
         send: rows for each rank; None = equal shares.
         receive: rows from each rank; None = equal shares.
 
@@ -104,7 +103,6 @@ class Exchange:
     """One all-to-all of rows, and its transpose.
 
     Args:
-        axis: among whom.
         send: rows for each rank.
         receive: rows from each rank.
         codec: of the rows that are sent, and also of those that stay here, for the same numbers on any layout.
