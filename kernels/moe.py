@@ -231,7 +231,7 @@ def permute(x: Tensor, where: Permutation) -> Tensor:
 
 
 def permute_weighted(x: Tensor, weights: Tensor, where: Permutation) -> tuple[Tensor, Tensor]:
-    """Copies as `permute` does, and the weight of each choice beside its row: `[n, h]`, `[n, k]` -> `[n·k, h]`, `[n·k]`."""
+    """Copies as `permute` does, and choices' weights to their rows: `[n, h]`, `[n, k]` -> `[n·k, h]`, `[n·k]`."""
     return _Permute.apply(x, weights, where)
 
 
