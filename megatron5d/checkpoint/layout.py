@@ -20,7 +20,6 @@ class ShardedTensor:
     """The rectangles of a tensor that this rank reads or writes.
 
     Args:
-        shape: global shape.
         parts: (offset in the global tensor, view of this rank's memory) pairs.
         dtype: of the views; also given on a rank without any.
     """
@@ -34,6 +33,15 @@ class ShardedTensor:
     def values(self, offset: tuple[int, ...]) -> Tensor:
         """Returns the part at an offset, to be written."""
         return self.parts[offset]
+
+
+def overlap(
+    at: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Returns begin and end of what two rectangles of a tensor share, of `shape` and `extent`; None for nothing."""
+    begin = list(map(max, at, other))
+    end = [min(a + m, b + n) for a, m, b, n in zip(at, shape, other, extent)]
+    return (begin, end) if all(first < last for first, last in zip(begin, end)) else None
 
 
 class HostCopies:

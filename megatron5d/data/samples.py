@@ -55,11 +55,8 @@ class Samples:
         return stream.document_starts(k)
 
     def locate(self, i: int) -> tuple[Stream, int]:
-        """Returns the stream that sample `i` comes from and its number there.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """Returns the stream that sample `i` comes from and its number there. Raises IndexError: there is no such
+        sample."""
         i = int(i)  # numpy's integers would overflow in the arithmetic of the shuffle
         if i < 0 or (self.num_samples is not None and i >= self.num_samples):
             raise IndexError(
@@ -71,17 +68,10 @@ class Samples:
 
 
 def open_samples(
-    sources: Sequence[str],
-    *,
-    seq_len: int,
-    order: str = "shuffled",
-    seed: int = 0,
-    num_samples: int | None = None,
-    split: str | None = None,
-    part: str = "train",
-    cache_dir: str | os.PathLike[str] | None = None,
+    sources: Sequence[str], *, seq_len: int, order: str = "shuffled", seed: int = 0, num_samples: int | None = None,
+    split: str | None = None, part: str = "train", cache_dir: str | os.PathLike[str] | None = None,
     unweighted: str = "size",
-) -> Samples:
+) -> Samples:  # fmt: skip
     """Opens token files as one sequence of samples.
 
     Args:
@@ -89,7 +79,6 @@ def open_samples(
         seq_len: tokens of a sample, without the extra one.
         order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file order) or megatron
             (exactly GPTDataset's).
-        seed: for shuffled and megatron.
         num_samples: samples that the whole run takes; only megatron's order depends on it.
         split: "969,30,1", the shares of each dataset's documents for train, valid and test; None = all for each part.
         part: train, valid or test.
@@ -133,16 +122,9 @@ def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
 
 
 def _megatron_samples(
-    sources: list[Source],
-    datasets: list[IndexedDataset],
-    seq_len: int,
-    seed: int,
-    num_samples: int | None,
-    split_part: tuple[str | None, str],
-    folder: Path,
-    *,
-    by_size: bool,
-) -> Samples:
+    sources: list[Source], datasets: list[IndexedDataset], seq_len: int, seed: int, num_samples: int | None,
+    split_part: tuple[str | None, str], folder: Path, *, by_size: bool,
+) -> Samples:  # fmt: skip
     """Returns the samples in Megatron's order.
 
     As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split; and a
@@ -197,13 +179,9 @@ def _blend(
 
 
 def _megatron_stream(
-    dataset: IndexedDataset,
-    split_part: tuple[str | None, str],
-    seq_len: int,
-    num_samples: int | None,
-    seed: int,
+    dataset: IndexedDataset, split_part: tuple[str | None, str], seq_len: int, num_samples: int | None, seed: int,
     folder: Path,
-) -> MegatronStream:
+) -> MegatronStream:  # fmt: skip
     from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
 
     sequences = split_range(*split_part, dataset.num_sequences)

@@ -91,11 +91,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
 
 
 def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
-    """Returns the first bytes of a file.
-
-    Raises:
-        ValueError: there is none, or they are those of something else than a tokenizer.
-    """
+    """Returns the first bytes of a file."""
     with file.open("rb") as opened:
         head = opened.read(4096)
     if not head:
@@ -127,11 +123,8 @@ def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder. Raises ValueError:
+    there is no such file."""
     path = Path(path)
     if path.is_dir():
         pairs = [path / vocab for vocab, merges in PAIRS if (path / merges).is_file()]
@@ -199,13 +192,9 @@ class Tokenizer:
         return self._names[number]
 
     def _name_tokens(
-        self,
-        beside: FilesBeside,
-        known: dict[str, int],
-        special: Collection[int],
-        asked: tuple[Asked, Asked],
+        self, beside: FilesBeside, known: dict[str, int], special: Collection[int], asked: tuple[Asked, Asked],
         own: tuple[int | None, int | None] = (None, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fills the fields.
 
         Args:

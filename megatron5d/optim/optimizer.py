@@ -73,9 +73,7 @@ def build_optimizer(
 
     Args:
         buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a bucket.
-        config: of the optimiser.
         mesh: its tp and etp axes shard the matrices.
-        rounding_seed: as in SliceOptimizer.
 
     Comm: for Muon as in `MatrixGather`, once.
     """
@@ -96,11 +94,7 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
     To count each element once, a rank adds up only the pieces of which it holds the first copy, and only if it is the
     first of the ranks that own the same slice.
 
-    Args:
-        buckets: with reduced gradients.
-
-    Returns:
-        fp64 scalar.
+    Returns fp64 scalar.
     """
     total = torch.zeros((), dtype=torch.float64, device=buckets[0].grads.device)
     for bucket in buckets:
@@ -118,7 +112,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float | None:
     """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
 
     Args:
-        norm: of all gradients.
         max_norm: 0 = no clipping.
 
     Returns:

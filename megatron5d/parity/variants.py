@@ -111,13 +111,7 @@ def faults_of(config: Config, world: int) -> list[Fault]:
 
 
 def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
-    """Returns the smallest that every feature of a valid configuration fits into, one group of sizes after the other.
-
-    Args:
-        config: what is to become small.
-        world: number of ranks.
-        keep: sizes that stay.
-    """
+    """Returns the smallest that every feature of a valid configuration fits into, one group after the other."""
     wanted = features(config, world)
     for candidates in GROUPS:
         for change in candidates(config, world):
@@ -272,17 +266,11 @@ AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
 
 @dataclass(frozen=True)
 class Ablation:
-    """A configuration without one thing.
+    """A configuration without one thing."""
 
-    Args:
-        change: what is turned off, as overrides; "dp=1" where it is the ranks that are fewer.
-        config: without it; valid.
-        world: ranks that remain; dp is as before.
-    """
-
-    change: str
-    config: Config
-    world: int
+    change: str  # what is turned off, as overrides; "dp=1" where it is the ranks that are fewer
+    config: Config  # without it; valid
+    world: int  # ranks that remain; dp is as before
 
 
 def ablations(config: Config, world: int) -> Iterator[Ablation]:

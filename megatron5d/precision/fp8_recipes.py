@@ -90,11 +90,7 @@ def _rows(x: Tensor, powers_of_two: bool) -> Operand:
 
 
 class Fp8Recipe:
-    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further.
-
-    Args:
-        powers_of_two: scales are powers of two.
-    """
+    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further."""
 
     def __init__(self, powers_of_two: bool) -> None:
         self.powers_of_two = powers_of_two
@@ -273,7 +269,8 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, num_local = x.shape[0], offsets.numel() - 1
-        expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
+        row = torch.arange(rows, dtype=offsets.dtype, device=x.device)
+        expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
         amax = torch.zeros(num_local + 1, device=x.device)  # rows past the last offset are padding, of no expert
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
