@@ -212,7 +212,7 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
 
 def short_run(
     config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, choices: Choices | None = None,
-    timeout: float = 120.0,
+    phases: bool = True, timeout: float = 120.0,
 ) -> list[RankRecord]:  # fmt: skip
     """Trains the real thing on forked ranks.
 
@@ -223,6 +223,7 @@ def short_run(
         steps: optimiser steps.
         coarse: it begins with weights that bf16 has, whatever its precision.
         choices: of experts, which are repeated; empty = noted, None = neither.
+        phases: whether each notes its hidden states.
         timeout: seconds after which silent ranks are named.
 
     Returns:
@@ -232,12 +233,12 @@ def short_run(
         RankFailure: a rank failed.
     """
     layout = searched_layout(config, world)
-    return run_ranks(_train_on_rank, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
+    return run_ranks(_train_on_rank, world, config, layout, rows, steps, coarse, choices, phases, timeout=timeout)
 
 
 def _train_on_rank(
     rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
-    choices: Choices | None,
+    choices: Choices | None, phases: bool = True,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
@@ -249,7 +250,7 @@ def _train_on_rank(
     record.weights.append(_held(model.weights()))
     if choices is not None:
         record.choices = fix_routing(model, choices, len(rows), t.seq_len)
-    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size)
+    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size) if phases else dict
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     finish_reduce = sync.finish_reduce
 
