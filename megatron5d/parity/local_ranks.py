@@ -4,9 +4,11 @@ A fork of a process that has imported torch becomes a rank in milliseconds, and 
 parent must use a single OpenMP thread, because others do not survive a fork and their work would hang.
 """
 
+import ctypes
 import datetime
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import signal
@@ -25,6 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # noqa: F401 (meta tensors and dispatch modes import it, which takes a second: not in each rank)
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron5d.topology.launcher import die_with_parent
 from megatron5d.topology.process import use_batch_scheduling
@@ -187,19 +190,34 @@ def _set_variables(rank: int, world: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MEGATRON5D_MEETING": "met"}
 
 
+class _Pickler(pickle.Pickler):
+    """Writes a tensor of the CPU as its bytes, ten times faster than torch does, and without its shared storage."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
+            return NotImplemented
+        flat = value.contiguous()
+        return _tensor, (ctypes.string_at(flat.data_ptr(), flat.nbytes), flat.dtype, tuple(flat.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
 def _report(sender: Connection, good: bool, value: Any) -> None:
     """Sends the outcome to the parent.
 
     Pickled here because a multiprocessing pipe would use torch's pickler, which passes tensors as file descriptors that
     are gone when the rank ends.
     """
+    message = io.BytesIO()
     try:
-        message = pickle.dumps((good, value))
+        _Pickler(message).dump((good, value))
     except Exception:
-        message = pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}"))
+        message = io.BytesIO(pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}")))
     sys.stdout.flush()
     sys.stderr.flush()
-    sender.send_bytes(message)
+    sender.send_bytes(message.getbuffer())
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> None:
