@@ -35,14 +35,8 @@ if __name__ == "__main__":
 def main(argv: Sequence[str]) -> int:
     """Runs one rank of a job. A wrong configuration is refused without torch where that is possible.
 
-    Args:
-        argv: Hydra overrides.
-
-    Returns:
-        Exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal with all steps saved.
-
-    Raises:
-        SystemExit: the configuration is refused (2), or the run fails for a reason that its message names (1).
+    Returns the exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal, all steps saved.
+    Raises SystemExit: the configuration is refused (2), or the run fails for a reason that its message names (1).
     """
     try:
         environment = read_environment()
@@ -132,13 +126,7 @@ def _run(config: Config, meeting: Meeting) -> int:
 def plan_and_train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
     """Obtains the pipeline's layout and the predictions, and trains with them.
 
-    Args:
-        config: a valid configuration.
-        process: this rank.
-        notes: for the log.
-
-    Returns:
-        Exit code, as of `train`.
+    Returns the exit code, as of `train`.
 
     Comm: that of `agreed_layout` and `train`.
     """
@@ -158,15 +146,8 @@ class _Undecided(Exception):
 
 
 def before_fork(argv: Sequence[str], world: int) -> None:
-    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need.
-
-    Args:
-        argv: Hydra overrides.
-        world: number of ranks.
-
-    Raises:
-        SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0).
-    """
+    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need. Raises
+    SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0)."""
     print_anywhere()
 
     def late(*_: object) -> list[Fault]:

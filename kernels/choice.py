@@ -194,11 +194,8 @@ def library(family: str, name: str) -> ModuleType:
 
 @functools.lru_cache(4096)
 def provider(request: Request, settings: Settings) -> ModuleType | None:
-    """Returns the file of what serves a request; None = Triton.
-
-    Raises:
-        ValueError: `settings.strict`, and the library that is named does not serve it.
-    """
+    """Returns the file of what serves a request; None = Triton. Raises ValueError: `settings.strict`, and the library
+    that is named does not serve it."""
     name = chosen(request, settings)
     asked = getattr(settings, family_of(request))
     if settings.strict and asked not in ("auto", name):

@@ -49,8 +49,7 @@ def runs_triton(x: Tensor) -> bool:
     float64 has no fast path anywhere and always takes the plain one, and so do empty tensors. Tensors on the meta
     device go the way of the GPU that is planned for.
 
-    Raises:
-        ValueError: x lies on another GPU than the current one, where Triton would launch.
+    Raises ValueError: x lies on another GPU than the current one, where Triton would launch.
     """
     if x.dtype == torch.float64 or x.numel() == 0:
         return False

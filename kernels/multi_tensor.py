@@ -180,7 +180,6 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
     """Returns the sum of squares of all elements of a column.
 
     Args:
-        table: the tensors.
         column: which of its columns.
 
     Returns:

@@ -122,7 +122,6 @@ def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, tr
         x: `[size, rows, k]`, chunks contiguous, written by the other ranks while this runs.
         weight: `[n, k]`; transposed: `[k, n]`.
         arrivals: of the rows of each source.
-        rank: whose chunk comes first.
         transposed: the GEMM is `x[source] W`.
 
     Returns:
@@ -271,7 +270,6 @@ def sum_arrived(terms: Tensor, arrivals: Arrivals) -> Tensor:
 
     Args:
         terms: `[size, ...]`, each contiguous, written by the other ranks.
-        arrivals: of the buffers.
 
     Returns:
         `[...]` in the dtype of terms, added in float32 (float64 for float64) in the order of the sources.

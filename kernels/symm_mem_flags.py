@@ -36,7 +36,6 @@ class Patience:
 
     Args:
         limit_s: seconds; a kernel counts polls instead, so that its limit is as long within a small factor.
-        device: of the flags.
         complaint: what is said when a source's flag has not reached an epoch.
 
     `polls` `[1]` int64 on the device: what every wait is granted, 0 once one has given up. `note` `[1]` int64 in the
@@ -74,18 +73,13 @@ class Patience:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What one rank waits for in one use of its flags.
+    """What one rank waits for in one use of its flags."""
 
-    Args:
-        flags: `[size]` int32, contiguous, written by the other ranks: a source's data are there once its flag has
-            reached the epoch.
-        epoch: of this use; positive.
-        patience: with which it waits.
-    """
-
+    # `[size]` int32, contiguous, written by the other ranks: a source's data are there once its flag has reached the
+    # epoch
     flags: Tensor
-    epoch: int
-    patience: Patience
+    epoch: int  # of this use; positive
+    patience: Patience  # with which it waits
 
 
 @jit
@@ -136,11 +130,8 @@ def fence() -> None:
 
 
 def wait_flag(arrivals: Arrivals, source: int) -> None:
-    """Waits until the flag of a source has reached the epoch.
-
-    Raises:
-        TimeoutError: on the CPU, where it has not in `patience.limit_s`; on a GPU `patience.check` raises it later.
-    """
+    """Waits until the flag of a source has reached the epoch. Raises TimeoutError: on the CPU, where it has not in
+    `patience.limit_s`; on a GPU `patience.check` raises it later."""
     flag, epoch, patience = arrivals.flags[source], arrivals.epoch, arrivals.patience
     if flag.device.type != "cpu":
         if dispatch.runs_triton(flag):
@@ -162,7 +153,6 @@ def raise_flags(flags: Sequence[Tensor], addresses: Tensor, epoch: int) -> None:
     Args:
         flags: one int32 each, as this process sees them.
         addresses: `[len(flags)]` int64 on the device, where they lie; used on a GPU.
-        epoch: their new value.
     """
     if addresses.device.type != "cpu":
         if dispatch.runs_triton(addresses):

@@ -40,11 +40,7 @@ def table(architecture: str) -> dict[str, list[dict]]:
 
 @functools.cache
 def nearest(architecture: str) -> str:
-    """Returns the architecture whose file serves this one.
-
-    Raises:
-        ValueError: no file of the vendor is old enough.
-    """
+    """Returns the architecture whose file serves this one. Raises ValueError: no file of the vendor is old enough."""
     known = sorted(p.stem for p in DIRECTORY.glob("*.json"))
     if architecture in known:
         return architecture

@@ -91,15 +91,7 @@ def _join_lanes(z, lane_max, lane_sum):
 
 @jit
 def _statistics_kernel(
-    logits_ptr,
-    labels_ptr,
-    max_ptr,
-    sum_ptr,
-    target_ptr,
-    stride,
-    vocab_start,
-    num_valid_columns,
-    BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, max_ptr, sum_ptr, target_ptr, stride, vocab_start, num_valid_columns, BLOCK: tl.constexpr
 ):
     """Processes one row. A lane is the 16 bytes that a thread loads at once: its maximum and sum cross no threads."""
     row = tl.program_id(0).to(tl.int64)

@@ -18,11 +18,7 @@ class KernelInterface:
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """Stands for `kernel[grid]`, which `tuning.py` replaces.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Stands for `kernel[grid]`, which `tuning.py` replaces. Raises RuntimeError: always."""
         raise RuntimeError(f"{self.__name__} needs Triton, which is not installed: `pip install triton`")
 
 

@@ -17,14 +17,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,28 +64,9 @@ from megatron5d.checkpoint.storage import Reader, read, write
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.planning.auto_schedule import searched_layout
+from megatron5d.tools.bench.harness import Calls, least_seconds
 from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.tools.conversion.reshard import rank_tensors, reshard
-
-Ways = dict[str, Callable[[], object]]
-
-
-def least_seconds(ways: Ways, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the least CPU time and the least wall time of each way, all of which are taken by turns."""
-    cpu, wall = (dict.fromkeys(ways, float("inf")) for _ in range(2))
-    for _ in range(repeats):
-        for name, way in ways.items():
-            start, start_wall = _cpu_s(), time.perf_counter()
-            way()
-            cpu[name] = min(cpu[name], _cpu_s() - start)
-            wall[name] = min(wall[name], time.perf_counter() - start_wall)
-    return cpu, wall
-
-
-def _cpu_s() -> float:
-    """Returns the CPU time of this process and of those that it has waited for."""
-    used = [getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
@@ -99,7 +78,6 @@ class Bench:
 
     Args:
         folder: empty.
-        num_bytes: of the model.
     """
 
     def __init__(self, folder: Path, num_bytes: float) -> None:
@@ -188,7 +166,7 @@ class Bench:
         """Returns CPU seconds by what is done and by what; wall seconds of resharding, too; of a restart the bytes read
         for each byte."""
         into, torch_file, dcp_folder = _whole(self.into), self.folder / "torch.pt", self.folder / "dcp"
-        rows: dict[str, Ways] = {
+        rows: dict[str, Calls] = {
             "save": {
                 "ours": self.save_ours,
                 "torch.save": self.save_torch,

@@ -12,13 +12,12 @@ import argparse
 import json
 import logging
 import multiprocessing
-import resource
 import shutil
 import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -59,28 +58,10 @@ from megatron5d.data.indexed_dataset import finish_partial
 from megatron5d.data.preprocess import Job, preprocess
 from megatron5d.data.samples import Samples, open_samples
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.data.tokenizer_training import train_byte_level
+from megatron5d.tools.bench.harness import Calls, least_seconds
+from megatron5d.tools.tokenizer import train_byte_level
 
-Ways = dict[str, Callable[[], Any]]
 Row = dict[str, float]  # way -> CPU seconds
-
-
-def _cpu() -> float:
-    times = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in times)
-
-
-def cpu_seconds(ways: Ways, repeats: int, check: Callable[[dict[str, Any]], None]) -> Row:
-    """Returns the least CPU time of each way with its children, all taken by turns; `check` compares their results."""
-    least = dict.fromkeys(ways, float("inf"))
-    for _ in range(repeats):
-        results = {}
-        for name, way in ways.items():
-            start = _cpu()
-            results[name] = way()
-            least[name] = min(least[name], _cpu() - start)
-        check(results)
-    return least
 
 
 def texts(num_bytes: float) -> list[str]:
@@ -105,7 +86,7 @@ def encoding(folder: Path, documents: list[str], repeats: int) -> Row:
     ranks = {bytes(taken[sign] for sign in token): i for token, i in theirs.get_vocab().items() if token != EOD}
     tiktokens = tiktoken.Encoding("bench", pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens={})
     tokenizer.encode_all(documents[:1])
-    ways: Ways = {
+    ways: Calls = {
         "ours": lambda: tokenizer.encode_all(documents),
         "encode_batch_fast": lambda: [  # one by one, which takes it less CPU time
             theirs.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in documents
@@ -116,7 +97,7 @@ def encoding(folder: Path, documents: list[str], repeats: int) -> Row:
     def check(found: dict[str, Any]) -> None:
         assert found["ours"] == found["encode_batch_fast"] == found["tiktoken"]
 
-    return cpu_seconds(ways, repeats, check)
+    return least_seconds(ways, repeats, check)[0]
 
 
 @cache
@@ -147,7 +128,7 @@ def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -
 def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int) -> Row:
     """Measures preprocessing of half the documents and of all: the difference is the time of what is more."""
     _tokenizer(folder)  # before a pool is forked, as Megatron does
-    ways: Ways = {}
+    ways: Calls = {}
     sizes = {"some": len(documents) // 2, "all": len(documents)}
     for size, count in sizes.items():
         lines, theirs = folder / f"{size}.jsonl", folder / f"megatron_{size}"
@@ -162,7 +143,7 @@ def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int
                 ours, theirs = ((folder / f"{who}_{size}{suffix}").read_bytes() for who in ("ours", "megatron"))
                 assert ours == theirs, suffix
 
-    found = cpu_seconds(ways, repeats, check)
+    found, _ = least_seconds(ways, repeats, check)
     return {who: found[f"{who} all"] - found[f"{who} some"] for who in ("ours", "megatron")}
 
 
@@ -212,7 +193,7 @@ def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) 
             stream, k = mine.locate(i)
             assert (mine.streams.index(stream), k) == (other.dataset_index[i], other.dataset_sample_index[i])
 
-    return cpu_seconds({"ours": ours, "megatron": theirs}, repeats, check)
+    return least_seconds({"ours": ours, "megatron": theirs}, repeats, check)[0]
 
 
 def rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Row]]:

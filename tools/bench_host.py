@@ -107,7 +107,6 @@ class PlainBlock(nn.Module):
     """A block as one writes it by hand in torch, for one architecture: `[s, b, h]` -> the same.
 
     Args:
-        config: of our block.
         ranks: that share the sequence between the matrices, and the matrices; of the default group.
     """
 

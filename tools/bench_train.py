@@ -18,6 +18,7 @@ where the time is up, or somebody interrupts, it holds the figures of the steps 
 import argparse
 import functools
 import gc
+import json
 import sys
 import time
 import traceback
@@ -67,6 +68,7 @@ import torch
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.config.checks import run_checks
+from megatron5d.config.convert import write_whole
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
@@ -75,7 +77,7 @@ from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.planning.fit import device_bytes, target_here
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import peak_tflops
-from megatron5d.tools.bench.harness import device_is_lost, in_turn, write_whole
+from megatron5d.tools.bench.harness import device_is_lost, in_turn
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.monitoring.writers import memory_gb
@@ -195,11 +197,8 @@ def measure(
 
 
 def side(name: str, config: Config, device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """Returns what `measure` finds out about a provider, or the reason why it goes no further.
-
-    Raises:
-        Exception: the provider has broken the device, which a new process finds sound.
-    """
+    """Returns what `measure` finds out about a provider, or the reason why it goes no further. Raises Exception: the
+    provider has broken the device, which a new process finds sound."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -265,7 +264,8 @@ def report(told: Iterator[tuple], found: dict[str, Any], file: Path | None) -> N
                 row = rows.setdefault(case, {})
                 row.update(sizes)
                 row.setdefault(provider, {}).update(news)
-            write_whole(file, found)
+            if file:
+                write_whole(file, json.dumps(found, indent=1))
     finally:
         if printed:
             print(table(printed, rows[printed]), flush=True)

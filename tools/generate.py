@@ -23,6 +23,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import exit_code
 
 
 def _seed(text: str) -> int:
@@ -147,13 +148,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        if read_environment().rank == 0:
-            print(f"generate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("generate", lambda: run(args), quiet=read_environment().rank > 0)
 
 
 if __name__ == "__main__":

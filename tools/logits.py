@@ -18,7 +18,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import names_file
+from megatron5d.config.errors import exit_code
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,11 +52,8 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Returns token ids `[b, s]` of a .npy file.
-
-    Raises:
-        ValueError: no file of integers of one or two dims, or an id outside the vocabulary.
-    """
+    """Returns token ids `[b, s]` of a .npy file. Raises ValueError: no file of integers of one or two dims, or an id
+    outside the vocabulary."""
     try:
         ids = np.load(path, allow_pickle=False)
     except OSError as error:
@@ -124,13 +121,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        if read_environment().rank == 0:
-            print(f"logits: {names_file(error, args.out)}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("logits", lambda: run(args), args.out, quiet=read_environment().rank > 0)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron5d.config.convert import parse_json
 from megatron5d.config.errors import ConfigError, refuse
-from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import Config
 from megatron5d.parity.certificate import (
     FORMAT,

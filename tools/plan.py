@@ -98,7 +98,7 @@ from tqdm import tqdm
 
 from megatron5d.config.checks.context import FLOPS_PER_BYTE, choices
 from megatron5d.config.convert import override_text
-from megatron5d.config.errors import ConfigError
+from megatron5d.config.errors import ConfigError, exit_code
 from megatron5d.config.load import CONF, keys_given
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
@@ -121,11 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand and returns the exit code."""
     options = _parser().parse_args(arguments)
     commands = {"memory": _memory, "context": _context, "step": _step, "search": _search}
-    try:
-        return commands[options.command](options)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"plan.py: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code("plan.py: error", lambda: commands[options.command](options))
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

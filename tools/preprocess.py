@@ -21,7 +21,7 @@ if not __package__:  # a script of a checkout
 from tqdm import tqdm
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import names_file
+from megatron5d.config.errors import exit_code
 from megatron5d.data.corpus import KINDS, list_files
 from megatron5d.data.documents import BadLine, Recipe
 from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
@@ -110,13 +110,12 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def main() -> int:
-    """Runs and tells."""
     args = arguments()
-    try:
-        summary = run(args)
-    except (ValueError, OSError) as error:
-        print(f"preprocess: {names_file(error, args.out)}", file=sys.stderr)
-        return 2
+    return exit_code("preprocess", lambda: tell(run(args), args), args.out)
+
+
+def tell(summary: dict, args: argparse.Namespace) -> int:
+    """Prints what was done; returns 0."""
     for prefix in (prefix for prefix, counts in summary["outputs"].items() if counts["tokens"] == 0):
         print(f"preprocess: WARNING: {prefix} holds no token, and nothing can train or evaluate on it", file=sys.stderr)
     if args.json:

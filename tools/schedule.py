@@ -21,6 +21,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import exit_code
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import chrome_trace, draw_png, draw_svg, draw_text
@@ -45,16 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_verify):
         add(commands)
     options = parser.parse_args(arguments)
-    try:
-        _refuse_nothing(options)
-        return options.run(options)
-    except (ValueError, OSError) as error:
-        print(f"schedule.py: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code("schedule.py: error", lambda: _run(options))
 
 
-def _refuse_nothing(options: argparse.Namespace) -> None:
-    """Raises where an option of a subcommand is no amount of anything."""
+def _run(options: argparse.Namespace) -> int:
+    """Runs a subcommand; refuses options that are no amount of anything."""
     for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
@@ -63,6 +59,7 @@ def _refuse_nothing(options: argparse.Namespace) -> None:
         amount = getattr(options, name, None)
         if amount is not None and not 0 <= amount < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0")
+    return options.run(options)
 
 
 def _add_show(commands: Any) -> None:

@@ -47,76 +47,50 @@ from megatron5d.kernels.fp8.quantize import Quantized
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.harness import device_is_lost, median_ms
 
-WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
-ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}
-GEMM = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128, 256), "BLOCK_K": (64, 128), "BAND": (4, 8, 16), **WARPS_STAGES}
-SPACE: dict[
-    str, tuple[str, str, dict[str, Any]]
-] = {  # operation -> its benchmark, the provider that runs it, the values of each constant
+WARPS = {"num_warps": (4, 8)}
+FEW, MANY = {"num_warps": (2, 4, 8)}, {"num_warps": (4, 8, 16)}
+STAGES = WARPS | {"num_stages": (2, 3, 4)}
+ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **STAGES}
+GEMM = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128, 256), "BLOCK_K": (64, 128), "BAND": (4, 8, 16), **STAGES}
+GEMM_FP8 = GEMM | {"BLOCK_N": (64, 128)}
+ELEMENTS, COLUMNS = {"ELEMENTS": (4096, 8192)} | MANY, {"BLOCK": (2048, 4096, 8192)} | MANY
+BACKWARD, GROUPED = "attention backward, causal, d 128, 8 k", "grouped GEMM, 64 experts"
+GROUPED_GRAD, SCATTER = "grouped GEMM weight gradient, 64 experts", "GEMM reduce-scatter, 8 ranks, 8192x8192x1792"
+# operation -> its benchmark, the provider that runs it, the values of each constant
+SPACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "attention_forward": ("attention forward, causal, d 128, 8 k", "ours", {**ATTENTION, "AHEAD": (True, False)}),
-    "attention_backward_keys": ("attention backward, causal, d 128, 8 k", "ours", ATTENTION),
-    "attention_backward_queries": ("attention backward, causal, d 128, 8 k", "ours", ATTENTION),
-    "attention_delta": (
-        "attention backward, causal, d 128, 8 k",
-        "ours",
-        {"ROWS": (16, 32, 64), "num_warps": (2, 4, 8)},
-    ),
-    "fp8_matmul": ("float8 blockwise GEMM 4096x7168x16384", "ours", {**GEMM, "BLOCK_N": (64, 128), "BLOCK_K": None}),
-    "grouped_matmul": ("grouped GEMM, 64 experts", "ours", GEMM),
-    "grouped_matmul_fp8": (
-        "grouped GEMM, 64 experts",
-        "ours, float8",
-        {**GEMM, "BLOCK_N": (64, 128), "BLOCK_K": (128,)},
-    ),
-    "grouped_weight_grad": (
-        "grouped GEMM weight gradient, 64 experts",
-        "ours",
-        {"BLOCK_N": (64, 128, 256), "BLOCK_K": (64, 128), "BLOCK_R": (32, 64), "BAND": (4, 8), **WARPS_STAGES},
-    ),
-    "grouped_weight_grad_fp8": (
-        "grouped GEMM weight gradient, 64 experts",
-        "ours, float8",
-        {"BLOCK_N": (64, 128), "BLOCK_K": (64, 128), "BAND": (4, 8, 16), **WARPS_STAGES},
-    ),
-    "fp8_quantize": ("float8 rows 16384x4096", "ours, blocks", {"num_warps": (4, 8, 16)}),
-    "fp8_tensor": ("float8, one scale, 16384x4096", "ours, both ways", {"TILE": (64, 128), "num_warps": (4, 8, 16)}),
-    "fp8_transpose": ("float8 transposed 16384x4096", "ours", {"num_warps": (4, 8, 16)}),
-    "fp8_swiglu": ("SwiGLU to float8 8192x14336", "ours", {"ROWS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),
-    "fp8_rms_norm": (
-        "RMSNorm to float8 16384x4096",
-        "ours",
-        {"ELEMENTS": (4096, 8192), "num_warps": (4, 8, 16)},
-    ),
+    "attention_backward_keys": (BACKWARD, "ours", ATTENTION),
+    "attention_backward_queries": (BACKWARD, "ours", ATTENTION),
+    "attention_delta": (BACKWARD, "ours", {"ROWS": (16, 32, 64), **FEW}),
+    "fp8_matmul": ("float8 blockwise GEMM 4096x7168x16384", "ours", {**GEMM_FP8, "BLOCK_K": None}),
+    "grouped_matmul": (GROUPED, "ours", GEMM),
+    "grouped_matmul_fp8": (GROUPED, "ours, float8", {**GEMM_FP8, "BLOCK_K": (128,)}),
+    "grouped_weight_grad": (GROUPED_GRAD, "ours", {"BLOCK_N": (64, 128, 256), "BLOCK_K": (64, 128),
+                                                   "BLOCK_R": (32, 64), "BAND": (4, 8), **STAGES}),
+    "grouped_weight_grad_fp8": (GROUPED_GRAD, "ours, float8", {"BLOCK_N": (64, 128), "BLOCK_K": (64, 128),
+                                                               "BAND": (4, 8, 16), **STAGES}),
+    "fp8_quantize": ("float8 rows 16384x4096", "ours, blocks", MANY),
+    "fp8_tensor": ("float8, one scale, 16384x4096", "ours, both ways", {"TILE": (64, 128), **MANY}),
+    "fp8_transpose": ("float8 transposed 16384x4096", "ours", MANY),
+    "fp8_swiglu": ("SwiGLU to float8 8192x14336", "ours", {"ROWS": (4, 8, 16, 32), **FEW}),
+    "fp8_rms_norm": ("RMSNorm to float8 16384x4096", "ours", ELEMENTS),
     "all_gather_gemm": ("all-gather GEMM, 8 ranks, 8192x1792x8192", "ours", GEMM),
-    "gemm_reduce_scatter": ("GEMM reduce-scatter, 8 ranks, 8192x8192x1792", "ours", GEMM),
-    "sum_arrived": (
-        "GEMM reduce-scatter, 8 ranks, 8192x8192x1792",
-        "ours, the sum",
-        {"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
-    ),
-    "norm_forward": ("RMSNorm forward 16384x4096", "ours", {"ELEMENTS": (4096, 8192), "num_warps": (4, 8, 16)}),
-    "norm_backward": (
-        "RMSNorm backward 16384x4096",
-        "ours",
-        {"ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "STAGES": (1, 2, 3), "num_warps": (4, 8, 16)},
-    ),
-    "swiglu": ("SwiGLU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
-    "rope": ("RoPE, 32 and 8 heads, 16 k tokens", "ours", {"HEADS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),
-    "vocab_statistics": (
-        "cross-entropy forward 8192x128256",
-        "ours",
-        {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
-    ),
-    "vocab_cross_entropy_backward": (
-        "cross-entropy backward 8192x128256",
-        "ours",
-        {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
-    ),
-    "moe_permute": ("MoE permute, 16 k tokens, 8 of 64", "ours", {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)}),
+    "gemm_reduce_scatter": (SCATTER, "ours", GEMM),
+    "sum_arrived": (SCATTER, "ours, the sum", {"BLOCK": (1024, 2048, 4096), **WARPS}),
+    "norm_forward": ("RMSNorm forward 16384x4096", "ours", ELEMENTS),
+    "norm_backward": ("RMSNorm backward 16384x4096", "ours", {
+        "ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "STAGES": (1, 2, 3), **MANY}),
+    "swiglu": ("SwiGLU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), **WARPS}),
+    "rope": ("RoPE, 32 and 8 heads, 16 k tokens", "ours", {"HEADS": (4, 8, 16, 32), **FEW}),
+    "vocab_statistics": ("cross-entropy forward 8192x128256", "ours", COLUMNS),
+    "vocab_cross_entropy_backward": ("cross-entropy backward 8192x128256", "ours", COLUMNS),
+    "moe_permute": ("MoE permute, 16 k tokens, 8 of 64", "ours", {"BLOCK": (512, 1024, 2048), **FEW}),
+    "moe_permutation": ("MoE top-k, 64 k tokens, 8 of 64", "ours, permutation",
+                        {"BLOCK": (256, 512, 1024), "ROWS": (8, 16, 32), **WARPS}),
     "moe_topk": ("MoE top-k, 64 k tokens, 8 of 64", "ours", {"num_warps": (1, 2, 4)}),
-    "squared_norm": ("gradient norm, 32 x 16 M", "ours", {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8)}),
-    "adamw": ("AdamW, 32 x 16 M", "ours", {"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}),
-}
+    "squared_norm": ("gradient norm, 32 x 16 M", "ours", COLUMNS | WARPS),
+    "adamw": ("AdamW, 32 x 16 M", "ours", {"BLOCK": (1024, 2048, 4096), **WARPS}),
+}  # fmt: skip
 
 
 def candidates(operation: str, architecture: str = "") -> list[dict]:
@@ -131,11 +105,8 @@ def candidates(operation: str, architecture: str = "") -> list[dict]:
 
 
 def results(out: object) -> list[torch.Tensor]:
-    """Copies of all tensors that a call has returned, in fp32.
-
-    Raises:
-        TypeError: it has returned nothing that could be compared.
-    """
+    """Copies of all tensors that a call has returned, in fp32. Raises TypeError: it has returned nothing that could be
+    compared."""
     if isinstance(out, torch.Tensor):
         return [out.detach().float().clone()]
     if isinstance(out, Quantized):
@@ -179,11 +150,8 @@ class Search:
         return config
 
     def ms(self, candidate: dict) -> float | None:
-        """Milliseconds with a candidate, or None where it does not run or gives another result.
-
-        Raises:
-            RuntimeError: it has broken the device, on which no other candidate would run.
-        """
+        """Milliseconds with a candidate, or None where it does not run or gives another result. Raises RuntimeError: it
+        has broken the device, on which no other candidate would run."""
 
         def select(operation: str, device: torch.device, **key: int) -> dict:
             return dict(candidate) if operation == self.operation else self.original(operation, device, **key)

@@ -25,8 +25,8 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
-from megatron5d.config.errors import names_file
-from megatron5d.tools.report.losses import chosen_fields, draw, find_records, of_set, read_curve, summary
+from megatron5d.config.errors import exit_code
+from megatron5d.tools.report.runs import chosen_fields, draw, find_records, of_set, read_curve, summary
 
 
 def run_loss(args: argparse.Namespace) -> None:
@@ -167,12 +167,7 @@ def _add_loss(pictures: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"visualize: {names_file(error, args.out)}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("visualize", lambda: args.run(args), args.out)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, num_processors, tl
-from megatron5d.kernels.flash_attention.mask import (
-    at_edges,
-    documents,
-    loop_bounds,
-    positions,
-    query_range,
-    visible,
-)
+from megatron5d.kernels.flash_attention.mask import at_edges, documents, loop_bounds, positions, query_range, visible
 from megatron5d.kernels.flash_attention.tiles import capped, tile
 
 ROWS = 16  # that a program adds up

@@ -30,9 +30,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron5d.config.convert import from_dict
+from megatron5d.config.convert import from_dict, parse_json, read_json, write_whole
 from megatron5d.config.errors import ConfigError
-from megatron5d.config.json_file import parse_json, read_json
 from megatron5d.config.schema import Config
 
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -70,11 +69,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
     """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old
-    checkpoints).
-
-    Raises:
-        ValueError: files.json is damaged.
-    """
+    checkpoints). Raises ValueError: files.json is damaged."""
     entries = parse_json((folder / MANIFEST).read_bytes())
     if RUN not in entries:
         raise ValueError(f"it does not list {RUN}")
@@ -207,8 +202,7 @@ def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
     Nothing is removed before all of the new one is on disk; DCP waits for its own files. Checkpoints of later steps,
     from before the run went back, are renamed to `.left`, so that `auto` does not resume from them.
 
-    Returns:
-        The folder of the checkpoint.
+    Returns the folder of the checkpoint.
     """
     write_manifest(temporary)
     for path in temporary.iterdir():
@@ -231,9 +225,7 @@ def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
 
 def point_latest_to(folder: Path) -> None:
     """Writes the name of a checkpoint to `latest` beside it."""
-    pointer = folder.parent / "latest.tmp"
-    pointer.write_text(folder.name + "\n")
-    pointer.rename(folder.parent / "latest")
+    write_whole(folder.parent / "latest", folder.name + "\n")
 
 
 def leave_later(directory: Path, step: int) -> None:
@@ -252,8 +244,7 @@ def recover(directory: Path) -> list[str]:
     free the disk. If a step was being saved again and the new checkpoint is not complete, the old one gets its name
     back.
 
-    Returns:
-        What was done, for the log.
+    Returns what was done, for the log.
     """
     notes = []
     for gone in sorted(directory.glob(f"step-*{_REMOVED}*")):
@@ -303,11 +294,7 @@ def _remove(folder: Path) -> None:
 
 def read_run(folder: Path) -> dict:
     """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config`
-    (train/state.py).
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    (train/state.py). Raises ValueError: the file is damaged."""
     fault = changed(folder, RUN)
     if fault:
         raise ValueError(fault)
@@ -316,10 +303,7 @@ def read_run(folder: Path) -> dict:
 
 def saved_config(folder: Path) -> Config:
     """Returns the configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
-
-    Raises:
-        ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys.
-    """
+    Raises ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys."""
     return config_of(folder, read_run(folder).get("config"))
 
 

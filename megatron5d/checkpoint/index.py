@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
-from megatron5d.config.json_file import parse_json
+from megatron5d.config.convert import parse_json
 
 INDEX = "index.json"
 FORMAT = 1  # raised when an older reader would misread the file
@@ -37,11 +37,8 @@ def write_index(folder: Path, save: Save, tensors: str) -> None:
 
 
 def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
-    """Returns the save and its tensors by key, from the content of index.json.
-
-    Raises:
-        ValueError: it is damaged, or a newer version wrote it.
-    """
+    """Returns the save and its tensors by key, from the content of index.json. Raises ValueError: it is damaged, or a
+    newer version wrote it."""
     found = parse_json(content)
     if found.get("format") != FORMAT:
         raise ValueError(f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d")
@@ -52,11 +49,8 @@ def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
 
 
 def read_pickled(content: bytes) -> dict[str, SavedTensor]:
-    """Returns the tensors by key from the content of a `.metadata`; executes nothing that it names.
-
-    Raises:
-        ValueError: it is damaged, or names something that no metadata of DCP consists of.
-    """
+    """Returns the tensors by key from the content of a `.metadata`; executes nothing that it names. Raises ValueError:
+    it is damaged, or names something that no metadata of DCP consists of."""
     try:
         return _saved_tensors(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
     except Exception as error:  # a damaged pickle may raise anything
@@ -66,11 +60,7 @@ def read_pickled(content: bytes) -> dict[str, SavedTensor]:
 
 
 def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
-    """Returns the tensors of an index.
-
-    Raises:
-        ValueError: an entry makes no sense.
-    """
+    """Returns the tensors of an index. Raises ValueError: an entry makes no sense."""
     found = {}
     for key, (name, shape, rows) in tensors.items():
         dtype = getattr(torch, name, None)
@@ -137,11 +127,8 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a name of a module; called for every one before it is used.
-
-        Raises:
-            ValueError: it is not admitted.
-        """
+        """Returns what stands for a name of a module; called for every one before it is used. Raises ValueError: it is
+        not admitted."""
         if name in _RECORDS.get(module, ()):
             return self._classes.setdefault((module, name), _new_record_class(name))
         if (module, name) in _PLAIN:

@@ -35,7 +35,6 @@ class IndexWriter:
         """Writes `index.json` and `.metadata`.
 
         Args:
-            folder: of the checkpoint.
             messages: what `write` returned on each rank, by rank; b"" where it was the same at the last save.
             save: what the files are part of.
 

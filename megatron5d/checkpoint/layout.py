@@ -20,7 +20,6 @@ class ShardedTensor:
     """The rectangles of a tensor that this rank reads or writes.
 
     Args:
-        shape: global shape.
         parts: (offset in the global tensor, view of this rank's memory) pairs.
         dtype: of the views; also given on a rank without any.
     """

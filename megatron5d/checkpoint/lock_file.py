@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from megatron5d.config.json_file import read_json
+from megatron5d.config.convert import read_json
 from megatron5d.topology.launcher import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner
@@ -36,27 +36,16 @@ SETTLE_S = 0.5  # after replacing a dead run's file: of several runs that do so 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, as its file says.
+    """The process that holds a lock, as its file says."""
 
-    Args:
-        host: name of the machine, for messages.
-        pid: of the process.
-        system: kernel and process namespace that the pid belongs to; "" where they are not known.
-        started: when the process started, in ticks of that kernel, because pids are reused.
-        job: id of the SLURM job; "" outside SLURM.
-        restarts: how often SLURM has requeued the job.
-        since: local time at which the lock was taken, for messages.
-        token: unique to this lock.
-    """
-
-    host: str = ""
+    host: str = ""  # name of the machine, for messages
     pid: int = 0
-    system: str = ""
-    started: str = ""
-    job: str = ""
-    restarts: int = 0
-    since: str = ""
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    system: str = ""  # kernel and process namespace that the pid belongs to; "" where they are not known
+    started: str = ""  # when the process started, in ticks of that kernel, because pids are reused
+    job: str = ""  # id of the SLURM job; "" outside SLURM
+    restarts: int = 0  # how often SLURM has requeued the job
+    since: str = ""  # local time at which the lock was taken, for messages
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique to this lock
 
     def __str__(self) -> str:
         job = f", SLURM job {self.job}" if self.job else ""
@@ -75,7 +64,6 @@ def is_alive(owner: Owner, here: Owner) -> bool | None:
     """Returns whether an owner's process still runs; None where this process cannot know.
 
     Args:
-        owner: of a lock.
         here: `this_process()`.
     """
     if owner.job and owner.job == here.job and owner.restarts < here.restarts:
@@ -129,11 +117,8 @@ class LockFile:
         self._thread.start()
 
     def check(self) -> None:
-        """Makes sure that this run still holds the lock; takes it again if somebody has removed the file.
-
-        Raises:
-            OSError: another run has taken it, because this one did not touch the file for too long.
-        """
+        """Makes sure that this run still holds the lock; takes it again if somebody has removed the file. Raises
+        OSError: another run has taken it, because this one did not touch the file for too long."""
         owner = _read(self.file)
         if owner is None:
             self._acquire()
@@ -158,11 +143,8 @@ class LockFile:
     def _try_to_acquire(self) -> bool:
         """Makes the file, or replaces that of a dead run.
 
-        Returns:
-            False where another process was quicker; the next attempt then looks at that process.
-
-        Raises:
-            OSError: a living run holds the lock, or the file cannot be written.
+        Returns False where another process was quicker; the next attempt then looks at that process. Raises OSError: a
+        living run holds the lock, or the file cannot be written.
         """
         owner = _read(self.file)
         if owner is not None:

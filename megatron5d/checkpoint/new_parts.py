@@ -29,9 +29,7 @@ def new_parts(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
     """Returns a line for each kind of part that a model has and its source does not.
 
     Args:
-        model: the architecture.
         saved: names of the source's tensors.
-        rows: of its embedding.
     """
     saved, told = set(saved), []
     if rows < model.vocab_size:
@@ -51,7 +49,6 @@ def fill_new_parts(
 
     Args:
         held: what the rank holds of the model, in any dtype.
-        model: its architecture.
         saved: global shape of each of the source's tensors, by our names.
         read: returns the rectangle of a source's tensor with a (name, offset, shape).
         seed: of blocks that are drawn.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,9 +20,9 @@ from megatron5d.checkpoint.folder import RUN, Keep, commit, leave_later, step_fo
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import write
-from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
+from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
 
 if TYPE_CHECKING:
     from megatron5d.checkpoint.index_writer import IndexWriter
@@ -50,7 +51,6 @@ class Saver:
     """Writes checkpoints of one run, at once or in the background.
 
     Args:
-        directory: of all checkpoints.
         keep: which ones stay; a number keeps that many of the newest, 0 = all.
         background: `save` returns as soon as the tensors are copied, and a thread writes the files.
         timeout_s: seconds after which a save fails because a rank has not written its file.
@@ -68,17 +68,10 @@ class Saver:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        keep: Keep | int,
-        background: bool = False,
-        timeout_s: float = 1800.0,
-        lock: LockFile | None = None,
-        pinned: Path | None = None,
-        began: int | None = None,
-        *,
+        self, directory: str | Path, keep: Keep | int, background: bool = False, timeout_s: float = 1800.0,
+        lock: LockFile | None = None, pinned: Path | None = None, began: int | None = None, *,
         exporter: Exporter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.directory, self.background, self._lock = Path(directory), background, lock
         self.keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._pinned, self._began, self._exporter = pinned, began, exporter
@@ -98,7 +91,6 @@ class Saver:
         """Saves one step.
 
         Args:
-            step: optimiser steps done.
             tensors: what this rank writes, by key.
             run: what run.json will hold (the same on every rank).
             exported: write it in the exporter's form, too.
@@ -143,7 +135,7 @@ class Saver:
         group = self._group
         self._num_saves += 1  # as on every other rank
         save = Save(f"{self._id}-{self._num_saves}", step)
-        group.on_rank_0(self._check_lock)
+        group.on_rank_0(self._lock.check if self._lock else lambda: None)
         known, self._written = self._written, b""
         written = b""
 
@@ -181,8 +173,7 @@ class Saver:
     ) -> None:
         """Begins on rank 0, writes on all ranks, and finishes on rank 0 with what each rank returned.
 
-        Raises:
-            OSError: on every rank, if one of them fails.
+        Raises OSError: on every rank, if one of them fails.
 
         Comm: the store; a message of each rank, and two answers of rank 0.
         """
@@ -212,10 +203,6 @@ class Saver:
         temporary.mkdir(parents=True)
         (temporary / RUN).write_text(json.dumps(run, indent=1))
 
-    def _check_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.check()
-
     def _finish(self, temporary: Path, messages: list[bytes], save: Save) -> None:
         """Writes the index and makes the folder a checkpoint, on rank 0."""
         assert self._index is not None
@@ -237,11 +224,8 @@ def _check_shared(directory: Path) -> str:
     Otherwise each node would write to a folder of its own, and the one with the manifest, which lists the files beside
     it, would pass for a whole checkpoint.
 
-    Returns:
-        A text that no other run has, the same on every rank.
-
-    Raises:
-        OSError: on every rank, if rank 0 cannot write there, or some ranks do not see what it has written.
+    Returns a text that no other run has, the same on every rank. Raises OSError: on every rank, if rank 0 cannot write
+    there, or some ranks do not see what it has written.
 
     Comm: a broadcast of a name over the world, and `first_failure`'s.
     """
@@ -289,3 +273,123 @@ def _described(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     cause = cause or error
     return f"{type(cause).__name__}: {cause}"
+
+
+_PART_BYTES = 4 << 20  # of a message in one request: TCPStore takes no more than 8 MiB
+_MESSAGES_PER_REQUEST = 1024
+_READ_WITHIN_S = 3.0  # for the others to read a failure of rank 0: they poll once a second
+_numbers = itertools.count()  # of groups, which all ranks create in the same order
+
+
+class StoreGroup:
+    """All ranks of the world as they coordinate a save: by messages to rank 0 in the default store, and its answers.
+
+    Every rank makes the same calls in the same order; one process without a process group forms a group by itself.
+
+    A save does not use a process group, for three reasons. A thread that saves in the background must not use the
+    groups of the training. A gloo group of its own would make every rank ask the store twice for every other rank
+    (5·10⁸ requests for 16,384 ranks) and open as many connections. And a gather of objects needs the size of the
+    longest message times the number of ranks, under NCCL in GPU memory. Here each rank sends its message once and
+    polls for the answer.
+
+    Args:
+        timeout_s: rank 0 waits this many seconds for messages, and the others twice as long for its answer.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        alone = not dist.is_initialized()
+        self.rank, self.world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self._store: dist.Store = dist.HashStore() if alone else default_store()
+        self._name, self._timeout_s = f"megatron5d/store_group/{next(_numbers)}", timeout_s
+        self._round = self._answers = self._deleted_answers = 0
+
+    def send(self, message: bytes) -> None:
+        """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the message, once. Raises
+        OSError: the store is gone."""
+        self._round += 1
+        key = self._message_key(self.rank)
+        parts = [message[at : at + _PART_BYTES] for at in range(0, len(message), _PART_BYTES)] or [b""]
+        with _store_errors_named():
+            for number, part in enumerate(parts[1:], 1):
+                self._set(f"{key}/{number}", part)
+            self._set(key, b"%d %d " % (self._round, len(parts)) + parts[0])
+            self._store.add(f"{self._name}/count", 1)
+
+    def receive_all(self) -> list[bytes]:
+        """Returns the messages that all ranks have sent since the last call, by rank. Called inside `on_rank_0`.
+
+        Comm: the store; one request for every 1,024 ranks, and one for each further part of a long message.
+
+        Raises OSError: some ranks have sent none in time; names them.
+        """
+        total = self._round * self.world
+        if not wait_until(lambda: self._store.add(f"{self._name}/count", 0) == total, self._timeout_s):
+            missing = [rank for rank in range(self.world) if not self._has_sent(rank)]
+            raise OSError(f"ranks {ranks_text(missing)} of {self.world} were not ready within {self._timeout_s:g} s")
+        messages = []
+        for at in range(0, self.world, _MESSAGES_PER_REQUEST):
+            ranks = range(at, min(at + _MESSAGES_PER_REQUEST, self.world))
+            for rank, value in zip(ranks, self._store.multi_get([self._message_key(rank) for rank in ranks])):
+                _, num_parts, first = value.split(b" ", 2)
+                more = [self._store.get(f"{self._message_key(rank)}/{number}") for number in range(1, int(num_parts))]
+                messages.append(b"".join([first, *more]))
+        for answer in range(self._deleted_answers + 1, self._answers):  # all have read these: they sent a message since
+            self._store.delete_key(self._answer_key(answer))
+        self._deleted_answers = self._answers - 1
+        return messages
+
+    def _has_sent(self, rank: int) -> bool:
+        key = self._message_key(rank)
+        return self._store.check([key]) and int(self._store.get(key).split(b" ", 1)[0]) == self._round
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # it also takes bytes
+
+    def _message_key(self, rank: int) -> str:
+        return f"{self._name}/message/{rank}"
+
+    def _answer_key(self, number: int) -> str:
+        return f"{self._name}/answer/{number}"
+
+    def on_rank_0(self, act: Callable[[], object]) -> None:
+        """Calls `act` on rank 0, for which the others wait.
+
+        If it raises, rank 0 raises only after the others have read why: its process may be the one that serves the
+        store, and it is about to end.
+
+        Comm: the store; an answer of rank 0, for which each other rank polls.
+
+        Raises OSError: on every rank, if `act` raised one; on the others also if rank 0 has not answered in time, or
+        has failed in another way.
+        """
+        self._answers += 1
+        key = self._answer_key(self._answers)
+        if self.rank == 0:
+            fault = b"?"  # any error but an OSError: a mistake of ours
+            try:
+                act()
+                fault = b""
+            except OSError as error:
+                fault = str(error).encode() or b"?"
+                raise
+            finally:
+                self._set(key, fault)
+                if fault:
+                    wait_until(lambda: self._store.add(f"{key}/read", 0) >= self.world - 1, _READ_WITHIN_S)
+            return
+        with _store_errors_named():
+            answered = wait_until(lambda: self._store.check([key]), 2 * self._timeout_s)
+            fault = self._store.get(key) if answered else b"rank 0 has not answered in time"
+        if fault:
+            with suppress(RuntimeError):  # rank 0 no longer waits, and the store is gone with it
+                self._store.add(f"{key}/read", 1)
+            raise OSError("rank 0 was stopped by a fault of its own" if fault == b"?" else fault.decode())
+
+
+@contextmanager
+def _store_errors_named() -> Iterator[None]:
+    """Turns torch's errors of a store that is gone into an OSError that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"rank 0, where all ranks met, does not answer: {error}") from error

@@ -35,7 +35,6 @@ class RankWriter(FileWriter):
     `IndexWriter.write` that all plans together make whole tensors.
 
     Args:
-        folder: of one checkpoint.
         rank: part of the file's name. A rank with nothing to write makes no file.
         save: what the file is part of, the same on every rank.
     """
@@ -59,11 +58,8 @@ class RankWriter(FileWriter):
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save) -> bytes:
-    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication.
-
-    Raises:
-        OSError: the file cannot be written; names it.
-    """
+    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication. Raises OSError: the
+    file cannot be written; names it."""
     with RankWriter(folder, rank, save) as file:
         for key, tensor in tensors.items():
             file.add_tensor(key, tensor)
@@ -86,7 +82,6 @@ def read(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
     """Fills the parts of tensors, all of which the checkpoint must hold.
 
     Args:
-        reader: of the checkpoint.
         parts: tensors by key. A key that is read into two tensors is in two of the dicts.
 
     Raises:
@@ -119,7 +114,6 @@ class Reader:
     Damage in what is not read is not noticed.
 
     Args:
-        folder: a whole checkpoint.
         alone: this process reads for itself; False = every rank of the world reads this checkpoint.
     """
 
@@ -132,8 +126,7 @@ class Reader:
     def tensors(self) -> dict[str, SavedTensor]:
         """Returns shape, dtype and places of every tensor, by key. Rank 0 reads the file once, for all ranks.
 
-        Raises:
-            ValueError: on every rank, if the file cannot be read, its checksum is wrong, or it is no index.
+        Raises ValueError: on every rank, if the file cannot be read, its checksum is wrong, or it is no index.
 
         Comm: unless alone, a broadcast of the file over the world, once.
         """
@@ -175,12 +168,8 @@ class Reader:
         )
 
     def fill(self, parts: Sequence[dict[str, ShardedTensor]]) -> None:
-        """Reads parts of tensors, file by file in the order of their bytes. No communication.
-
-        Raises:
-            OSError: a file cannot be read; names it.
-            ValueError: a file is damaged; names it.
-        """
+        """Reads parts of tensors, file by file in the order of their bytes. No communication. Raises OSError: a file
+        cannot be read; names it. Raises ValueError: a file is damaged; names it."""
         wanted: dict[str, list[_Request]] = {}
         for tensors in parts:
             for key, tensor in tensors.items():
@@ -222,11 +211,8 @@ class Reader:
                 raise ValueError(f"{self._folder} holds {found} of {view.numel()} elements of {key} at {offset}")
 
     def _check_save(self, found: Save | None) -> None:
-        """Makes sure that a file of tensors was written by the save that the index describes.
-
-        Raises:
-            Damaged: by another one, as in a folder into which files of two steps were copied.
-        """
+        """Makes sure that a file of tensors was written by the save that the index describes. Raises Damaged: by
+        another one, as in a folder into which files of two steps were copied."""
         if found != self.save:
             of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
             raise Damaged(

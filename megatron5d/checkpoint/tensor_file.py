@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron5d.config.json_file import parse_json
+from megatron5d.config.convert import parse_json
 
 try:
     from isal.isal_zlib import crc32
@@ -51,14 +51,9 @@ class SavedItem(NamedTuple):
 
 
 class Save(NamedTuple):
-    """One save of a run; each of its files says so.
+    """One save of a run; each of its files says so."""
 
-    Args:
-        id: unique to the save.
-        step: optimiser steps done.
-    """
-
-    id: str
+    id: str  # unique to the save
     step: int
 
     def __str__(self) -> str:
@@ -66,21 +61,13 @@ class Save(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a tensor to be written.
-
-    Args:
-        key: of the tensor.
-        offset: first index in the global tensor.
-        shape: of the part.
-        dtype: of the part.
-        values: returns the part at an offset, when it is written.
-    """
+    """A part of a tensor to be written."""
 
     key: str
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # first index in the global tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Callable[[tuple[int, ...]], Tensor]
+    values: Callable[[tuple[int, ...]], Tensor]  # returns the part at an offset, when it is written
 
 
 def _header(save: Save, *table: int) -> bytes:
@@ -242,7 +229,6 @@ class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
     Args:
-        path: of the file.
         about: of it, where it was open before.
 
     Raises:
@@ -272,8 +258,6 @@ class TensorFile:
 
         Args:
             key: of the tensor that the archive is part of.
-            dtype: of the archive.
-            item: its place.
             offset: first index within the archive.
             target: any dtype, device and strides.
 

@@ -31,7 +31,6 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
 
     Args:
         x: `[n, ...]`, rows for rank 0 first.
-        axis: among whom.
         send: rows for each rank; None = equal shares.
         receive: rows from each rank; None = equal shares.
 
@@ -66,6 +65,8 @@ def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
     Comm: all_gather / reduce_scatter, each as an all_to_all.
     """
+    if axis.size == 1:
+        return x
     return differentiable(x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts))
 
 
@@ -74,6 +75,8 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
     Comm: reduce_scatter / all_gather, each as an all_to_all.
     """
+    if axis.size == 1:
+        return x
     return differentiable(x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts))
 
 
@@ -100,7 +103,6 @@ class Exchange:
     """One all-to-all of rows, and its transpose.
 
     Args:
-        axis: among whom.
         send: rows for each rank.
         receive: rows from each rank.
         codec: of the rows that are sent, and also of those that stay here, for the same numbers on any layout.

@@ -70,7 +70,6 @@ class Pending:
     Args:
         result: of the collective, once it has ended.
         work: its handle; None = it has ended.
-        keep: its input.
         of: the collective and its axis, for the message if it fails.
     """
 
@@ -84,11 +83,7 @@ class Pending:
             UNDER_WAY.note(self.wait)
 
     def wait(self) -> Tensor:
-        """Waits for the result; may be called again.
-
-        Raises:
-            CollectiveError: a rank of the axis is dead or hangs.
-        """
+        """Waits for the result; may be called again. Raises CollectiveError: a rank of the axis is dead or hangs."""
         if self._work is not None:
             assert self._of is not None
             finish(self._work, *self._of)
@@ -179,7 +174,6 @@ def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> 
     Args:
         source: its position on the axis.
         text: of this rank; only the source's is sent.
-        axis: whose ranks receive it.
         device: on which collectives run.
 
     Comm: all_reduce of `TEXT_BYTES` elements.
@@ -291,11 +285,8 @@ class Shift:
         self._sent, self._received, self._works, self._axis = sent, received, works, axis
 
     def wait(self) -> Tensor:
-        """Waits for the previous rank's tensor; the one sent may be overwritten from now on.
-
-        Raises:
-            CollectiveError: a rank of the ring is dead or hangs.
-        """
+        """Waits for the previous rank's tensor; the one sent may be overwritten from now on. Raises CollectiveError: a
+        rank of the ring is dead or hangs."""
         for work in self._works:
             finish(work, "shift", self._axis)
         return self._received

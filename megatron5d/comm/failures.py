@@ -15,13 +15,7 @@ PATIENCE_S = 10.0  # for other ranks to notice the same: they began to wait with
 
 
 class CollectiveError(ConnectionError):
-    """A collective failed, or did not end within `parallel.timeout_s`.
-
-    Args:
-        op: the collective.
-        axis: its process group.
-        error: the backend's.
-    """
+    """A collective failed, or did not end within `parallel.timeout_s`."""
 
     def __init__(self, op: str, axis: Axis, error: BaseException) -> None:
         who = _described(silent_ranks(axis.ranks))
@@ -34,8 +28,6 @@ class P2PError(ConnectionError):
 
     Args:
         doing: "receiving from" or "sending to".
-        rank: the peer's global rank.
-        error: the backend's.
     """
 
     def __init__(self, doing: str, rank: int, error: BaseException) -> None:
@@ -72,11 +64,7 @@ def _first_gone(rank: int) -> int:
 
 
 def finish(work: Any, op: str, axis: Axis) -> None:
-    """Waits for a collective.
-
-    Raises:
-        CollectiveError: it failed.
-    """
+    """Waits for a collective. Raises CollectiveError: it failed."""
     try:
         axis.wait(work.wait)
     except RuntimeError as error:

@@ -103,11 +103,8 @@ class ReceiveChannel(_End):
         self._posted: deque[tuple[Any, Tensor]] = deque()
 
     def post(self, form: TensorMeta) -> None:
-        """Starts receiving the channel's next message into memory of its own.
-
-        Raises:
-            P2PError: the peer is dead or hangs; here, or in `take`.
-        """
+        """Starts receiving the channel's next message into memory of its own. Raises P2PError: the peer is dead or
+        hangs; here, or in `take`."""
         x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         try:
             work = self._group.recv([x], self.peer, self._tag)
@@ -116,11 +113,8 @@ class ReceiveChannel(_End):
         self._posted.append((work, x))
 
     def take(self) -> Tensor:
-        """Waits for the oldest message that was posted and not yet taken, and returns it.
-
-        Raises:
-            P2PError: the peer is dead or hangs.
-        """
+        """Waits for the oldest message that was posted and not yet taken, and returns it. Raises P2PError: the peer is
+        dead or hangs."""
         work, x = self._posted.popleft()
         try:
             self.axis.wait(work.wait)
@@ -153,7 +147,6 @@ def open_channels(
     links, so that connections are made here and not in the middle of a step, where ranks could wait for each other.
 
     Args:
-        links: the channels.
         axis: on which they run.
         device: on which messages will lie.
         timeout_s: seconds after which a message fails, as in `build_mesh`.

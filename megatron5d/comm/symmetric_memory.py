@@ -147,7 +147,6 @@ class SymmetricBuffers:
 
     Args:
         axis: its ranks make the same exchanges in the same order.
-        device: of the buffers.
         timeout_s: `parallel.timeout_s`. A wait for a buffer ends after half of it: torch's collectives that are stuck
             behind it end after the whole, and would not name the rank that has not sent.
 
@@ -180,8 +179,7 @@ class SymmetricBuffers:
 
         Comm: none, except for a buffer larger than all before: then `open_segments`.
 
-        Raises:
-            TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has not sent.
+        Raises TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has not sent.
         """
         self.patience.check()
         wanted = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
@@ -304,11 +302,8 @@ class BufferExchange:
             self.send_buffers(part)[holder].copy_(tensor)
 
     def wait(self, source: int) -> tuple[Tensor, ...]:
-        """Waits for the tensors of one rank; they may change after the next exchange has begun.
-
-        Raises:
-            TimeoutError: as in `wait_flag`.
-        """
+        """Waits for the tensors of one rank; they may change after the next exchange has begun. Raises TimeoutError: as
+        in `wait_flag`."""
         self._buffers.axis.wait(partial(wait_flag, self.arrivals, source))
         return tuple(self.receive_buffer(part)[source] for part in range(len(self._layout)))
 

@@ -87,7 +87,6 @@ def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
     """Returns the local dims of a matrix other than the hidden size.
 
     Args:
-        config: of the run.
         name: from `matrices`.
 
     Returns:
@@ -193,8 +192,7 @@ def batch_schedule(config: Config) -> BatchSchedule:
     Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers, and step schedules
     such as "0:768 250B:1536". A stage begins with the first step before which this many samples have been taken.
 
-    Raises:
-        ValueError: a stage does not begin after the one before it.
+    Raises ValueError: a stage does not begin after the one before it.
     """
     train = config.train
     words = " ".join(map(str, train.gbs_ramp or [])).split()
@@ -252,10 +250,7 @@ def in_ranges(number: int, ranges: Sequence[str]) -> bool:
 
 def split_shares(split: str | None) -> list[float]:
     """Returns the shares of train, valid and test in a split such as "969,30,1", not normalised; missing ones are 0.
-
-    Raises:
-        ValueError: the string is not one to three numbers of positive sum.
-    """
+    Raises ValueError: the string is not one to three numbers of positive sum."""
     if split is None:
         return [1.0, 0.0, 0.0]
     numbers = split.split(",")

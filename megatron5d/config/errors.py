@@ -1,7 +1,7 @@
 """Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
@@ -48,21 +48,13 @@ DATA_PARALLEL = ("dp", "dp_size", "data", "data_parallel", "data_parallel_size",
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a configuration.
+    """One thing wrong with a configuration."""
 
-    Args:
-        id: of the check, or of the kind of fault on the command line; kebab-case.
-        knobs: config keys that it concerns.
-        reason: what is wrong, with the numbers.
-        fix: the nearest legal value, as an override.
-        local: about files or devices, so that it may occur on this node only.
-    """
-
-    id: str
-    knobs: tuple[str, ...]
-    reason: str
-    fix: str
-    local: bool = False
+    id: str  # of the check, or of the kind of fault on the command line; kebab-case
+    knobs: tuple[str, ...]  # config keys that it concerns
+    reason: str  # what is wrong, with the numbers
+    fix: str  # the nearest legal value, as an override
+    local: bool = False  # about files or devices, so that it may occur on this node only
 
     def __str__(self) -> str:
         return f"{self.reason}\n    fix: {self.fix}  [{self.id}]"
@@ -83,29 +75,26 @@ def message(faults: Sequence[Fault]) -> str:
 
 
 def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
-    """Ends the process with exit code 2; rank 0 prints the faults.
-
-    Args:
-        faults: what is wrong.
-        rank: of this process.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Ends the process with exit code 2 (SystemExit); rank 0 prints the faults."""
     if rank == 0:
         print(message(faults), file=sys.stderr, flush=True)
     raise SystemExit(REFUSED)
 
 
 def names_file(error: Exception, written: object) -> str:
-    """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written.
-
-    Args:
-        error: that ends a tool.
-        written: the path to which it writes.
-    """
+    """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written."""
     nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
     return f"{written}: {error}" if nameless and written is not None else str(error)
+
+
+def exit_code(tool: str, run: Callable[[], int | None], written: object = None, *, quiet: bool = False) -> int:
+    """Runs a tool and returns its exit code: 2 for bad input, which it names unless it is `quiet`."""
+    try:
+        return run() or 0
+    except (ValueError, OSError) as error:
+        if not quiet:
+            print(f"{tool}: {names_file(error, written)}", file=sys.stderr)
+        return REFUSED
 
 
 def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:

@@ -56,13 +56,7 @@ def at_home(value: str) -> str:
 
 
 def unresolved(reason: str, key: str, overrides: Sequence[str]) -> str:
-    """Returns the fix of a `${...}` that gives no value.
-
-    Args:
-        reason: what OmegaConf says.
-        key: whose value it is.
-        overrides: of the command line.
-    """
+    """Returns the fix of a `${...}` that gives no value."""
     written = next((text for text in reversed(overrides) if text.lstrip("+").startswith(f"{key}=")), f"{key}=VALUE")
     if found := re.search(r"Environment variable '([^']+)' not found", reason):
         name = found.group(1)
@@ -155,11 +149,7 @@ def keys_given(overrides: Sequence[str]) -> set[str]:
 
 
 def answer_help(argv: Sequence[str]) -> None:
-    """Prints the help and ends the process, if the command line has `--help`.
-
-    Raises:
-        SystemExit: 0 after `--help`.
-    """
+    """Prints the help and ends the process, if the command line has `--help`. Raises SystemExit: 0 after `--help`."""
     arguments = parse_arguments(argv)
     if arguments.show == "help":
         _leave(help_text([CONF, *map(Path, arguments.folders)]), 0)
@@ -171,11 +161,8 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """Returns the configuration that `to_yaml` wrote.
-
-    Raises:
-        ConfigError: an unknown key or a value of the wrong type.
-    """
+    """Returns the configuration that `to_yaml` wrote. Raises ConfigError: an unknown key or a value of the wrong
+    type."""
     data = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     assert isinstance(data, dict)
     return from_dict({str(key): value for key, value in data.items()})
@@ -192,7 +179,6 @@ class _Spelling:
     """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults are found.
 
     Args:
-        arguments: the command line.
         folders: config folders with groups, ours first.
     """
 

@@ -115,7 +115,6 @@ class SequenceSharding:
 
     Args:
         config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).
-        mesh: this rank's axes.
         device: where the plan's index tensors will be used.
     """
 
@@ -194,16 +193,12 @@ class Loader:
         dp_rank: this rank's position on the data-parallel axis.
         dp_size: ranks on that axis.
         consumed_samples: sequences that earlier steps have taken.
-        seq_len: tokens of a row, of which padding fills what a sample leaves; None = those of a sample.
-        document_mask: see `make_micro_batch`.
-        eod: see `make_micro_batch`.
-        eod_mask_loss: see `make_micro_batch`.
-        causal: see `make_micro_batch`.
         vocab_size: ids must be below it; None = not checked.
         knob: config key of the files, for errors.
         prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
         transform: applied to each micro-batch when it is read (takes this cp rank's rows).
+        options: of `make_micro_batch`, all but document_starts.
     """
 
     def __init__(
@@ -215,28 +210,17 @@ class Loader:
         dp_rank: int = 0,
         dp_size: int = 1,
         consumed_samples: int = 0,
-        seq_len: int | None = None,
-        document_mask: bool = False,
-        eod: int | None = None,
-        eod_mask_loss: bool = False,
-        causal: bool = True,
         vocab_size: int | None = None,
         knob: str = "data.train",
         prefetch: int = 2,
         pin_memory: bool = False,
         transform: Callable[[MicroBatch], MicroBatch] | None = None,
+        **options: Any,
     ) -> None:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
-        self._make = partial(
-            make_micro_batch,
-            seq_len=seq_len,
-            document_mask=document_mask,
-            eod=eod,
-            eod_mask_loss=eod_mask_loss,
-            causal=causal,
-        )
-        self._wants_starts = document_mask and eod is None
+        self._make: Callable[..., MicroBatch] = partial(make_micro_batch, **options)
+        self._wants_starts = options.get("document_mask", False) and options.get("eod") is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
         self._prefetch, self._knob = prefetch, knob
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(max(prefetch, 1))
@@ -249,9 +233,8 @@ class Loader:
     def __next__(self) -> list[MicroBatch]:
         """Returns the micro-batches of the next step; `consumed_samples` counts that step from then on.
 
-        Raises:
-            ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
-            IndexError: there are no more samples (data.order=megatron).
+        Raises ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
+        Raises IndexError: there are no more samples (data.order=megatron).
         """
         if self._prefetch == 0:
             self.consumed_samples, batches = self._read_step(self.consumed_samples)

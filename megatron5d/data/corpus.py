@@ -31,22 +31,15 @@ class LineStream:
         self.path, self._disk, self._content = path, disk, content
 
     def read_lines(self, num_bytes: int) -> bytes:
-        """Returns about `num_bytes` of whole lines; b"" at the end.
-
-        Raises:
-            ValueError: the compressed file is damaged or ends early.
-        """
+        """Returns about `num_bytes` of whole lines; b"" at the end. Raises ValueError: the compressed file is damaged
+        or ends early."""
         try:
             return self._content.read(num_bytes) + self._content.readline()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise ValueError(f"{self.path}: byte {self._disk.tell()}: cannot be decompressed: {error}") from error
 
     def read_all(self) -> bytes:
-        """Returns the rest of the content.
-
-        Raises:
-            ValueError: the compressed file is damaged or ends early.
-        """
+        """Returns the rest of the content. Raises ValueError: the compressed file is damaged or ends early."""
         return b"".join(iter(lambda: self.read_lines(CHUNK), b""))
 
     def disk_position(self) -> int:
@@ -59,7 +52,6 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
     """Opens a file; one that is compressed (gzip, zstd, xz, bzip2) is recognised by its first bytes.
 
     Args:
-        path: of the file.
         offset: bytes of its uncompressed content to skip; compressed files are decompressed up to there.
 
     Yields:
@@ -176,10 +168,7 @@ class Unit:
 
 def kind_of(path: Path) -> str:
     """Returns "jsonl", "parquet" or "text", by the file's name; where that says neither of the first two, by its lines.
-
-    Raises:
-        ValueError: it is a table, an array or an archive that is not read here.
-    """
+    Raises ValueError: it is a table, an array or an archive that is not read here."""
     name = _plain_name(path.name)
     with path.open("rb") as file:
         magic = file.read(4)
@@ -376,10 +365,7 @@ def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator
 
 def open_parquet(path: Path):
     """Opens a parquet file as a `pyarrow.parquet.ParquetFile`, which checks the checksum of each page that has one.
-
-    Raises:
-        ValueError: it is no parquet file, or pyarrow is not installed.
-    """
+    Raises ValueError: it is no parquet file, or pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -83,11 +83,8 @@ def read_index(path: Path) -> Index:
 def map_index(path: Path) -> Index:
     """Maps an `.idx` file and checks only its header and size, which takes no time however long the index is.
 
-    Returns:
-        The index; the numbers after the header are not checked.
-
-    Raises:
-        ValueError: the file is missing, truncated or foreign; names the file and the byte.
+    Returns the index; the numbers after the header are not checked. Raises ValueError: the file is missing, truncated
+    or foreign; names the file and the byte.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file (data.train and data.valid name the path without .bin/.idx)")

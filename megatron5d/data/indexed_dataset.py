@@ -79,10 +79,7 @@ class IndexedDataset:
 
     def document_start(self, i: int) -> int:
         """Returns where document `i` begins in the concatenated stream, in tokens; `i` = num_documents gives the end.
-
-        Raises:
-            ValueError: the index is damaged.
-        """
+        Raises ValueError: the index is damaged."""
         first = int(self.index.document_indices[i])
         if not 0 <= first <= self.num_sequences:
             raise ValueError(f"{self.prefix}.idx: document {i} begins at sequence {first} of {self.num_sequences}")
@@ -109,16 +106,8 @@ class IndexedDataset:
     def tokens(self, start: int, count: int) -> np.ndarray:
         """Returns a stretch of the concatenated documents.
 
-        Args:
-            start: first token.
-            count: number of tokens.
-
-        Returns:
-            `[count]` in the file's dtype, read-only.
-
-        Raises:
-            IndexError: the stretch leaves the file.
-            ValueError: the file has become shorter since it was opened.
+        Returns `[count]` in the file's dtype, read-only. Raises IndexError: the stretch leaves the file. Raises
+        ValueError: the file has become shorter since it was opened.
         """
         if start < 0 or count < 0 or start + count > self.num_tokens:
             raise IndexError(f"{self.prefix}: tokens {start} to {start + count} of {self.num_tokens}")
@@ -134,10 +123,7 @@ class IndexedDataset:
 
     def check_index(self) -> None:
         """Reads nothing; to be called before the mapped index is read, of which pages that are gone end the process.
-
-        Raises:
-            ValueError: the `.idx` has become shorter since it was opened.
-        """
+        Raises ValueError: the `.idx` has become shorter since it was opened."""
         if (size := self.idx_path.stat().st_size) < self._idx_bytes:
             raise file_error(self.idx_path, size, f"the file has {size} bytes, and had {self._idx_bytes}: truncated?")
 
@@ -146,7 +132,6 @@ class IndexedDataset:
 
         Args:
             start: first token of the stretch.
-            count: number of tokens.
 
         Returns:
             int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning is not listed).
@@ -255,11 +240,7 @@ class IndexedWriter:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Takes a file lock, which ends with this process.
-
-    Raises:
-        ValueError: another process is writing the file.
-    """
+    """Takes a file lock, which ends with this process. Raises ValueError: another process is writing the file."""
     try:
         import fcntl
 

@@ -126,8 +126,6 @@ class MegatronStream:
     """The samples of one dataset in Megatron's order.
 
     Args:
-        dataset: where the tokens are.
-        order: its three indices.
         seq_len: tokens of a sample, without the extra one.
     """
 
@@ -173,7 +171,6 @@ def cached_arrays(
     Args:
         folder: of the cache; made when missing.
         inputs: everything the arrays depend on, as JSON values.
-        names: of the arrays.
         build: makes the arrays.
 
     Returns:
@@ -254,7 +251,6 @@ def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -
 
     Args:
         weights: one per dataset, normalised.
-        num_samples: of the whole blend.
         surplus: share added to each; 0 gives what the blend is expected to take.
     """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron5d.config.json_file import parse_json
+from megatron5d.config.convert import parse_json
 from megatron5d.data.corpus import Cursor, kinds_of, units
 from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
@@ -52,7 +52,6 @@ class Journal:
 
     Args:
         prefix: of the job; both files are named after it.
-        fingerprint: of the job.
         outputs: prefixes of the token files that the job writes.
     """
 
@@ -70,11 +69,8 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """Returns the summary if this job is done and its token files are whole, else None.
-
-        Raises:
-            ValueError: another job has written its output here.
-        """
+        """Returns the summary if this job is done and its token files are whole, else None. Raises ValueError: another
+        job has written its output here."""
         if self.path.exists():
             return None
         summary = _read(self.summary_path) if self.summary_path.exists() else {}
@@ -93,11 +89,8 @@ class Journal:
         return summary
 
     def resume(self) -> Progress:
-        """Returns the progress of this job: what the journal says, or nothing done where there is no journal.
-
-        Raises:
-            ValueError: an unfinished run of another job is at the prefix.
-        """
+        """Returns the progress of this job: what the journal says, or nothing done where there is no journal. Raises
+        ValueError: an unfinished run of another job is at the prefix."""
         if not self.path.exists():
             return Progress(self.fingerprint)
         values = _read(self.path)
@@ -126,11 +119,7 @@ class Journal:
 
 
 def _read(path: Path) -> dict:
-    """Returns the content of a journal or summary.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Returns the content of a journal or summary. Raises ValueError: it is damaged."""
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
@@ -200,7 +189,6 @@ def preprocess(
     """Writes the token files of a job, or continues an earlier run of it.
 
     Args:
-        job: what to do.
         workers: processes that tokenise; 1 = only this one.
         reporting: functions to call meanwhile.
         overwrite: discard what is at the prefix, finished or not.
@@ -243,10 +231,7 @@ def preprocess(
 
 def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
     """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents.
-
-    Raises:
-        ValueError: it has no token of those that shall stand around documents.
-    """
+    Raises ValueError: it has no token of those that shall stand around documents."""
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     if recipe.prepend_bos and tokenizer.bos is None:
         raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")

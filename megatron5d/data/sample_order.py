@@ -71,7 +71,6 @@ class PackedStream:
     """The samples of one dataset, epoch after epoch without end.
 
     Args:
-        dataset: where the tokens are.
         documents: (begin, end) of the documents to use.
         seq_len: tokens of a sample, without the extra one.
         key: 64 bits that choose the permutation; None = sequential.
@@ -123,7 +122,6 @@ def micro_batch_samples(consumed_samples: int, gbs: int, mbs: int, dp_rank: int,
         gbs: this step's global batch, in sequences.
         mbs: micro-batch, in sequences.
         dp_rank: 0 … dp_size − 1.
-        dp_size: data-parallel ranks.
 
     Returns:
         One range of mbs sample numbers per micro-batch, gbs/(mbs·dp) of them.

@@ -55,11 +55,8 @@ class Samples:
         return stream.document_starts(k)
 
     def locate(self, i: int) -> tuple[Stream, int]:
-        """Returns the stream that sample `i` comes from and its number there.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """Returns the stream that sample `i` comes from and its number there. Raises IndexError: there is no such
+        sample."""
         i = int(i)  # numpy's integers would overflow in the arithmetic of the shuffle
         if i < 0 or (self.num_samples is not None and i >= self.num_samples):
             raise IndexError(
@@ -89,7 +86,6 @@ def open_samples(
         seq_len: tokens of a sample, without the extra one.
         order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file order) or megatron
             (exactly GPTDataset's).
-        seed: for shuffled and megatron.
         num_samples: samples that the whole run takes; only megatron's order depends on it.
         split: "969,30,1", the shares of each dataset's documents for train, valid and test; None = all for each part.
         part: train, valid or test.

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.json_file import parse_json
+from megatron5d.config.convert import parse_json
 
 # Names of the end-of-document token in published tokenizers, the more specific ones first.
 EOD_NAMES = (
@@ -26,11 +26,8 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # what published to
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file of settings; {} where there is none.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
+    """Returns the content of a JSON file of settings; {} where there is none. Raises ValueError: it is no JSON
+    object."""
     try:
         return parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
@@ -62,10 +59,7 @@ class FilesBeside:
 
     def added(self) -> dict[str, int]:
         """Returns the tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
-
-        Raises:
-            ValueError: an id is no number.
-        """
+        Raises ValueError: an id is no number."""
         file = self.path.with_name("added_tokens.json")
         try:
             found = {str(token): int(i) for token, i in read_object(file).items()}
@@ -113,11 +107,7 @@ def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
 
 
 def asked_for(path: Path, wanted: str | int, known: Mapping[str, int], what: str) -> int:
-    """Returns the id of the token that a user names.
-
-    Raises:
-        ValueError: it is not in the vocabulary.
-    """
+    """Returns the id of the token that a user names. Raises ValueError: it is not in the vocabulary."""
     try:
         number = int(wanted)  # digits are an id, even if they are a token as well
     except ValueError:

@@ -91,11 +91,8 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
 
 
 def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
-    """Returns the first bytes of a file.
-
-    Raises:
-        ValueError: there is none, or they are those of something else than a tokenizer.
-    """
+    """Returns the first bytes of a file. Raises ValueError: there is none, or they are those of something else than a
+    tokenizer."""
     with file.open("rb") as opened:
         head = opened.read(4096)
     if not head:
@@ -127,11 +124,8 @@ def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder. Raises ValueError:
+    there is no such file."""
     path = Path(path)
     if path.is_dir():
         pairs = [path / vocab for vocab, merges in PAIRS if (path / merges).is_file()]

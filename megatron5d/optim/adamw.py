@@ -60,8 +60,7 @@ class AdamW(SliceOptimizer):
 
     It reads lr, betas, eps, weight_decay, decay_exclude, scales, implementation and offload of the config.
 
-    Raises:
-        ValueError: optim.implementation is apex, and that is not installed or cannot be used.
+    Raises ValueError: optim.implementation is apex, and that is not installed or cannot be used.
     """
 
     kinds = ("exp_avg", "exp_avg_sq")
@@ -112,7 +111,6 @@ class AdamW(SliceOptimizer):
         Args:
             groups: (factor of the rate, decay) -> views of the masters.
             states: view of a master -> its moments by name.
-            config: of the optimiser.
         """
         param_groups = [
             {"params": views, "weight_decay": decay, "lr_scale": scale} for (scale, decay), views in groups.items()

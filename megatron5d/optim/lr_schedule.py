@@ -18,7 +18,6 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, batches: Bat
     Args:
         config: lr, min_lr, schedule, warmup_steps, decay_steps, schedule_by.
         step: 1 ... total_steps.
-        total_steps: train.steps.
         batches: the run's batch sizes, by which schedule_by = samples measures steps.
     """
 

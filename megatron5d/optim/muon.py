@@ -52,21 +52,13 @@ Work = Callable[[ShardSpec, Tensor], None]  # changes a whole parameter in place
 
 @dataclass(frozen=True)
 class CutMatrix:
-    """A sharded parameter of two and more dims, and what this rank sends and receives of it.
-
-    Args:
-        spec: of the parameter.
-        shape: of the local parameter, the same on every rank of tp.
-        shares: flat range of the local parameter that each rank of the shard axis owns.
-        read: gives the input for this rank's share, flat.
-        write: takes the result for this rank's share, flat.
-    """
+    """A sharded parameter of two and more dims, and what this rank sends and receives of it."""
 
     spec: ShardSpec
-    shape: tuple[int, ...]
-    shares: list[tuple[int, int]]
-    read: Callable[[], Tensor]
-    write: Callable[[Tensor], None]
+    shape: tuple[int, ...]  # of the local parameter, the same on every rank of tp
+    shares: list[tuple[int, int]]  # flat range of the local parameter that each rank of the shard axis owns
+    read: Callable[[], Tensor]  # gives the input for this rank's share, flat
+    write: Callable[[Tensor], None]  # takes the result for this rank's share, flat
 
     def share(self, rank: int) -> int:
         """Returns number of elements that a rank of the shard axis owns."""
@@ -197,7 +189,6 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
     Args:
         matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
-        steps: of the iteration.
 
     Returns:
         `[n, rows, cols]`, a new tensor.
@@ -219,9 +210,7 @@ def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool
     """Replaces each matrix of a whole parameter's momentum by its update at rate 1, in place.
 
     Args:
-        spec: of the parameter.
         whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into matrices.
-        steps: of the Newton-Schulz iteration.
         per_head: `spec.head_rows` divides each of these further.
     """
     matrices = whole if whole.ndim == 3 else whole[None]
@@ -241,7 +230,6 @@ class Muon(SliceOptimizer):
         config: momentum, ns_steps, weight_decay, decay_exclude, scales; with offload, master weights and momentum stay
             on the host, and matrices are copied to the device to be orthogonalised.
         mesh: its tp and etp axes shard the matrices.
-        rounding_seed: as in SliceOptimizer.
 
     Comm: as in `MatrixGather`, once.
     """

@@ -73,9 +73,7 @@ def build_optimizer(
 
     Args:
         buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a bucket.
-        config: of the optimiser.
         mesh: its tp and etp axes shard the matrices.
-        rounding_seed: as in SliceOptimizer.
 
     Comm: for Muon as in `MatrixGather`, once.
     """
@@ -118,7 +116,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float | None:
     """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
 
     Args:
-        norm: of all gradients.
         max_norm: 0 = no clipping.
 
     Returns:

@@ -190,9 +190,7 @@ def global_index(piece: Piece, shape: tuple[int, ...], start: int, stop: int, de
 
     Args:
         piece: a rectangle of the tensor.
-        shape: of the whole tensor.
         start, stop: flat range within the piece.
-        device: of the result.
 
     Returns:
         int64 `[stop - start]`.
@@ -213,7 +211,6 @@ def store_rounded(wide: Tensor, into: Tensor, segment: Segment, seed: int, step:
         wide: float32 `[n]`, the updated values.
         into: bfloat16 `[n]`, the weights.
         segment: of the bucket; padding between its pieces is rounded to nearest.
-        seed: of the run.
         step: the update, from 1.
     """
     key = stream_key(seed, f"{segment.spec.name}/{step}")

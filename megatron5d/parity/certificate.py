@@ -28,12 +28,8 @@ def configuration_hash(config: Config) -> str:
 
 
 def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
-    """Returns why a certificate says nothing about this configuration on this many ranks, run by this code; [] where
-    it does.
-
-    Raises:
-        ValueError: it is no certificate, or a newer version wrote it.
-    """
+    """Returns why a certificate says nothing about this configuration on this many ranks, run by this code; [] where it
+    does. Raises ValueError: it is no certificate, or a newer version wrote it."""
     try:
         told = certificate["format"], certificate["verdict"], certificate["world"]
         hashes = certificate["configuration_hash"], certificate["code"]["source_hash"]

@@ -18,29 +18,19 @@ ROUNDING = 1e-13  # of the largest gradient: what sums of this length leave of z
 
 @dataclass(frozen=True)
 class Difference:
-    """How far some ranks are from one process, in one tensor or one figure.
+    """How far some ranks are from one process, in one tensor or one figure."""
 
-    Args:
-        quantity: loss, grad_norm, ...; routers: what they did; gradient, weight, or a kind of the optimiser's tensors.
-        name: the parameter's global name, or the step of a figure.
-        relative: the largest |difference|, of the largest value in the whole tensor; inf where nobody holds an element.
-        rank: that is furthest off; None where nobody holds the element.
-        ranks: all that are further off than is tolerated.
-        position: of that element in the whole tensor; () of a figure.
-        got: the value there.
-        expected: what one process has.
-        step: counted from 1; 0 = before the first.
-    """
-
+    # loss, grad_norm, ...; routers: what they did; gradient, weight, or a kind of the optimiser's tensors
     quantity: str
-    name: str
+    name: str  # the parameter's global name, or the step of a figure
+    # the largest |difference|, of the largest value in the whole tensor; inf where nobody holds an element
     relative: float = 0.0
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
-    position: tuple[int, ...] = ()
+    rank: int | None = None  # that is furthest off; None where nobody holds the element
+    ranks: tuple[int, ...] = ()  # all that are further off than is tolerated
+    position: tuple[int, ...] = ()  # of that element in the whole tensor; () of a figure
     got: float = 0.0
     expected: float = 0.0
-    step: int = 0
+    step: int = 0  # counted from 1; 0 = before the first
 
 
 def joined(rectangles: Rectangles) -> dict[str, Tensor]:
@@ -115,8 +105,6 @@ def tensor_differences(
     """Yields the difference of every tensor over all rectangles; an element that nobody holds is infinitely far off.
 
     Args:
-        quantity: what the tensors are.
-        held: what each rank has.
         truth: the whole tensors, in the order in which they are told.
         tolerance: up to which a rank is not counted among those that are off.
         floor: a tensor that should vanish is compared on this share of the largest one's scale.
@@ -165,8 +153,6 @@ def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: flo
     """Returns everything that is compared, in the order of training, each tensor in the order of the model.
 
     Args:
-        records: of a layout's ranks.
-        truth: of one process.
         tolerance: largest relative difference that passes.
     """
     found, noise = list(figure_differences(records, truth, tolerance)), rounding_alone(truth)
@@ -186,8 +172,7 @@ def rounding_alone(truth: RankRecord) -> dict[str, Tensor]:
 
     Its update is as large as any other, and says nothing.
 
-    Returns:
-        Name -> bool in the shape of the whole tensor, where there are any.
+    Returns name -> bool in the shape of the whole tensor, where there are any.
     """
     found: dict[str, Tensor] = {}
     for rectangles in truth.gradients:
@@ -212,8 +197,6 @@ def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
     """Returns what equal numbers say nothing about, because one process has done nothing there.
 
     Args:
-        config: of the run.
-        truth: of one process.
         tolerance: relative change of a weight below which it counts as not moved.
     """
     found, model = list[str](), config.model

@@ -44,9 +44,7 @@ def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) ->
     """Lets the routers of a rank note their choices, or repeat those of another run.
 
     Args:
-        model: of this rank.
         choices: to repeat; empty = note them.
-        num_samples: of the run.
         seq_len: tokens of a sample.
 
     Returns:
@@ -174,7 +172,6 @@ def perturb(parameters, coarse: bool = False) -> None:
     experts.
 
     Args:
-        parameters: of a rank.
         coarse: all of them are rounded to what bf16 has, vectors before and after.
     """
     parameters = list(parameters)
@@ -218,9 +215,7 @@ def short_run(
 
     Args:
         config: a valid configuration; its vectors' first values are moved (`perturb`).
-        world: number of ranks.
         rows: int64 `[steps·gbs, s+1]`.
-        steps: optimiser steps.
         coarse: it begins with weights that bf16 has, whatever its precision.
         choices: of experts, which are repeated; empty = noted, None = neither.
         phases: whether each notes its hidden states.
@@ -309,7 +304,6 @@ def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
     """Lets every phase note its hidden states as one number, and returns what takes the sums of a step.
 
     Args:
-        model: of this rank.
         copies: ranks that hold the same hidden states.
     """
     seen: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _phases(model)}

@@ -115,7 +115,6 @@ def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
 
     Args:
         config: what is to become small.
-        world: number of ranks.
         keep: sizes that stay.
     """
     wanted = features(config, world)
@@ -272,17 +271,11 @@ AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
 
 @dataclass(frozen=True)
 class Ablation:
-    """A configuration without one thing.
+    """A configuration without one thing."""
 
-    Args:
-        change: what is turned off, as overrides; "dp=1" where it is the ranks that are fewer.
-        config: without it; valid.
-        world: ranks that remain; dp is as before.
-    """
-
-    change: str
-    config: Config
-    world: int
+    change: str  # what is turned off, as overrides; "dp=1" where it is the ranks that are fewer
+    config: Config  # without it; valid
+    world: int  # ranks that remain; dp is as before
 
 
 def ablations(config: Config, world: int) -> Iterator[Ablation]:

@@ -12,13 +12,17 @@ does not answer. The Program proves it for free: if rank q consumes our message 
 after slot c, then our send is complete when q's message has arrived.
 """
 
-from bisect import bisect_left
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron5d.pipeline_parallel.program import Action, Program, Slot
+from megatron5d.pipeline_parallel.program import OPS, Action, Program, Slot
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SLOTS_AHEAD = 2
 """A receive is posted before the slot that stands this many places before its consumer."""
@@ -143,20 +147,31 @@ CompletedSends = dict[Action, list[tuple[Flow, int]]]
 
 
 @lru_cache(maxsize=1)
-def _exchanged(program: Program) -> tuple[dict[Message, tuple[int, Action]], list[tuple[int, int, Message]]]:
-    """Returns where each message is taken (position, action), and what is sent (rank, position, message) in order."""
-    taken: dict[Message, tuple[int, Action]] = {}
-    made: list[tuple[int, int, Message]] = []
-    for rank, line in enumerate(program.ranks):
-        for position, slot in enumerate(line):
-            for action in slot:
-                if (message := input_of(program, action)) is not None:
-                    taken[message] = position, action
-                if (message := output_of(program, action)) is not None:
-                    made.append((rank, position, message))
-    return taken, made
+def _exchanged(program: Program) -> np.ndarray:
+    """Returns `[messages, 7]` in the order of their sends, rank by rank: source, destination, whether it is a gradient,
+    boundary, slots of the send and of the receive on their ranks, and the action that takes it, by place in the
+    table."""
+    import numpy as np
+
+    table, m = program.table, program.num_microbatches
+    cell, rank, found = table.stage.astype(np.int64) * m + table.microbatch, table.rank, []
+    position = table.slot - table.rank_start[rank]
+    for is_grad, ops, step, end in ((0, "F", 1, program.num_stages - 1), (1, "IB", -1, 0)):
+        makes = np.flatnonzero(np.isin(table.op, [OPS.index(op) for op in ops]))
+        at = np.zeros(program.num_stages * m, dtype=np.int64)
+        at[cell[makes]] = makes
+        sent = makes[table.stage[makes] != end]
+        taken = at[cell[sent] + step * m]
+        sent, taken = (each[rank[sent] != rank[taken]] for each in (sent, taken))
+        boundary = np.minimum(table.stage[sent], table.stage[taken])
+        found.append(np.stack([
+            rank[sent], rank[taken], np.full(len(sent), is_grad), boundary, position[sent], position[taken], taken, sent
+        ], 1))  # fmt: skip
+    messages = np.concatenate(found)
+    return messages[np.argsort(messages[:, -1])][:, :-1]
 
 
+@lru_cache(maxsize=1)
 def completed_sends(program: Program, rank: int) -> CompletedSends:
     """Returns which sends of `rank` each action's input proves to be complete.
 
@@ -164,33 +179,26 @@ def completed_sends(program: Program, rank: int) -> CompletedSends:
         program: a verified Program.
         rank: the pipeline rank that sends.
     """
-    taken, made = _exchanged(program)
-    sent: dict[Flow, list[Message]] = defaultdict(list)
-    # peer -> (position of the send there, of the receive here, consumer)
-    proofs: dict[int, list[tuple[int, int, Action]]] = defaultdict(list)
-    for source, position, message in made:
-        if source == rank:
-            sent[message.flow].append(message)
-        elif message.flow.destination == rank:
-            proofs[source].append((position, *taken[message]))
+    import numpy as np
+
+    if program.num_ranks == 1:
+        return {}
+    messages, table = _exchanged(program), program.table
+    sent, arriving = messages[messages[:, 0] == rank], messages[messages[:, 1] == rank]
+    ops, stages, microbatches = table.op, table.stage, table.microbatch
     found: CompletedSends = defaultdict(list)
-    for flow, messages in sent.items():
-        earliest = _earliest(proofs[flow.destination])
-        counts: dict[Action, int] = {}
-        for count, message in enumerate(messages, start=1):
-            consumed = taken[message][0]
-            index = bisect_left(earliest, consumed + 1, key=lambda entry: entry[0])
-            if index < len(earliest):
-                counts[earliest[index][2]] = count
-        for action, count in counts.items():
+    for key in dict.fromkeys(map(tuple, sent[:, 1:4].tolist())):
+        destination, is_grad, boundary = key
+        consumed = sent[(sent[:, 1:4] == key).all(1), 5]
+        back = arriving[arriving[:, 0] == destination]
+        # of what the peer sends from each of its slots on, that which is consumed here first
+        order = back[:, 5] * (len(back) + 1) + np.arange(len(back))
+        earliest = np.minimum.accumulate(order[::-1])[::-1] % (len(back) + 1)
+        index = np.searchsorted(back[:, 4], consumed, side="right")
+        counts = np.arange(1, len(consumed) + 1)[index < len(back)]
+        proofs = back[earliest[index[index < len(back)]], 6]
+        flow = Flow(rank, destination, "FB"[is_grad], boundary)
+        for place, count in dict(zip(proofs.tolist(), counts.tolist())).items():
+            action = Action(OPS[ops[place]], int(stages[place]), int(microbatches[place]))
             found[action].append((flow, count))
     return dict(found)
-
-
-def _earliest(proofs: list[tuple[int, int, Action]]) -> list[tuple[int, int, Action]]:
-    """Returns for every slot of the peer which of the messages it sends from there on is consumed here first."""
-    ordered = sorted(proofs, key=lambda entry: entry[0])
-    for index in range(len(ordered) - 2, -1, -1):
-        if ordered[index + 1][1] < ordered[index][1]:
-            ordered[index] = (ordered[index][0], *ordered[index + 1][1:])
-    return ordered

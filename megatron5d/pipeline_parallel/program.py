@@ -135,6 +135,9 @@ class Program:
     direction: tuple[int, ...]
     ranks: tuple[tuple[Slot, ...], ...]
 
+    def __hash__(self) -> int:  # not of every action
+        return hash((self.name, self.placement, self.direction))
+
     @property
     def num_ranks(self) -> int:
         return self.placement.num_ranks

@@ -27,10 +27,11 @@ from megatron5d.model.moe import MoEDispatch
 from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square_sum
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.pipeline_parallel.repeat import find_repeat
 from megatron5d.planning.auto_schedule import quick_layout
-from megatron5d.planning.memory_peak import Moment, Peak, Replay, find_peak
+from megatron5d.planning.memory_peak import Moment, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
-from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
+from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, Peak, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.planning.work import message_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
@@ -168,8 +169,12 @@ class Forecaster:
         held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
         moments: list[Moment] | None = None if self._moments is None else []
         sync.drop()
-        with Replay(sync, phases, passes_of(self._program, held), self.target.block) as replay:
-            peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay, moments)
+        passes, repeat = passes_of(self._program, held), find_repeat(self._program, rank)
+        for stage, count in repeat.passes.items() if repeat else ():
+            passes |= {phase: passes[phase] - count for phase in phases[stage]}
+        with Replay(sync, phases, passes, self.target.block) as replay:
+            given = self._traces, self._message_bytes(), replay
+            peak = find_peak(self._program, rank, *given, repeat=repeat, moments=moments)
             replay.forget_peak()
             sync.finish_reduce()
             global_square_sum(sync.buckets)

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.messages import Flow, completed_sends, input_of, output_of, slot_messages
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
+from megatron5d.pipeline_parallel.repeat import Repeat
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Step
+from megatron5d.planning.rank_memory import Peak
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 
 
@@ -112,43 +114,14 @@ InFlight = tuple[int, int]
 """(stage, micro-batch)."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The memory of a rank at the worst moment of a step, in bytes.
-
-    Args:
-        activations: class of phase -> tensors kept between forward and backward of micro-batches.
-        stash: tensors that deferred weight gradients keep between I and W.
-        messages: of the pipeline, received or being sent.
-        units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and gradients that are
-            computed or reduced; under ZeRO-1 reduced slices.
-        workspace: temporary tensors of the phase that runs, and gradients that pass through the stage.
-        action: the action that runs then; None = there is none.
-        in_flight: number of (stage, micro-batch) whose activations are alive.
-        host: the most that activations take in the host's memory, at whatever moment; not part of `total`.
-    """
-
-    activations: dict[str, int] = field(default_factory=dict)
-    stash: int = 0
-    messages: int = 0
-    units: int = 0
-    workspace: int = 0
-    action: Action | None = None
-    in_flight: int = 0
-    host: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device."""
-        return sum(self.activations.values()) + self.stash + self.messages + self.units + self.workspace
-
-
 def find_peak(
     program: Program,
     rank: int,
     traces: Mapping[int, StageTrace],
     message_bytes: Sequence[int],
     replay: Replay | None = None,
+    *,
+    repeat: Repeat | None = None,
     moments: list[Moment] | None = None,
 ) -> Peak:
     """Returns the worst moment of a step on one rank.
@@ -159,12 +132,19 @@ def find_peak(
         traces: of every stage that the rank holds.
         message_bytes: of a message from each stage to the next.
         replay: data parallelism, inside its context; None = it has no temporary buffers.
+        repeat: slots that are not walked through, since those before them need the same.
         moments: takes two moments of every slot: the worst while it runs, and what is held when it has run.
     """
     walk = _Walk(program, rank, traces, message_bytes, replay)
     line = list(slot_messages(program, rank))
     following = _following([each.slot for each in line], traces)
-    for each, after in zip(line, following):
+    for place, (each, after) in enumerate(zip(line, following)):
+        if repeat is not None and repeat.start <= place < repeat.stop:
+            if place == repeat.start:
+                walk.skip(repeat)
+            if moments is not None:
+                moments += moments[-2 * repeat.length : 2 - 2 * repeat.length or None]
+            continue
         walk.messages += sum(message_bytes[message.flow.boundary] for message in each.receives)
         walk.see(each.slot[0], 0)  # before its input has proved anything sent to have arrived
         if replay is not None:
@@ -215,6 +195,17 @@ class _Walk:
         self._kept: dict[tuple[int, int, int], Counter[str]] = {}  # (stage, done, alive) -> what `_kept` says
         self._stashed: dict[InFlight, int] = {}
         self._shared: set[InFlight] = set()  # whose input is another stage's output, counted there
+
+    def skip(self, repeat: Repeat) -> None:
+        """Goes to the end of slots that repeat those before them: later micro-batches are as far as earlier ones."""
+        later = repeat.times * repeat.shift
+
+        def moved(held: dict[InFlight, Any]) -> dict[InFlight, Any]:
+            return {(stage, microbatch + later): each for (stage, microbatch), each in held.items()}
+
+        self._local, self._forward, self._stashed = moved(self._local), moved(self._forward), moved(self._stashed)
+        self._shared = {(stage, microbatch + later) for stage, microbatch in self._shared}
+        self._settled.update(repeat.sends)
 
     def run(self, action: Action) -> Iterator[bool]:
         """Runs one action, phase by phase."""

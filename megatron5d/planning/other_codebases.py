@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.planning.memory_peak import Peak
-from megatron5d.planning.rank_memory import RankMemory, gemm_workspace, outside_bytes
+from megatron5d.planning.rank_memory import Peak, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.topology.grid import Sizes
 
 CONVENTIONS = ("megatron", "nanotron")

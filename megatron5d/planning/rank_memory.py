@@ -11,13 +11,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron5d.planning.memory_peak import Peak
+from megatron5d.pipeline_parallel.program import Action
 
 GIB = 2**30
 ALLOCATOR_BLOCK = 512  # bytes: torch's CUDA allocator rounds sizes up to a multiple of it
 CONTEXT_BYTES = 600 * 2**20  # the CUDA context with its loaded kernels, outside torch's allocator
 COMMUNICATOR_BYTES = 100 * 2**20  # NCCL's buffers of one communicator, also outside the allocator
 FRAGMENTATION = 0.05  # of the allocated bytes: memory that the allocator holds and cannot use
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory of a rank at the worst moment of a step, in bytes.
+
+    Args:
+        activations: class of phase -> tensors kept between forward and backward of micro-batches.
+        stash: tensors that deferred weight gradients keep between I and W.
+        messages: of the pipeline, received or being sent.
+        units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and gradients that are
+            computed or reduced; under ZeRO-1 reduced slices.
+        workspace: temporary tensors of the phase that runs, and gradients that pass through the stage.
+        action: the action that runs then; None = there is none.
+        in_flight: number of (stage, micro-batch) whose activations are alive.
+        host: the most that activations take in the host's memory, at whatever moment; not part of `total`.
+    """
+
+    activations: dict[str, int] = field(default_factory=dict)
+    stash: int = 0
+    messages: int = 0
+    units: int = 0
+    workspace: int = 0
+    action: Action | None = None
+    in_flight: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.activations.values()) + self.stash + self.messages + self.units + self.workspace
 
 
 @dataclass(frozen=True)

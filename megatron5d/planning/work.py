@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -13,6 +14,9 @@ from megatron5d.comm.ledger import Traffic
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops
 from megatron5d.model.partition import StageSpec
+from megatron5d.precision.fp8_recipes import is_quantized
+from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
+from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.pipeline_layout import boundary_form
 
 Sent = Mapping[tuple[str, str], Traffic]
@@ -202,3 +206,51 @@ def message_bytes(config: Config, specs: Sequence[StageSpec]) -> list[int]:
     """Returns bytes of the hidden states that each stage sends to the next."""
     forms = [boundary_form(config, "meta", spec.sent) for spec in specs]
     return [prod(form.shape) * form.dtype.itemsize for form in forms]
+
+
+class Counts(Protocol):
+    """What counts GEMMs."""
+
+    gemms: list[Gemm]
+
+
+def count_products(model: nn.Module, counter: Counts) -> None:
+    """Hangs on every weight a copy of the object that multiplies it, which counts."""
+    copies: dict[int, Gemms | ExpertGemms] = {}
+    for parameter in model.parameters():
+        expert = spec_of(parameter).expert
+        gemms = expert_gemms_of(parameter) if expert else gemms_of(parameter)
+        if id(gemms) not in copies:
+            counting = copies[id(gemms)] = copy.copy(gemms)
+            for name in ("forward", "input_grad", "weight_grad"):
+                count = _count_grouped if expert else _count_linear
+                setattr(counting, name, count(counter, getattr(gemms, name), name))
+        parameter.gemms = copies[id(gemms)]  # type: ignore[attr-defined]
+
+
+def _count_linear(counter: Counts, gemm, name: str):
+    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
+
+    def counted(first, second, *rest):
+        weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
+        features = weight.shape[1] if name == "forward" else weight.shape[0]
+        shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
+        rows, summed = tokens.numel() // features, name == "weight_grad"
+        counter.gemms.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
+        return gemm(first, second, *rest)
+
+    return counted
+
+
+def _count_grouped(counter: Counts, gemm, name: str):
+    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
+
+    def counted(*given):
+        place = 0 if name == "weight_grad" else 1
+        weights, tokens, experts = given[place], given[1 - place][0], given[-2]
+        inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
+        summed = name == "weight_grad"
+        counter.gemms.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
+        return gemm(*given)
+
+    return counted

@@ -8,7 +8,6 @@ the fewest layers that has one of each kind is passed, and one sequence: a micro
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import fnmatch
 from collections import Counter, defaultdict
@@ -33,9 +32,8 @@ from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
-from megatron5d.planning.work import CoreFlops, Elements, Gemm, Matrix, Unit, Work, together
+from megatron5d.planning.work import CoreFlops, Elements, Gemm, Matrix, Unit, Work, count_products, together
 from megatron5d.precision.fp8_recipes import is_quantized
-from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import sizes_of
@@ -46,7 +44,9 @@ EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
-_Trace = tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]], Any]
+Works = dict[str, dict[nn.Module, Work]]
+"""op -> phase -> its work."""
+_Trace = tuple[GPT, list[Kind], Works, Any]
 
 
 class _Counter(MemoryWatch):
@@ -98,6 +98,7 @@ class Workloads:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
         self._blocks: dict[str, _Trace] = {}
+        self._of: tuple[Config | None, dict[tuple[Kind, int], Unit]] = None, {}  # units of the last configuration
 
     def stages(self, config: Config, layout: PipelineLayout) -> list[list[Unit]]:
         """Returns the units of every stage.
@@ -120,9 +121,7 @@ class Workloads:
         kinds = Counter(_kinds(config, 0, whole_model(config.model), _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
-    def block(
-        self, config: Config, before: Callable[[GPT], Any]
-    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]], Any]:
+    def block(self, config: Config, before: Callable[[GPT], Any]) -> tuple[list[nn.Module], Works, Any]:
         """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its work; and what
         `before` has returned.
 
@@ -140,17 +139,23 @@ class Workloads:
         return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
     def _unit(self, config: Config, kind: Kind, depths: int = 0) -> Unit:
+        if self._of[0] is not config:
+            self._of = config, {}
+        if found := self._of[1].get((kind, depths)):
+            return found
         alone = _alone(config, kind[1])
         known = self._known.setdefault(f"{alone} {depths}", {})
         if kind not in known:
             known |= _units(alone, _run_alone(alone, self.target, depths))
         unit = known[kind].times(config.train.mbs)
-        return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
+        if kind[1] and kind[0] in LAYERS:
+            unit = _sharing(unit, config.recompute.group_layers)
+        self._of[1][kind, depths] = unit
+        return unit
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
-    """Returns a layer that is traced as if alone, whose input is kept, there or on the host, once for this many
-    layers."""
+    """Returns a layer, traced as if alone, whose input is kept or copied to the host once for this many layers."""
     passes = {
         op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)
         for op, work in unit.passes.items()
@@ -227,8 +232,7 @@ def _alone(config: Config, again: bool) -> Config:
         precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
         optim=OptimConfig(
             name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude,
-            freeze=config.optim.freeze,
-            muon_per_head=config.optim.muon_per_head,
+            freeze=config.optim.freeze, muon_per_head=config.optim.muon_per_head,
         ),
     )  # fmt: skip
 
@@ -293,7 +297,7 @@ def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable
         batch = planned_batch(config, mesh, model, world // dense)
         said = before(model)
         with _Counter(ledger) as counter:
-            _count_products(model, counter)
+            count_products(model, counter)
             watched = WATCH.set(counter.copied)
             try:
                 passes = _passes(config, model, batch, counter)
@@ -303,10 +307,10 @@ def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
-    sums = [0, 0]
+    sums = Counter[bool]()
     for parameter in parameters:
         sums[spec_of(parameter).expert] += parameter.numel()
-    return Elements(*sums)
+    return Elements(sums[False], sums[True])
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
@@ -329,10 +333,9 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
     return dict(found)
 
 
-def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
-    """Returns op -> phase -> its work."""
+def _passes(config: Config, model: GPT, batch, counter: _Counter) -> Works:
     form, phases = boundary_form(config, "meta"), model.phases
-    found, core = dict[str, dict[nn.Module, Work]](), CoreFlops(config)
+    found, core = Works(), CoreFlops(config)
     # the first pass makes what stays: FP8 copies of weights, symmetric memory, weights' gradients
     rehearse = config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused"
     for parameter in model.parameters():
@@ -356,45 +359,3 @@ def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[nn.Module, Work
         work.advance()
         found[phase].append(counter.take(core(phase, kind)))
     return {phase: together(works) for phase, works in found.items()}
-
-
-def _count_products(model: nn.Module, counter: _Counter) -> None:
-    """Hangs on every weight a copy of the object that multiplies it, which counts."""
-    copies: dict[int, Gemms | ExpertGemms] = {}
-    for parameter in model.parameters():
-        expert = spec_of(parameter).expert
-        gemms = expert_gemms_of(parameter) if expert else gemms_of(parameter)
-        if id(gemms) not in copies:
-            counting = copies[id(gemms)] = copy.copy(gemms)
-            for name in ("forward", "input_grad", "weight_grad"):
-                count = _count_grouped if expert else _count_linear
-                setattr(counting, name, count(counter, getattr(gemms, name), name))
-        parameter.gemms = copies[id(gemms)]  # type: ignore[attr-defined]
-
-
-def _count_linear(counter: _Counter, gemm, name: str):
-    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
-
-    def counted(first, second, *rest):
-        weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
-        features = weight.shape[1] if name == "forward" else weight.shape[0]
-        shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
-        rows, summed = tokens.numel() // features, name == "weight_grad"
-        counter.gemms.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
-        return gemm(first, second, *rest)
-
-    return counted
-
-
-def _count_grouped(counter: _Counter, gemm, name: str):
-    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
-
-    def counted(*given):
-        place = 0 if name == "weight_grad" else 1
-        weights, tokens, experts = given[place], given[1 - place][0], given[-2]
-        inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
-        summed = name == "weight_grad"
-        counter.gemms.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
-        return gemm(*given)
-
-    return counted

@@ -256,7 +256,8 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, num_local = x.shape[0], offsets.numel() - 1
-        expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
+        row = torch.arange(rows, dtype=offsets.dtype, device=x.device)
+        expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
         amax = torch.zeros(num_local + 1, device=x.device)  # rows past the last offset are padding, of no expert
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")

@@ -149,7 +149,6 @@ class QuantizedPair:
     """A quantised weight `[out, in]` and its transpose `[in, out]`, perhaps stacked by expert.
 
     Args:
-        plain: the weight.
         transposed: its transpose; None = made from `plain` when first read.
     """
 
@@ -191,7 +190,6 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
     call `forget_copies`.
 
     Args:
-        weight: the parameter.
         make: quantises it.
     """
     held = getattr(weight, "quantized", None)
@@ -217,7 +215,6 @@ def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair
     """Makes the FP8 copies of a weight from its elements; the transpose is made when first read.
 
     Args:
-        weight: the parameter.
         values: its elements in e4m3 as bytes, flat.
         scales: of every block, `[matrices, blocks down, blocks across]` float32.
     """
@@ -234,17 +231,10 @@ def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Band:
-    """A flat range of a stack of matrices, within adjacent block rows of one of them.
+    """A flat range of a stack of matrices, within adjacent block rows of one of them."""
 
-    Args:
-        row: its first block row, counted over all matrices.
-        origin: flat index at which that block row begins.
-        start, stop: the flat range.
-        columns: of the matrices.
-    """
-
-    row: int
-    origin: int
+    row: int  # its first block row, counted over all matrices
+    origin: int  # flat index at which that block row begins
     start: int
     stop: int
     columns: int
@@ -268,7 +258,6 @@ def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
 
     Args:
         stack: (matrices, rows of one, columns).
-        start, stop: the range.
     """
     count, rows, columns = stack
     if rows % GROUP == 0:  # a block row lies in one matrix: the stack is one tall matrix
@@ -287,7 +276,6 @@ def block_maxima(values: Tensor, stack: tuple[int, int, int], start: int) -> Ten
     """Finds the largest magnitude of a flat slice in each block of a stack; 0 in blocks outside the slice.
 
     Args:
-        values: the slice, flat.
         stack: (matrices, rows of one, columns).
         start: flat index of its first element in the stack.
 

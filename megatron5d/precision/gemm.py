@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron5d.autograd.wgrad import add_weight_grad, grad_buffer
 from megatron5d.kernels import activate, add_layer_norm, add_rms_norm
 from megatron5d.kernels.activation import weighted_activation
-from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul, grouped_weight_grad
+from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
 
 Operand = tuple[Tensor, ...]
 
@@ -87,11 +87,11 @@ class ExpertGemms:
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, in]` -> `[r, out]`."""
-        return grouped_matmul(x[0], by_expert(parameter.detach(), num_local), offsets)
+        return grouped_rows(x[0], by_expert(parameter, num_local), offsets)
 
     def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, out]` -> `[r, in]`."""
-        return grouped_input_grad(dy[0], by_expert(parameter.detach(), num_local), offsets)
+        return grouped_input_grad(dy[0], by_expert(parameter, num_local), offsets)
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
@@ -100,7 +100,7 @@ class ExpertGemms:
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:
     """Views a local parameter, or its gradient, as `[E/ep, out, in]`."""
-    return stack.view(num_local, -1, stack.shape[-1])
+    return stack if stack.shape[0] == num_local else stack.view(num_local, -1, stack.shape[-1])
 
 
 PLAIN = Gemms()

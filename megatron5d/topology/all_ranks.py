@@ -38,13 +38,9 @@ class Failure(NamedTuple):
 def on_every_rank(act: Callable[[], T]) -> T:
     """Calls `act`, which must not communicate, on every rank; if it raises on some ranks, every rank raises.
 
-    Returns:
-        This rank's value.
-
-    Raises:
-        Exception: the rank's own error where `act` raised.
-        OSError, ValueError: on other ranks, with the first such rank and its message. For any other error a
-            RuntimeError with that rank's call stack.
+    Returns this rank's value. Raises Exception: the rank's own error where `act` raised. Raises OSError, ValueError: on
+    other ranks, with the first such rank and its message. For any other error a RuntimeError with that rank's call
+    stack.
 
     Comm: as `first_failure`.
     """
@@ -65,11 +61,8 @@ def on_every_rank(act: Callable[[], T]) -> T:
 def on_rank_0(act: Callable[[], T]) -> T:
     """Calls `act`, which must not communicate, on rank 0 alone.
 
-    Returns:
-        Its value on every rank: bytes, or what JSON holds. Where there are several ranks, tuples become lists.
-
-    Raises:
-        Exception: on every rank, as in `on_every_rank`.
+    Returns its value on every rank: bytes, or what JSON holds. Where there are several ranks, tuples become lists.
+    Raises Exception: on every rank, as in `on_every_rank`.
 
     Comm: a broadcast of the value over the world.
     """

@@ -22,20 +22,13 @@ class Axis:
     """This process's position in a process group.
 
     `Axis("tp")` is one of a single rank: nothing is sent, and torch.distributed is not needed.
-
-    Args:
-        name: the dimension ("tp", "dp", ...), used in messages and in the ledger.
-        ranks: global ranks of the group, in the order of their position.
-        rank: this process's position, 0 ... size-1.
-        group: process group over `ranks`; None at size 1, where nothing is ever sent.
-        recorder: counts every collective on this axis; None = nothing is counted.
     """
 
-    name: str
-    ranks: tuple[int, ...] = (0,)
-    rank: int = 0
-    group: Any = None
-    recorder: Recorder | None = None
+    name: str  # the dimension ("tp", "dp", ...), used in messages and in the ledger
+    ranks: tuple[int, ...] = (0,)  # global ranks of the group, in the order of their position
+    rank: int = 0  # this process's position, 0 ... size-1
+    group: Any = None  # process group over `ranks`; None at size 1, where nothing is ever sent
+    recorder: Recorder | None = None  # counts every collective on this axis; None = nothing is counted
 
     @property
     def size(self) -> int:
@@ -45,7 +38,6 @@ class Axis:
         """Returns n / size, each rank's equal share.
 
         Args:
-            n: what is divided.
             what: its name, for the message.
 
         Raises:

@@ -83,7 +83,6 @@ def resolve(
     """Derives dp, which is what remains of the world; both views have exactly `world` ranks.
 
     Args:
-        world: number of ranks.
         tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, valid (config/checks/layout.py); etp=None means tp.
         order: the dense axes, slowest first.
         cp_inner: neighbours in the cp group that exchange heads for sequence (`parallel.cp_method=two_level`).

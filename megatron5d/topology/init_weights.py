@@ -67,7 +67,6 @@ def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
 
     Args:
         parameter: made by `new_parameter`.
-        seed: of the run.
     """
     parameter.zero_()
     for piece in spec_of(parameter).pieces:
@@ -80,10 +79,8 @@ def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: Sha
     """Fills a rectangle of a global tensor.
 
     Args:
-        local: the rectangle.
         offset: its first index in each dim of the global tensor.
         spec: of the tensor; `init` is a standard deviation, "ones" or "zeros".
-        seed: of the run.
     """
     if spec.init == "ones":
         local.fill_(1.0)

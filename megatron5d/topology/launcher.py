@@ -24,19 +24,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Environment:
-    """What the launcher says about this process.
+    """What the launcher says about this process."""
 
-    Args:
-        rank: of this process, 0 ... world-1.
-        world: number of processes.
-        local_rank: index among the processes of this node, which chooses the GPU.
-        meeting: where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or
-            "met" where the launcher has made the process group already and will destroy it (local_ranks.py).
-    """
-
-    rank: int = 0
+    rank: int = 0  # of this process, 0 ... world-1
     world: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # index among the processes of this node, which chooses the GPU
+    # where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or "met" where
+    # the launcher has made the process group already and will destroy it (local_ranks.py)
     meeting: str = ""
 
 
@@ -77,14 +71,8 @@ class _Place:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody.
-
-    Args:
-        variables: the process environment.
-
-    Raises:
-        ValueError: a launcher's variables are incomplete, out of range or contradict each other or another launcher's.
-    """
+    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody. Raises
+    ValueError: a launcher's variables are incomplete, out of range or contradict each other or another launcher's."""
     places = _innermost([place for each in LAUNCHERS if (place := _place(each, variables))], variables)
     if not places:
         return Environment()
@@ -145,11 +133,8 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
 
 
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
-    """Returns the value of the first of these variables that is set; None where none is.
-
-    Raises:
-        ValueError: it is not a whole number, or out of range.
-    """
+    """Returns the value of the first of these variables that is set; None where none is. Raises ValueError: it is not a
+    whole number, or out of range."""
     for name in (name for name in names if name in variables):
         written = variables[name]
         if not re.fullmatch(r"[0-9]+", written):
@@ -218,9 +203,7 @@ def rank_0_listens(
     """Returns whether rank 0 opens the port at which the ranks are to meet; a rank that asks may have ended otherwise.
 
     Args:
-        environment: of this process.
         patience_s: rank 0 imports torch before it listens.
-        variables: the process environment.
     """
     where = environment.meeting
     if where == "env://":
@@ -237,11 +220,8 @@ def rank_0_listens(
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
-
-    Raises:
-        ValueError: the list names no node.
-    """
+    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07". Raises ValueError: the
+    list names no node."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     if first is None:
         raise ValueError(f"SLURM's node list is {node_list!r}: no host in it")

@@ -48,8 +48,6 @@ def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[
     """Returns the global ranks of every process group of `rank`, by axis name.
 
     Args:
-        sizes: of all axes.
-        rank: a global rank.
         num_kv_heads: of the model, for `tp_kv`; None = each rank has KV heads of its own.
     """
     dense = dense_grid(sizes)
@@ -70,8 +68,6 @@ def shared_groups_of(sizes: Sizes, rank: int, shared: Shared) -> dict[str, tuple
     """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of all that share with it.
 
     Args:
-        sizes: of all axes.
-        rank: a global rank.
         shared: suffix of the names -> disjoint sets of pipeline ranks; the groups of a rank in none are the plain ones.
     """
     dense, found = dense_grid(sizes), dict[str, tuple[int, ...]]()
@@ -117,8 +113,6 @@ def build_mesh(
     Groups are created eagerly and in one order on all ranks; axes with the same ranks share a group.
 
     Args:
-        sizes: of all axes.
-        rank: this process.
         num_kv_heads: of the model, for `tp_kv`.
         shared: which pipeline ranks hold parameters together; their axes are made too.
         recorder: counts every collective.

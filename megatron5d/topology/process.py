@@ -22,18 +22,11 @@ _OWN_FILES = 64  # that a process by itself has open besides its data
 
 @dataclass(frozen=True)
 class Process:
-    """This process, ready to communicate.
+    """This process, ready to communicate."""
 
-    Args:
-        rank: of this process, 0 ... world-1.
-        world: number of processes.
-        local_rank: index among the processes of this node.
-        device: where this process computes.
-    """
-
-    rank: int
+    rank: int  # of this process, 0 ... world-1
     world: int
-    local_rank: int
+    local_rank: int  # index among the processes of this node
     device: torch.device
 
 
@@ -103,10 +96,7 @@ def use_batch_scheduling() -> None:
 
 def allow_open_files() -> float:
     """Raises the limit of open files as far as the system allows: a process that needs many must not meet the soft one.
-
-    Returns:
-        The limit.
-    """
+    Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # macOS promises more than it gives
@@ -124,8 +114,7 @@ def allow_connections(environment: Environment) -> None:
 
     Where the limit is too low, the operating system would refuse connections without any message.
 
-    Raises:
-        ValueError: rank 0 cannot open enough files.
+    Raises ValueError: rank 0 cannot open enough files.
     """
     hard = allow_open_files()
     if environment.world + _OTHER_FILES <= hard or environment.rank:
@@ -146,12 +135,8 @@ def _leave_in_order(rank: int, world: int) -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU
-    without GPUs.
-
-    Raises:
-        ValueError: the node shows fewer GPUs than it has ranks.
-    """
+    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU without
+    GPUs. Raises ValueError: the node shows fewer GPUs than it has ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()

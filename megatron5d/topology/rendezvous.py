@@ -112,17 +112,12 @@ class Troubled(Exception):
 
 @dataclass
 class Hello:
-    """What a rank says when it comes to the meeting.
+    """What a rank says when it comes to the meeting."""
 
-    Args:
-        word: should be the same on all ranks.
-        review: called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none.
-        trouble: why this rank cannot continue; "" where it can.
-    """
-
-    word: str = ""
+    word: str = ""  # should be the same on all ranks
+    # called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none
     review: Callable[[str], tuple[str, str]] | None = None
-    trouble: str = ""
+    trouble: str = ""  # why this rank cannot continue; "" where it can
 
 
 class Met(NamedTuple):
@@ -203,13 +198,9 @@ def _check_resolves(host: str) -> None:
 def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, hello: Hello | None = None) -> Met:
     """Waits until all ranks have registered in the store; rank 0 tells the others the result.
 
-    Returns:
-        The part of the store that belongs to this start of the ranks. torchrun keeps one store when it starts them
-        again, and without a part of its own a new start would count ranks of dead processes.
-
-    Raises:
-        Troubled: some ranks cannot continue.
-        TimeoutError: some ranks did not register in time; names them.
+    Returns the part of the store that belongs to this start of the ranks. torchrun keeps one store when it starts them
+    again, and without a part of its own a new start would count ranks of dead processes. Raises Troubled: some ranks
+    cannot continue. Raises TimeoutError: some ranks did not register in time; names them.
     """
     hello = hello or Hello()
     if rank:
@@ -264,11 +255,8 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
     A start is over if an earlier process of this rank has joined it, or if rank 0 has already given its verdict. The
     start that this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
 
-    Returns:
-        The part of the store that belongs to the start.
-
-    Raises:
-        TimeoutError: rank 0 has opened no start, or has not answered in time.
+    Returns the part of the store that belongs to the start. Raises TimeoutError: rank 0 has opened no start, or has not
+    answered in time.
     """
     known = f"joined/{rank}"
     joined = store.add(known, 0)

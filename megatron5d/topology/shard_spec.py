@@ -22,22 +22,14 @@ import torch
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the global tensor and the local rows that hold it.
+    """A rectangle of the global tensor and the local rows that hold it."""
 
-    Args:
-        offset: first index in each dim of the global tensor.
-        shape: extent in each dim; all of a local row's elements belong to the rectangle.
-        row: first local row (dim 0) of the rectangle.
-        summed: axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its gradient, to be
-            added up.
-        owner: this rank is the first of those that hold the rectangle; only it counts the piece in norms and writes it
-            to disk.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    row: int = 0
+    offset: tuple[int, ...]  # first index in each dim of the global tensor
+    shape: tuple[int, ...]  # extent in each dim; all of a local row's elements belong to the rectangle
+    row: int = 0  # first local row (dim 0) of the rectangle
+    # axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its gradient, to be added up
     summed: tuple[str, ...] = ()
+    # this rank is the first of those that hold the rectangle; only it counts the piece in norms and writes it to disk
     owner: bool = True
 
     @property
@@ -53,32 +45,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The place of one parameter in the whole model.
+    """The place of one parameter in the whole model."""
 
-    Args:
-        name: global name, the same on any layout.
-        shape: global shape, without padding.
-        pieces: what this rank holds of it.
-        expert: replicated over edp (True) or over dp·cp (False).
-        init: standard deviation of the normal initialisation, or "ones" / "zeros".
-        decay: whether weight decay applies.
-        shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
-            schedule), "tied" where several do (an embedding whose uses are on different ranks), and they count as data
-            parallel; otherwise "".
-        stack: global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
-            orthogonalises one by one; () = one matrix.
-        head_rows: rows of a head in each of them, for optim.muon_per_head; () = they have no heads.
-    """
-
-    name: str
+    name: str  # global name, the same on any layout
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    expert: bool = False
-    init: float | str = "zeros"
-    decay: bool = True
+    pieces: tuple[Piece, ...]  # what this rank holds of it
+    expert: bool = False  # replicated over edp (True) or over dp·cp (False)
+    init: float | str = "zeros"  # standard deviation of the normal initialisation, or "ones" / "zeros"
+    decay: bool = True  # whether weight decay applies
+    # "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional schedule),
+    # "tied" where several do (an embedding whose uses are on different ranks), and they count as data parallel;
+    # otherwise ""
     shared: str = ""
+    # global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
+    # orthogonalises one by one; () = one matrix
     stack: tuple[int, ...] = ()
-    head_rows: tuple[int, ...] = ()
+    head_rows: tuple[int, ...] = ()  # rows of a head in each of them, for optim.muon_per_head; () = they have no heads
 
 
 def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:
@@ -129,7 +111,6 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tupl
     """Divides the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
 
     Args:
-        shape: of the tensor.
         start, stop: flat element range.
 
     Returns:

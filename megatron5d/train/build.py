@@ -71,8 +71,6 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     """Builds a run and brings it to its first step: new weights, imported ones, or those of a checkpoint.
 
     Args:
-        config: a valid configuration.
-        process: this rank.
         layout: of the pipeline, the same on every rank.
 
     Raises:
@@ -119,8 +117,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
 def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
     """Refuses globs of optim.freeze and of scales that no parameter's name matches, and to freeze all parameters.
 
-    Raises:
-        ValueError: on every rank.
+    Raises ValueError: on every rank.
 
     Comm: all_reduce over the world of one number per glob.
     """
@@ -202,8 +199,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     """Returns the weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a
     whole model.
 
-    Returns:
-        Notes for the log: where loaded weights were trained as another function than this model computes.
+    Returns notes for the log: where loaded weights were trained as another function than this model computes.
 
     Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """

@@ -41,8 +41,7 @@ def held_out(config: Config) -> dict[str, Part]:
 
     "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls web.
 
-    Raises:
-        ValueError: an illegal split.
+    Raises ValueError: an illegal split.
     """
     data, found = config.data, {}
     if data.valid:
@@ -55,11 +54,8 @@ def held_out(config: Config) -> dict[str, Part]:
 
 
 def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
-    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read.
-
-    Raises:
-        ValueError: an illegal split.
-    """
+    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read. Raises ValueError: an illegal
+    split."""
     parts = [("train", Part("data.train", config.data.train, config.data.split))]
     parts += [("valid", held) for held in held_out(config).values()]
     return [(knob, part, source_of(entry).prefix, split) for part, (knob, entries, split) in parts for entry in entries]
@@ -84,10 +80,7 @@ def _batch_of(config: Config, samples: Samples, numbers: range) -> MicroBatch:
 
 def refuse_valid_without_targets(config: Config) -> None:
     """Refuses held-out data of which an evaluation has no loss. Reads until a target is found, usually one sample.
-
-    Raises:
-        ValueError: names the key and the files.
-    """
+    Raises ValueError: names the key and the files."""
     count = config.train.eval_batches * config.train.gbs
     for part in held_out(config).values():
         samples = _valid_samples(config, part)
@@ -117,11 +110,8 @@ def without_targets(config: Config) -> list[str]:
 
 
 def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
-    """Returns tokens of the documents that `data.split` gives to train, valid or test.
-
-    Raises:
-        ValueError: it gives none, or the index is damaged.
-    """
+    """Returns tokens of the documents that `data.split` gives to train, valid or test. Raises ValueError: it gives
+    none, or the index is damaged."""
     begin, end = split_range(split, part, dataset.num_documents)
     return dataset.document_start(end) - dataset.document_start(begin)
 
@@ -163,7 +153,6 @@ def train_loader(
 
     Args:
         config: data, train, and the model's vocabulary.
-        mesh: whose dp rank reads.
         consumed_samples: sequences of all steps so far.
         reads: this rank needs the tokens, not only their positions.
         steps_left: steps that the run will still make.
@@ -205,7 +194,6 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
 
     Args:
         config: data, train, and the model's vocabulary.
-        mesh: whose dp rank reads.
         part: one of `held_out`.
         reads: this rank needs the tokens, not only their positions.
     """
@@ -213,47 +201,33 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
     return _loader(config, mesh, samples, 0, [(0, config.train.gbs)], 0, part.knob)
 
 
-def _valid_samples(config: Config, part: Part) -> Samples:
-    data, train = config.data, config.train
+def _samples(config: Config, entries: list[str], split: str | None, part: str, order: str, count: int) -> Samples:
+    data = config.data
     return open_samples(
-        part.entries,
-        seq_len=sample_len(config),
-        order="megatron" if data.order == "megatron" else "sequential",
-        seed=train.seed,
-        num_samples=train.eval_batches * train.gbs,
-        split=part.split,
-        part="valid",
-        cache_dir=data.cache_dir,
-        unweighted=data.weights,
-    )
+        entries, seq_len=sample_len(config), order=order, seed=config.train.seed, num_samples=count, split=split,
+        part=part, cache_dir=data.cache_dir, unweighted=data.weights,
+    )  # fmt: skip
+
+
+def _train_samples(config: Config) -> Samples:
+    data, count = config.data, samples_of_steps(config.train.steps, batch_schedule(config))
+    return _samples(config, data.train, data.split, "train", data.order, count)
+
+
+def _valid_samples(config: Config, part: Part) -> Samples:
+    order = "megatron" if config.data.order == "megatron" else "sequential"
+    count = config.train.eval_batches * config.train.gbs
+    return _samples(config, part.entries, part.split, "valid", order, count)
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
-    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
-
-    Raises:
-        ValueError: the files cannot be read so, or a token is not in the model's vocabulary.
-    """
+    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch. Raises
+    ValueError: the files cannot be read so, or a token is not in the model's vocabulary."""
     samples = _train_samples(config)
     rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
     if rows.max() >= config.model.vocab_size:
         raise ValueError(f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}")
     return rows
-
-
-def _train_samples(config: Config) -> Samples:
-    data, train = config.data, config.train
-    return open_samples(
-        data.train,
-        seq_len=sample_len(config),
-        order=data.order,
-        seed=train.seed,
-        num_samples=samples_of_steps(train.steps, batch_schedule(config)),
-        split=data.split,
-        part="train",
-        cache_dir=data.cache_dir,
-        unweighted=data.weights,
-    )
 
 
 def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> Samples:
@@ -262,8 +236,7 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
     Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds it before anybody
     else looks: a lock for thousands of ranks is slow, and file systems without locks would have each build its own.
 
-    Raises:
-        ValueError, OSError: on every rank, if one cannot read its files.
+    Raises ValueError, OSError: on every rank, if one cannot read its files.
 
     Comm: `first_failure`'s; with data.order=megatron also a broadcast over the world.
     """

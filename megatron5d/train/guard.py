@@ -35,7 +35,6 @@ class Guard:
 
     Args:
         config: `on_nonfinite`, `skip_norm` and `max_skipped` say what is done.
-        mesh: this rank's axes.
         buckets: with the reduced gradients.
         masked_by: what may leave a global batch without a target.
     """
@@ -53,8 +52,6 @@ class Guard:
             loss: mean over the global batch.
             grad_norm: before clipping.
             share: this rank's part of the sums that `loss` comes from.
-            num_targets: of the global batch.
-            where: for messages.
 
         Raises:
             FloatingPointError: the run is to stop here.
@@ -128,8 +125,6 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
 
     Args:
         error: that ends this rank.
-        rank: of this process.
-        world: number of ranks.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]

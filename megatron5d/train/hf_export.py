@@ -40,19 +40,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class HfExport:
-    """A Hugging Face folder that is to be written.
+    """A Hugging Face folder that is to be written."""
 
-    Args:
-        files: content of all files but the weights, by name.
-        model: whose tensors they are.
-        dtype: of the weights.
-        without_bias: the model has no biases behind attention, and the folder's have zeros there.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # content of all files but the weights, by name
     model: ModelConfig
     dtype: torch.dtype
-    without_bias: bool
+    without_bias: bool  # the model has no biases behind attention, and the folder's have zeros there
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -97,12 +90,7 @@ class HfExport:
 
 
 class RunExport:
-    """The Hugging Face folders of a run: `hf/step-…` in its directory of checkpoints. Used by `Saver`.
-
-    Args:
-        export: what is written.
-        directory: of the checkpoints.
-    """
+    """The Hugging Face folders of a run: `hf/step-…` in its directory of checkpoints. Used by `Saver`."""
 
     def __init__(self, export: HfExport, directory: Path) -> None:
         self.export, self._directory = export, directory / FOLDER
@@ -154,7 +142,6 @@ def planned_export(
     """Plans the Hugging Face folder of a run's model; the ids of its tokenizer are compared.
 
     Args:
-        config: of the run.
         tell: takes lines about what the folder lacks, or has otherwise.
         dtype: of the weights, fp16 too; None = the run's.
         tokenizer: file or folder; None = the run's.
@@ -205,11 +192,8 @@ def holds_tokenizer(path: Path) -> bool:
 
 
 def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) -> Path | None:
-    """Returns the tokenizer to export; None where the run names none, which is told.
-
-    Raises:
-        ValueError: one is named and is not there.
-    """
+    """Returns the tokenizer to export; None where the run names none, which is told. Raises ValueError: one is named
+    and is not there."""
     source, otherwise = given or token_source(config), "give it by --tokenizer PATH"
     if bare:
         return source
@@ -231,9 +215,6 @@ def _settings(
     tokenizer leaves with a Llama that computes the same: its further biases, behind attention, are zero.
 
     Args:
-        config: of the run.
-        model: to be described.
-        dtype: of the weights.
         source: of the tokenizer; None = none is written.
         home: what names the ids of special tokens.
         tell: as in `planned_export`.

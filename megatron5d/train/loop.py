@@ -46,25 +46,18 @@ ABOUT_DATA = (epochs, unmarked_documents, small_vocabulary, repeated_validation,
 
 @dataclass
 class Outputs:
-    """What rank 0 holds during the run; all empty on other ranks.
+    """What rank 0 holds during the run; all empty on other ranks."""
 
-    Args:
-        lock: of checkpoint.dir; None where the run saves nothing.
-        saver: writes to checkpoint.dir; set once it exists.
-        notes: what was repaired in checkpoint.dir, for the log.
-    """
-
-    lock: LockFile | None = None
-    saver: Saver | None = None
-    notes: list[str] = field(default_factory=list)
+    lock: LockFile | None = None  # of checkpoint.dir; None where the run saves nothing
+    saver: Saver | None = None  # writes to checkpoint.dir; set once it exists
+    notes: list[str] = field(default_factory=list)  # what was repaired in checkpoint.dir, for the log
 
 
 @contextmanager
 def locked_outputs(config: Config) -> Iterator[Outputs]:
     """Locks `checkpoint.dir` and `log.jsonl` against other runs.
 
-    Raises:
-        OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
+    Raises OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
 
     Comm: a broadcast over the world; rank 0 may come to it as late as `lock_file.STALE_S`.
     """
@@ -107,10 +100,7 @@ def train(
     """Trains from where the run stands to its last step.
 
     Args:
-        config: a valid configuration.
-        process: this rank.
         layout: of the pipeline, the same on every rank.
-        predicted: for the log.
         stop: set by a signal.
         notes: for the log, of what was found before.
 
@@ -308,7 +298,6 @@ def _save(
     """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
 
     Args:
-        run: to be saved.
         saver: writes it.
         reporter: says which save has failed.
         losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.

@@ -27,7 +27,6 @@ class Meeting:
     """This rank on its way to the others.
 
     Args:
-        environment: of this rank.
         check: what is wrong with a configuration on this node; asked of rank 0's, where this rank's is another.
     """
 
@@ -42,9 +41,8 @@ class Meeting:
 
         Comm: that of `meet`; none at world 1 and where the ranks have met already.
 
-        Raises:
-            SystemExit: on every rank, if one of them cannot continue.
-            OSError, TimeoutError, ValueError: as `meet`.
+        Raises SystemExit: on every rank, if one of them cannot continue. Raises OSError, TimeoutError, ValueError: as
+        `meet`.
         """
         if not self._needed:
             return config
@@ -63,11 +61,8 @@ class Meeting:
         return self.config
 
     def refuse(self, faults: Sequence[Fault]) -> None:
-        """Tells the others why this rank refuses its configuration, and ends it.
-
-        Raises:
-            SystemExit: always, with code 2.
-        """
+        """Tells the others why this rank refuses its configuration, and ends it. Raises SystemExit: always, with code
+        2."""
         said = message(faults)
         if self.environment.rank == 0:
             print(said, file=sys.stderr, flush=True)

@@ -22,21 +22,13 @@ Programs = Callable[[int], Program]
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """The pipeline of a run; the same on every rank.
+    """The pipeline of a run; the same on every rank."""
 
-    Args:
-        program_of: number of micro-batches of a step -> verified Program.
-        placement: of all of them.
-        specs: what each stage holds.
-        shared: which pipeline ranks hold parameters together.
-        note: what the schedule is expected to cost, for the log of rank 0.
-    """
-
-    program_of: Programs
+    program_of: Programs  # number of micro-batches of a step -> verified Program
     placement: Placement
     specs: tuple[StageSpec, ...]
-    shared: Shared
-    note: str = ""
+    shared: Shared  # which pipeline ranks hold parameters together
+    note: str = ""  # what the schedule is expected to cost, for the log of rank 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -53,7 +45,6 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
 
     Args:
         config: model, pipeline, parallel and train.
-        world: number of ranks.
         program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a file.
 
     Raises:
@@ -73,11 +64,8 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
 
 
 def named_programs(config: Config) -> Programs:
-    """Returns the Programs of a named schedule or a file; a single rank needs no schedule.
-
-    Raises:
-        ValueError: no schedule has this name.
-    """
+    """Returns the Programs of a named schedule or a file; a single rank needs no schedule. Raises ValueError: no
+    schedule has this name."""
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
         from megatron5d.pipeline_parallel.schedule_csv import read_file
@@ -94,11 +82,7 @@ def named_programs(config: Config) -> Programs:
 
 
 def verified(program: Program) -> Program:
-    """Returns the Program.
-
-    Raises:
-        ProgramError: its order is wrong.
-    """
+    """Returns the Program. Raises ProgramError: its order is wrong."""
     from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
 
     verify(program)
@@ -120,7 +104,6 @@ def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
     """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp.
 
     Args:
-        config: of the run.
         device: on which it lies.
         states: hidden states that are sent one after the other (`StageSpec.sent`).
     """

@@ -85,8 +85,6 @@ def names_of(config: Config, capability: int, here: bool = True) -> dict[str, st
     """Returns what computes each operation of a run: its way -> triton, or a library.
 
     Args:
-        config: a valid configuration.
-        capability: of the GPU.
         here: False: it is planned for, and what comes with torch counts as installed.
     """
     return {
@@ -260,7 +258,6 @@ def fp8_faults(config: Config, architecture: str) -> list[Fault]:
     """Returns what a GPU's table of kernel configurations has no FP8 operations for.
 
     Args:
-        config: a valid configuration.
         architecture: for example sm_80; the newest older one with a table stands for it.
     """
     served = tuning.nearest(architecture)

@@ -71,8 +71,7 @@ def write_provenance(folder: Path, config: Config) -> None:
     `git checkout <commit> && git apply FILE` restores the code; outside of git there is no patch. A run resumed with
     other code gets another file.
 
-    Raises:
-        OSError: it cannot be written.
+    Raises OSError: it cannot be written.
     """
     from megatron5d.config.load import to_yaml  # Hydra's, which only a run with a folder needs
 

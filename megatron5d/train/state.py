@@ -148,7 +148,6 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
     Args:
         saved: `config` of a checkpoint's run.json; keys that are gone or new since do not count.
-        config: of this run.
         groups: fields of Config, such as model.
     """
     here = to_dict(config)
@@ -162,10 +161,7 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
-
-    Raises:
-        ValueError: a newer version wrote it, or it is damaged; names the file and the keys.
-    """
+    Raises ValueError: a newer version wrote it, or it is damaged; names the file and the keys."""
     record, file = read_run(folder), folder / RUN
     if not isinstance(saved := record.get("format"), int):
         raise ValueError(f"{file} is refused: format = {saved!r} is no whole number")
@@ -211,8 +207,7 @@ def nonfinite(tensors: Mapping[str, ShardedTensor]) -> str | None:
 def refuse_nonfinite(source: Path, tensors: Mapping[str, ShardedTensor]) -> None:
     """Refuses loaded weights that are not finite: every step with them would be.
 
-    Raises:
-        ValueError: on every rank; names the tensor and the row.
+    Raises ValueError: on every rank; names the tensor and the row.
 
     Comm: as `first_failure`.
     """
@@ -228,12 +223,9 @@ def resume(
 ) -> tuple[Progress, list[str], Config]:
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
-    Returns:
-        How far the run is; the keys that have changed since, its layout's too, for the log; and the configuration,
-        whose lists of data without weights mean what they meant when the run began.
-
-    Raises:
-        ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
+    Returns how far the run is; the keys that have changed since, its layout's too, for the log; and the configuration,
+    whose lists of data without weights mean what they meant when the run began. Raises ValueError: the checkpoint does
+    not fit the model or the optimiser, or a newer version wrote it; on every rank.
 
     Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an all_gather of weights.
     """
@@ -305,8 +297,6 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
     Args:
         folder: one checkpoint, or a directory of them, whose newest whole one is meant.
         held: what this rank owns of the model (`weight_shards`).
-        optimizer: whose masters are filled.
-        config: of this run.
 
     Returns:
         For the log: in which form the weights were saved, and fields in which this model computes another function

@@ -70,7 +70,6 @@ class Trainer:
         pipeline: this rank's stages; the last stage of the model returns the sums of `terms`.
         sync: data parallelism, the stages' hooks.
         optimizer: over the sync's buckets.
-        mesh: this rank's axes.
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
@@ -97,7 +96,6 @@ class Trainer:
 
         Args:
             batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank.
-            lr: learning rate.
             stop: this rank was asked to stop; all ranks learn of it in the step's reduction.
             watched: collect what the routers do, layer by layer.
             where: the step's number and samples, for messages.
@@ -253,7 +251,6 @@ class _SummedLoss:
 
     Args:
         terms: the entries of an output.
-        device: of the outputs.
     """
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:

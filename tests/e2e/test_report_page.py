@@ -11,8 +11,7 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, planned_config
 from megatron5d.tools.report import collect
 from megatron5d.tools.report.collect import SWITCHES, grid_record
-from megatron5d.tools.report.page import page_of
-from megatron5d.tools.report.report import Question, report_of
+from megatron5d.tools.report.report import Question, page_of, report_of
 from megatron5d.tools.report.runs import run_record
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 

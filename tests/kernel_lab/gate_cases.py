@@ -201,13 +201,14 @@ def _fp8_fused() -> None:
 
 
 def _moe() -> None:
-    scores = meta(8192, 64, dtype=torch.float32, grad=True)
-    forward_and_backward(moe.top_k(scores, 8))
-    row = meta(8192 * 8, dtype=torch.int64)
-    where = moe.Permutation(row.view(8192, 8), row, meta(65, dtype=torch.int64), row)
-    rows = moe.permute(meta(8192, 2048, grad=True), where)
-    for probs in (None, meta(8192, 8, dtype=torch.float32, grad=True)):
-        forward_and_backward(moe.unpermute(rows, where, probs))
+    bias = meta(256, dtype=torch.float32)
+    for experts, kind, given in ((64, "softmax", None), (256, "sigmoid", bias)):
+        logits = meta(8192, experts, dtype=torch.float32, grad=True)
+        chosen, weights = moe.route(logits, 8, kind, True, 1.0, given)
+        where = moe.permutation(chosen, experts)
+        rows, by_row = moe.permute_weighted(meta(8192, 2048, grad=True), weights, where)
+        torch.autograd.backward((moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach()))
+    moe.best(meta(8192, 8, dtype=torch.float32), 4)
 
 
 HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}

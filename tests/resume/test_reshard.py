@@ -20,8 +20,8 @@ from ranks import run_ranks
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.checkpoint.folder import fault_of, read_run, recover, saved_config, step_folder
-from megatron5d.checkpoint.inspection import SavedTensors
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import SavedTensors
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.schema import (

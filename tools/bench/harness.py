@@ -6,8 +6,8 @@ Work on a GPU in a process of its own: what crashes there, hangs, or breaks its 
 """
 
 import importlib
-import json
 import multiprocessing
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,24 +26,17 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        make: called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is always there.
-            A call of ours returns all it makes, also in place, so that results can be compared. What only one provider
-            needs, its first call makes: it may be missing, or take long.
-        work: floating-point operations, or bytes that must move, of one call, from the same sizes.
-        unit: "TFLOP/s" or "GB/s".
-        sizes: those of real training.
-        tiny: the same in small, for a run without a GPU.
-        families: calls of ours that libraries may make, too: provider -> key of `kernels` (`libraries.py`).
-    """
-
+    # called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is always there. A call
+    # of ours returns all it makes, also in place, so that results can be compared. What only one provider needs, its
+    # first call makes: it may be missing, or take long
     make: Callable[..., Calls]
-    work: Callable[..., float]
-    unit: str
-    sizes: Sizes
-    tiny: Sizes
+    work: Callable[..., float]  # floating-point operations, or bytes that must move, of one call, from the same sizes
+    unit: str  # "TFLOP/s" or "GB/s"
+    sizes: Sizes  # those of real training
+    tiny: Sizes  # the same in small, for a run without a GPU
+    # calls of ours that libraries may make, too: provider -> key of `kernels` (`libraries.py`)
     families: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -177,6 +169,31 @@ def gemm_tflop_s() -> float:
     return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9
 
 
+def cpu_s() -> float:
+    """Returns the CPU time of this process and of those that it has waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def least_seconds(
+    ways: Mapping[str, Callable[[], Any]], repeats: int, check: Callable[[dict[str, Any]], None] = lambda _: None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the least CPU time, its children's too, and the least wall time of each way; all are taken by turns.
+
+    `check` compares what they return, and raises.
+    """
+    cpu, wall = (dict.fromkeys(ways, float("inf")) for _ in range(2))
+    for _ in range(repeats):
+        results = {}
+        for name, way in ways.items():
+            start, start_wall = cpu_s(), time.perf_counter()
+            results[name] = way()
+            wall[name] = min(wall[name], time.perf_counter() - start_wall)
+            cpu[name] = min(cpu[name], cpu_s() - start)
+        check(results)
+    return cpu, wall
+
+
 Worker = Callable[[Sequence[str], Callable[[tuple], None]], None]
 """Does the named pieces one after the other: tells of what it has found, and with `(name,)` that a piece is done."""
 
@@ -188,14 +205,6 @@ def device_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def write_whole(file: Path | None, found: object) -> None:
-    """Writes JSON in the place of what the file holds, at once: an interrupt leaves the old figures or the new."""
-    if file is not None:
-        part = file.with_name(file.name + ".part")
-        part.write_text(json.dumps(found, indent=1))
-        part.replace(file)
 
 
 def _run(worker: Worker, names: Sequence[str], connection: Connection) -> None:
@@ -210,8 +219,6 @@ def in_turn(
 
     Args:
         worker: runs in the other process; a function of a module.
-        names: of the pieces.
-        limit_s: the longest silence.
         until: of `time.monotonic()`; then no piece is waited for any more.
         context: how processes are started; None = spawn, which a parent may that has used its GPU.
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,22 +23,18 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights
-from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
-from megatron5d.checkpoint.load import PREFIX, whole_checkpoint
+from megatron5d.checkpoint.load import PREFIX, SavedTensors, fault_of_file, whole_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
-from megatron5d.tools.conversion.forked import in_processes
+from megatron5d.topology.launcher import die_with_parent
 
 BLOCK_ELEMENTS = 1 << 23  # of each of two tensors, compared at a time
 Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # an offset and a shape -> that rectangle of a tensor
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Prints what a checkpoint holds, and of which run it is; returns 0.
-
-    Raises:
-        ValueError: no whole checkpoint, or its index or run.json is damaged.
-    """
+    """Prints what a checkpoint holds, and of which run it is; returns 0. Raises ValueError: no whole checkpoint, or its
+    index or run.json is damaged."""
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
     run, config = read_run(saved.folder), saved_config(saved.folder)
     layout, default = to_dict(config.parallel), to_dict(Config().parallel)
@@ -61,11 +61,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is.
-
-    Raises:
-        ValueError: no whole checkpoint, or its index is damaged.
-    """
+    """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is. Raises ValueError: no
+    whole checkpoint, or its index is damaged."""
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
     files, dtypes = list(saved.files().items()), {key: each.dtype for key, each in saved.tensors.items()}
@@ -90,8 +87,7 @@ def diff(args: argparse.Namespace) -> int:
 
     Of a folder and a checkpoint the weights are compared, of two checkpoints all that the optimiser keeps, too.
 
-    Raises:
-        ValueError: one of them is neither, or is damaged.
+    Raises ValueError: one of them is neither, or is damaged.
     """
     with ExitStack() as stack:
         one, other = (_tensors(path, stack) for path in (args.one, args.other))
@@ -163,3 +159,38 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int
     rows = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
     for row in range(0, shape[0] if prod(shape) else 0, rows):
         yield (row, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - row), *shape[1:])
+
+
+T = TypeVar("T")
+_FORKED: list[Callable[[int], Any]] = []  # what a forked process calls
+
+
+def in_processes(work: Callable[[int], T], count: int, num_workers: int) -> Iterator[T]:
+    """Calls `work` with 0 ... count-1 in forked processes, and yields what it returns in the order in which calls end.
+
+    What this process has opened and computed reaches the others by fork; it must use a single thread of torch's.
+    Values and errors must be picklable. With one worker the calls are made in this process.
+
+    Raises OSError: a process was killed. Raises Exception: the first one that `work` raised.
+    """
+    if min(count, num_workers) <= 1:
+        yield from map(work, range(count))
+        return
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(min(count, num_workers), fork, _begin, (work, os.getpid()))
+    try:
+        for call in as_completed([pool.submit(_call, number) for number in range(count)]):
+            yield call.result()
+    except BrokenProcessPool as error:
+        raise OSError("a process that worked for this one was killed (out of memory?)") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(work: Callable[[int], Any], parent: int) -> None:
+    die_with_parent(parent)
+    _FORKED.append(work)
+
+
+def _call(number: int) -> Any:
+    return _FORKED[-1](number)

@@ -13,15 +13,9 @@ from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.files import check_vacant
-from megatron5d.checkpoint.hf.import_config import (
-    read_hf_config,
-    read_model_config,
-)
+from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.names import IGNORED, hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import (
-    SafetensorsFolder,
-    save_folder,
-)
+from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
 from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unread
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
@@ -31,11 +25,8 @@ from megatron5d.train.hf_export import holds_tokenizer, planned_export
 
 
 def from_hf(args: argparse.Namespace) -> int:
-    """Writes a checkpoint of step 0, and prints its folder; returns 0.
-
-    Raises:
-        ValueError: the folder is not one of ours to read, or `out` holds checkpoints.
-    """
+    """Writes a checkpoint of step 0, and prints its folder; returns 0. Raises ValueError: the folder is not one of ours
+    to read, or `out` holds checkpoints."""
     hf: Path = args.hf
     model = read_model_config(hf)
     check_empty(args.out)
@@ -60,9 +51,8 @@ def from_hf(args: argparse.Namespace) -> int:
 def to_hf(args: argparse.Namespace) -> int:
     """Writes a Hugging Face folder, and prints the size of its weights; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer that cannot leave with its
-            ids, or `out` holds files that transformers would read.
+    Raises ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer that cannot leave with
+    its ids, or `out` holds files that transformers would read.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     check_vacant(args.out)

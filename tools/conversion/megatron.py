@@ -17,8 +17,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
-from megatron5d.checkpoint.inspection import SavedTensors
-from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, whole_checkpoint
+from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedTensors, SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, args_of, entries, model_config_of
 from megatron5d.checkpoint.megatron.reader import MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.writer import STATES, Training, write_checkpoint
@@ -35,9 +34,8 @@ _OTHER_NAMES = {"fp32_param": "param"}  # of kinds of the optimiser's state: by 
 def from_megatron(args: argparse.Namespace) -> int:
     """Writes a checkpoint, and prints its folder; returns 0. It is of step 0 where the optimiser's state is not read.
 
-    Raises:
-        ValueError: the folder is no Megatron checkpoint, holds a model that ours does not compute, or lacks tensors; or
-            `out` holds checkpoints.
+    Raises ValueError: the folder is no Megatron checkpoint, holds a model that ours does not compute, or lacks tensors;
+    or `out` holds checkpoints.
     """
     check_empty(args.out)
     found = open_checkpoint(args.megatron)
@@ -86,9 +84,8 @@ def _fitting(
 def to_megatron(args: argparse.Namespace) -> int:
     """Writes a `torch_dist` release, or with the optimiser an iteration, and prints its folder; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an optimiser that it does
-            not have, or `out` holds a checkpoint of Megatron-LM.
+    Raises ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an optimiser that it
+    does not have, or `out` holds a checkpoint of Megatron-LM.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)
@@ -104,9 +101,8 @@ def to_megatron(args: argparse.Namespace) -> int:
 def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
     """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run is.
 
-    Raises:
-        ValueError: another optimiser, settings of parameters that Megatron-LM does not group, a mixture of experts, or
-            no state.
+    Raises ValueError: another optimiser, settings of parameters that Megatron-LM does not group, a mixture of experts,
+    or no state.
     """
     optim, saved = config.optim, SavedTensors(folder)
     progress = Progress(**read_run(folder)["progress"])

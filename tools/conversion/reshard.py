@@ -39,22 +39,20 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import LazyTensor, lazy_tensor, whole_checkpoint
+from megatron5d.checkpoint.load import LazyTensor, SavedTensors, fault_of_file, lazy_tensor, whole_checkpoint
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
-from megatron5d.config.convert import changed, leaves, to_dict, value_of
+from megatron5d.config.convert import changed, leaves, read_json, to_dict, value_of, write_whole
 from megatron5d.config.errors import ConfigError, Fault
-from megatron5d.config.json_file import read_json
 from megatron5d.config.load import keys_given, load_config
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.variants import faults_of
 from megatron5d.planning.auto_schedule import searched_layout
-from megatron5d.tools.conversion.forked import in_processes
+from megatron5d.tools.conversion.examine import in_processes
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
@@ -69,23 +67,14 @@ GROUPS = ("parallel", "pipeline", "recompute", "train")  # of a layout, and of w
 
 @dataclass(frozen=True)
 class Resharding:
-    """What is made of what.
+    """What is made of what."""
 
-    Args:
-        source: the checkpoint that is read.
-        config: of its run, on the target layout.
-        made: the source, the number of ranks and the configuration, for run.json.
-        layout: of their pipeline.
-        final: the folder of the new checkpoint.
-        save: named in each of its files.
-    """
-
-    source: SavedTensors
-    config: Config
-    made: dict[str, Any]
+    source: SavedTensors  # the checkpoint that is read
+    config: Config  # of its run, on the target layout
+    made: dict[str, Any]  # the source, the number of ranks and the configuration, for run.json
     layout: PipelineLayout
-    final: Path
-    save: Save
+    final: Path  # the folder of the new checkpoint
+    save: Save  # named in each of its files
 
     @property
     def temporary(self) -> Path:
@@ -98,11 +87,8 @@ class Resharding:
         return self.final.with_suffix(".reshard")
 
     def tensors_of(self, rank: int) -> dict[str, ShardedTensor]:
-        """Returns what a rank of the target writes, by key and without memory.
-
-        Raises:
-            ValueError: the checkpoint lacks a tensor, or holds one of another shape.
-        """
+        """Returns what a rank of the target writes, by key and without memory. Raises ValueError: the checkpoint lacks
+        a tensor, or holds one of another shape."""
         saved, found = self.source.tensors, dict[str, ShardedTensor]()
         weights_only = not any(key.startswith("optim.") for key in saved)
         for key, tensor in rank_tensors(self.config, self.made["world"], self.layout, rank).items():
@@ -135,9 +121,7 @@ class Resharding:
                     files[rank].add_tensor(key, tensor)
             for rank, file in files.items():
                 messages[rank] = file.told()
-                record = self._record(rank)
-                record.with_suffix(".new").write_bytes(messages[rank])
-                record.with_suffix(".new").rename(record)
+                write_whole(self._record(rank), messages[rank])
         return list(messages.items())
 
     def _lazy(self, key: str, held: dict[int, ShardedTensor]) -> dict[int, LazyTensor]:
@@ -178,11 +162,8 @@ class Resharding:
         return not items or fault_of_file(path, self.save, items, dtypes) is None
 
     def finish(self, messages: list[bytes]) -> None:
-        """Writes the index and gives the checkpoint its name.
-
-        Raises:
-            ValueError: the ranks do not hold all tensors of the source.
-        """
+        """Writes the index and gives the checkpoint its name. Raises ValueError: the ranks do not hold all tensors of
+        the source."""
         items = [each for message in messages for each in _items(message)]
         if lost := self.source.tensors.keys() - {key for key, _ in items}:
             raise ValueError(f"{self.source.folder} holds {min(lost)}, which its configuration does not describe")
@@ -199,10 +180,8 @@ class Resharding:
 def reshard(args: argparse.Namespace) -> int:
     """Writes a checkpoint as the ranks of another layout would have, and prints its folder; returns 0.
 
-    Raises:
-        ValueError: no whole checkpoint, one that is damaged, a layout that is refused, or a directory that already
-            holds checkpoints.
-        OSError: a file cannot be read or written, or a run is writing to the directory.
+    Raises ValueError: no whole checkpoint, one that is damaged, a layout that is refused, or a directory that already
+    holds checkpoints. Raises OSError: a file cannot be read or written, or a run is writing to the directory.
     """
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     source = SavedTensors(whole_checkpoint(args.source, "SRC"))
@@ -227,11 +206,8 @@ def reshard(args: argparse.Namespace) -> int:
 
 
 def target_config(saved: Config, overrides: list[str]) -> Config:
-    """Returns the configuration of a run with some keys of its layout replaced.
-
-    Raises:
-        ValueError: an override that cannot be read, or that is not of a layout.
-    """
+    """Returns the configuration of a run with some keys of its layout replaced. Raises ValueError: an override that
+    cannot be read, or that is not of a layout."""
     wanted = load_config(overrides)
     given = [key for key in keys_given(overrides) if key in leaves() or "." not in key and key not in GROUPS]
     if others := sorted(key for key in given if key.partition(".")[0] not in GROUPS):
@@ -261,11 +237,8 @@ def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) 
 
 
 def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Path) -> Resharding:
-    """Returns the resharding that was interrupted, or a new one.
-
-    Raises:
-        ValueError: the directory holds a checkpoint.
-    """
+    """Returns the resharding that was interrupted, or a new one. Raises ValueError: the directory holds a
+    checkpoint."""
     if steps := saved_steps(final.parent):
         raise ValueError(
             f"{final.parent} already holds the checkpoint of step {steps[-1]}; give a directory without any"
@@ -277,8 +250,7 @@ def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Pa
             shutil.rmtree(old, ignore_errors=True)
         begun = {RESHARDED: made, "id": uuid.uuid4().hex}
         file.parent.mkdir(parents=True)
-        file.with_suffix(".new").write_text(json.dumps(begun))
-        file.with_suffix(".new").rename(file)
+        write_whole(file, json.dumps(begun))
     temporary.mkdir(exist_ok=True)
     save = Save(begun["id"], int(final.name.removeprefix("step-")))
     return Resharding(source, config, made, searched_layout(config, made["world"]), final, save)

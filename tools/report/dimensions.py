@@ -30,23 +30,14 @@ COLORS = {"zero": "#8758b8", "tp": "#3b76c4", "sp": "#6aa9e9", "cp": "#2a9d8f", 
 
 @dataclass(frozen=True)
 class Example:
-    """One dimension at work.
+    """One dimension at work."""
 
-    Args:
-        page: its page in docs/parallelism/.
-        title: its name and keys.
-        experiment: a model.
-        overrides: that switch the dimension on.
-        switches: of a report, which switch it off.
-        drawback: what it costs or where it ends, in words.
-    """
-
-    page: str
+    page: str  # its page in docs/parallelism/
     title: str
-    experiment: str
-    overrides: tuple[str, ...]
-    switches: tuple[str, ...]
-    drawback: str
+    experiment: str  # a model
+    overrides: tuple[str, ...]  # that switch the dimension on
+    switches: tuple[str, ...]  # of a report, which switch it off
+    drawback: str  # what it costs or where it ends, in words
 
 
 EXAMPLES = (
@@ -279,11 +270,7 @@ def _picture_of(example: Example, now: dict[str, Any]) -> str:
 
 
 def filled(text: str, blocks: dict[str, str]) -> str:
-    """Returns a page with its generated blocks replaced.
-
-    Raises:
-        ValueError: the page lacks a block.
-    """
+    """Returns a page with its generated blocks replaced. Raises ValueError: the page lacks a block."""
     for name, block in blocks.items():
         start, stop = f"<!-- generated: {name} -->", "<!-- end -->"
         pattern = re.compile(f"({re.escape(start)}\n).*?({re.escape(stop)})", re.DOTALL)

@@ -22,7 +22,6 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
 
     Args:
         overrides: of pretrain.py; keys that they give stay as they are.
-        worlds: numbers of ranks.
         cluster: device and network.
         count: layouts on each number of ranks.
 
@@ -55,11 +54,8 @@ def _record(search: LayoutSearch, candidate: Candidate, world: int) -> dict[str,
 
 
 def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Returns one record a run: its ranks, and what its log says of throughput and memory at the end.
-
-    Raises:
-        ValueError: a log holds no step.
-    """
+    """Returns one record a run: its ranks, and what its log says of throughput and memory at the end. Raises
+    ValueError: a log holds no step."""
     records = []
     for log in logs:
         run = read_run(log)

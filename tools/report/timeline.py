@@ -18,9 +18,9 @@ from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, 
 from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory_forecast import Target
-from megatron5d.planning.memory_peak import Moment, Peak
+from megatron5d.planning.memory_peak import Moment
 from megatron5d.planning.predict import Estimator
-from megatron5d.planning.rank_memory import RankMemory
+from megatron5d.planning.rank_memory import Peak, RankMemory
 from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.workload import Workloads
 from megatron5d.train.pipeline_layout import micro_batch_counts
@@ -36,8 +36,6 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
     """Returns the timelines of a run's schedule and of every named schedule that its layout admits.
 
     Args:
-        config: a valid configuration.
-        world: number of ranks.
         cluster: device and network. Where no time is predicted (None, fp32) a forward of one stage takes one unit.
 
     Returns:

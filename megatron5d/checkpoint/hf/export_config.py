@@ -68,11 +68,8 @@ _GPT2 = {
 
 
 def hf_family(config: ModelConfig) -> str:
-    """Returns the family whose transformers code computes this architecture.
-
-    Raises:
-        ValueError: none does; says for each which fields stand in the way.
-    """
+    """Returns the family whose transformers code computes this architecture. Raises ValueError: none does; says for
+    each which fields stand in the way."""
     families: tuple[str, ...] = (
         "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox",
     )  # fmt: skip
@@ -141,7 +138,6 @@ def hf_config_from_model(
     """Returns the content of config.json for a model of ours.
 
     Args:
-        config: the architecture.
         dtype: of the weights beside it: fp64, fp32, bf16 or fp16.
         tokens: `eos_token_id` and its like, an id or several; without it nothing makes `generate` stop.
 

@@ -207,10 +207,7 @@ SAME = dict.fromkeys(DEFAULTS, _SAME) | {
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 # Options that change the function: the values that our model computes; absent is always fine.
-_DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1.0),
-}
+_DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (None, 1.0)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False), "mlp_bias": (False,)}
 _LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
     "mlp_bias": (False,),

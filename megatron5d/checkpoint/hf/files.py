@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron5d.config.json_file import parse_json
+from megatron5d.config.convert import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -38,11 +38,8 @@ _BEGINNINGS = {
 
 
 def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
-    """Refuses a folder with files that transformers would read together with new ones.
-
-    Raises:
-        ValueError: there are such files; names them.
-    """
+    """Refuses a folder with files that transformers would read together with new ones. Raises ValueError: there are
+    such files; names them."""
     old = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
     if old:
         raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
@@ -88,11 +85,8 @@ def wrong_kind(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file of a Hugging Face folder.
-
-    Raises:
-        ValueError: the file holds no JSON, or no object; says which usual wrong file it is.
-    """
+    """Returns the object in a JSON file of a Hugging Face folder. Raises ValueError: the file holds no JSON, or no
+    object; says which usual wrong file it is."""
     try:
         return parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -101,29 +95,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor on disk and its place in ours.
+    """One tensor on disk and its place in ours."""
 
-    Args:
-        name: global name of our tensor.
-        rows: (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole.
-        hf_name: name on disk.
-        shape: shape on disk.
-        transposed: on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in].
-        expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
-        heads: number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v.
-        interleaved: a stack of experts in which gate and up rows alternate on disk (gpt-oss).
-        wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
-    """
-
-    name: str
-    rows: tuple[int, int]
-    hf_name: str
-    shape: tuple[int, ...]
-    transposed: bool = False
+    name: str  # global name of our tensor
+    rows: tuple[int, int]  # (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole
+    hf_name: str  # name on disk
+    shape: tuple[int, ...]  # shape on disk
+    transposed: bool = False  # on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in]
+    # which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts
     expert: int | None = None
-    wide: bool = False
+    wide: bool = False  # at least fp32 on disk and in memory, whatever the model's dtype (a router's bias)
+    # number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v
     heads: int | None = None
-    interleaved: bool = False
+    interleaved: bool = False  # a stack of experts in which gate and up rows alternate on disk (gpt-oss)
 
     @property
     def our_shape(self) -> tuple[int, ...]:

@@ -33,9 +33,8 @@ from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """Returns the folder's config.json with the family's defaults filled in.
 
-    Raises:
-        ValueError: no config.json or a damaged one, a model_type that is not one of ours, values of another kind than
-            the family's defaults, or two spellings of one key that disagree.
+    Raises ValueError: no config.json or a damaged one, a model_type that is not one of ours, values of another kind
+    than the family's defaults, or two spellings of one key that disagree.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -104,8 +103,7 @@ def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what a Hugging Face folder says about the ids of special tokens: in config.json, and in
     generation_config.json.
 
-    Returns:
-        The former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there; the whole latter.
+    Returns the former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there; the whole latter.
     """
     config, generation = (
         read_json(path) if (path := Path(folder) / name).is_file() else {}

@@ -260,7 +260,6 @@ def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -
     """Returns the router, the experts and the shared expert of a layer.
 
     Args:
-        config: the architecture.
         family: one of SPARSE but gpt_oss.
         i: the layer, one that is a mixture of experts.
         fused: all experts of a layer lie in two tensors.

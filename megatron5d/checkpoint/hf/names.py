@@ -24,8 +24,6 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
     """Returns the whole model's table, in the order in which transformers writes the tensors.
 
     Args:
-        config: the architecture.
-        family: the model_type of config.json.
         fused: all experts of a layer lie in two tensors, as transformers has them in memory.
 
     Returns:

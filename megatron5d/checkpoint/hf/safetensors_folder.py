@@ -127,7 +127,6 @@ def load_shards(
     Args:
         held: parameters, or slices of them; values are cast to their dtype.
         entries: the table of the whole model, so that all ranks find the same faults.
-        folder: the safetensors folder.
         ignored: regular expressions for stored names that are not weights (masks, rotary tables).
 
     Raises:
@@ -213,11 +212,8 @@ def _listing(what: str, names: list[str]) -> str:
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
-    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps.
-
-    Raises:
-        ValueError: those of some parameters do not.
-    """
+    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps. Raises ValueError: those
+    of some parameters do not."""
     troubles = []
     for spec in specs:
         stacked = any(entry.expert is not None for entry in table[spec.name])
@@ -241,8 +237,6 @@ def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: Safeten
     Args:
         view: the local rectangle, written in place.
         at: its offset in our global tensor.
-        entry: the stored tensor.
-        stored: the folder.
     """
     begin = [max(pair) for pair in zip(at, entry.our_offset)]
     end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, entry.our_offset, entry.our_shape)]
@@ -271,14 +265,11 @@ _PART = "part-{:05d}-{:05d}.safetensors.tmp"  # rank, number
 
 
 def stored_tensors(
-    entries: Iterable[Entry],
-    read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
-    dtype: torch.dtype,
+    entries: Iterable[Entry], read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor in the form in which it is stored, computed when it is asked for.
 
     Args:
-        entries: the model's table.
         read: returns the rectangle of our tensor with a (global name, offset, shape).
         dtype: to which the tensors are cast; those of `wide` entries to no less than fp32.
 
@@ -329,11 +320,8 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 def write_parts(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, rank: int = 0
 ) -> tuple[list[tuple[str, list[str]]], int]:
-    """Writes one rank's files of a folder; arguments and errors as in `save_folder`.
-
-    Returns:
-        The name of each file, which is not its last one, and of the tensors in it; total size of these, in bytes.
-    """
+    """Writes one rank's files of a folder; arguments and errors as in `save_folder`. Returns the name of each file,
+    which is not its last one, and of the tensors in it; total size of these, in bytes."""
     parts: list[tuple[str, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = pending_bytes = 0

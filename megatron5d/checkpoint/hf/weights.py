@@ -111,7 +111,6 @@ def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtyp
     """Returns the whole model as a checkpoint takes it, each part read when it is written.
 
     Args:
-        config: the folder's architecture.
         stored: an open folder; must stay open until the checkpoint is saved.
         dtype: what the weights are cast to.
 

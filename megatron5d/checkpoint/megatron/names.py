@@ -230,7 +230,6 @@ def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None)
     """Returns the arguments with which Megatron-LM computes our architecture (`--use-checkpoint-args`).
 
     Args:
-        model: the architecture.
         dtype: of the weights: fp32 or bf16.
         seq_len: tokens of a sequence.
         tokenizer: a file or folder, as Megatron's `--tokenizer-model`; None = none is named.

@@ -28,7 +28,7 @@ from megatron5d.checkpoint.index import SavedTensor
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, layer_name, to_our_rows
 from megatron5d.checkpoint.storage import Reader, read
-from megatron5d.config.json_file import read_json
+from megatron5d.config.convert import read_json
 from megatron5d.config.schema import ModelConfig
 
 
@@ -70,11 +70,8 @@ def _only_admitted() -> Iterator[None]:
 
 
 def load_inert(path: Path) -> dict[str, Any]:
-    """Returns the dict in a file of torch.save, its tensors mapped from the file.
-
-    Raises:
-        ValueError: it is damaged, or names a class that no checkpoint of Megatron-LM consists of.
-    """
+    """Returns the dict in a file of torch.save, its tensors mapped from the file. Raises ValueError: it is damaged, or
+    names a class that no checkpoint of Megatron-LM consists of."""
     try:
         with _only_admitted():
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -155,10 +152,7 @@ class _Reader(Reader):
 
 def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
     """Arguments, iteration and tensors of a `torch_dist` folder: weights ("") and what the optimiser keeps, by kind.
-
-    Raises:
-        ValueError: a file is damaged, names what is not admitted, or is of another format.
-    """
+    Raises ValueError: a file is damaged, names what is not admitted, or is of another format."""
     backend = read_json(folder / BACKEND).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{folder / BACKEND}: sharded_backend = {backend!r}: only 'torch_dist' is read")
@@ -219,11 +213,8 @@ _State = dict[str, Tensor]
 
 
 def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
-    """Arguments, iteration and whole weights (kind "") of a folder with a file for each model-parallel rank.
-
-    Raises:
-        ValueError: a file is missing or damaged, or the layout is one that is not read.
-    """
+    """Arguments, iteration and whole weights (kind "") of a folder with a file for each model-parallel rank. Raises
+    ValueError: a file is missing or damaged, or the layout is one that is not read."""
     paths = {match.groups(): path / "model_optim_rng.pt" for path in sorted(folder.iterdir())
              if (match := _RANK.match(path.name))}  # fmt: skip
     states = {key: load_inert(path) for key, path in paths.items()}
@@ -309,11 +300,8 @@ _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 
 
 def iteration_folder(folder: Path) -> Path:
-    """Returns the folder of one iteration: itself, or the one that the tracker file in it names.
-
-    Raises:
-        ValueError: there is none; says what a Megatron checkpoint looks like.
-    """
+    """Returns the folder of one iteration: itself, or the one that the tracker file in it names. Raises ValueError:
+    there is none; says what a Megatron checkpoint looks like."""
     tracker = folder / TRACKER
     if tracker.is_file():
         latest = tracker.read_text().strip()
@@ -327,12 +315,7 @@ def iteration_folder(folder: Path) -> Path:
 
 
 class MegatronTensors:
-    """Tensors of one kind, one layer and one expert at a time, under the names of names.py.
-
-    Args:
-        folder: of the iteration.
-        sources: its tensors.
-    """
+    """Tensors of one kind, one layer and one expert at a time, under the names of names.py."""
 
     def __init__(self, folder: Path, sources: dict[str, Source]) -> None:
         self.folder, self._sources = folder, sources
@@ -369,11 +352,8 @@ class MegatronCheckpoint(NamedTuple):
 
 
 def open_checkpoint(folder: Path) -> MegatronCheckpoint:
-    """Opens the checkpoint in a folder of one iteration, or with the tracker file.
-
-    Raises:
-        ValueError: it holds no such checkpoint, a damaged one, or one of a format that is not read.
-    """
+    """Opens the checkpoint in a folder of one iteration, or with the tracker file. Raises ValueError: it holds no such
+    checkpoint, a damaged one, or one of a format that is not read."""
     folder = iteration_folder(folder)
     distributed = (folder / COMMON).is_file()
     args, iteration, kinds = (read_distributed if distributed else read_rank_files)(folder)

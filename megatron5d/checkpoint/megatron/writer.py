@@ -39,17 +39,11 @@ _Index = tuple[int, ...]  # of a layer or an expert in a stack, of both, or of n
 
 
 class Training(NamedTuple):
-    """What a run is continued with.
+    """What a run is continued with."""
 
-    Args:
-        iteration: steps done.
-        read: as of the weights, for each of STATES.
-        common: what the optimiser and its schedule keep besides tensors.
-    """
-
-    iteration: int
-    read: dict[str, _Read]
-    common: dict[str, Any]
+    iteration: int  # steps done
+    read: dict[str, _Read]  # as of the weights, for each of STATES
+    common: dict[str, Any]  # what the optimiser and its schedule keep besides tensors
 
 
 def write_checkpoint(
@@ -59,10 +53,7 @@ def write_checkpoint(
 
     Args:
         out: a directory without Megatron checkpoints; created if it does not exist.
-        model: the architecture.
-        args: what Megatron-LM calls it.
         read: returns the rectangle of our tensor with a (global name, offset, shape).
-        dtype: of the written weights.
         training: None = a release.
 
     Returns:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from megatron5d.config.convert import value_of
 from megatron5d.config.derived import sample_len
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -13,20 +14,13 @@ Faults = Iterator[Fault]
 
 @dataclass(frozen=True)
 class Check:
-    """One way in which a configuration cannot run.
+    """One way in which a configuration cannot run."""
 
-    Args:
-        id: kebab-case, unique.
-        knobs: keys that it depends on; it is not run if one of them has an illegal value by itself.
-        find: (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other.
-        needs: ids of checks; if one of them fails, this one is not run.
-        local: as in Fault.
-    """
-
-    id: str
-    knobs: tuple[str, ...]
+    id: str  # kebab-case, unique
+    knobs: tuple[str, ...]  # keys that it depends on; it is not run if one of them has an illegal value by itself
+    # (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other
     find: Callable[[Config, int], Faults]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # ids of checks; if one of them fails, this one is not run
     local: bool = False
 
     def run(self, config: Config, world: int) -> Fault | None:
@@ -44,6 +38,19 @@ def check(
         return Check(id or find.__name__.replace("_", "-"), knobs, find, tuple(needs), local)
 
     return decorate
+
+
+def divides(part: str, whole: str, id: str, fix: Callable[[Config, int], str] | None = None) -> Check:
+    """Makes the check that the value of one key divides another's; without a fix it is the nearest that does."""
+
+    @check(whole, part, id=id)
+    def find(c: Config, world: int) -> Faults:
+        size, of = value_of(c, part), value_of(c, whole)
+        if of % size:
+            nearby = f"{part}={nearest(size, divisors(of))}" if fix is None else fix(c, world)
+            yield fault(f"{whole} = {of} is not divisible by {part} = {size}", nearby)
+
+    return find
 
 
 def check_id(knob: str, ending: str = "") -> str:

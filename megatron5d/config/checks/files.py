@@ -65,7 +65,6 @@ def _blend_checks(
         knob: such as data.train.
         prefix: what stands before each weight in examples.
         read: the list as written -> its `weight prefix` entries.
-        needs: as of Check.
     """
 
     @check(knob, id=check_id(knob, "-weights"), needs=needs)

@@ -4,6 +4,7 @@ from megatron5d.config.checks.check import (
     Faults,
     check,
     data_parallel,
+    divides,
     divisors,
     fault,
     multiples,
@@ -150,11 +151,7 @@ def overlap_needs_sp(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.num_heads", "parallel.tp")
-def heads_split_over_tp(c: Config, world: int) -> Faults:
-    heads, tp = c.model.num_heads, c.parallel.tp
-    if heads % tp:
-        yield fault(f"model.num_heads = {heads} is not divisible by parallel.tp = {tp}", _tensor_parallel_fix(c, world))
+HEADS_OVER_TP = divides("parallel.tp", "model.num_heads", "heads-split-over-tp", _tensor_parallel_fix)
 
 
 @check("model.num_kv_heads", "parallel.tp")
@@ -168,14 +165,12 @@ def kv_heads_split_over_tp(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.ffn_hidden_size", "parallel.tp")
-def ffn_splits_over_tp(c: Config, world: int) -> Faults:
-    size, tp = c.model.ffn_hidden_size, c.parallel.tp
-    if size % tp:
-        yield fault(
-            f"model.ffn_hidden_size = {size} is not divisible by parallel.tp = {tp}",
-            f"{_tensor_parallel_fix(c, world)}, or model.ffn_hidden_size={multiples(size, tp)}",
-        )
+def _other_mlp(c: Config, world: int) -> str:
+    size = multiples(c.model.ffn_hidden_size, c.parallel.tp)
+    return f"{_tensor_parallel_fix(c, world)}, or model.ffn_hidden_size={size}"
+
+
+MLP_OVER_TP = divides("parallel.tp", "model.ffn_hidden_size", "ffn-splits-over-tp", _other_mlp)
 
 
 @check("train.seq_len", "parallel.sp", "parallel.tp", "parallel.cp")

@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest, spelled
+from megatron5d.config.checks.check import (
+    Check,
+    Faults,
+    check,
+    data_parallel,
+    divides,
+    divisors,
+    fault,
+    multiples,
+    nearest,
+    spelled,
+)
 from megatron5d.config.convert import value_of
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import Config
@@ -51,15 +62,21 @@ def experts_chosen_once(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.moe_layers", "model.num_layers")
-def moe_layers_exist(c: Config, world: int) -> Faults:
-    listed, layers = c.model.moe_layers or [], range(c.model.num_layers)
-    if any(i not in layers for i in listed):
-        yield fault(
-            f"model.moe_layers = {spelled(listed)} names layers outside 0 to {len(layers) - 1} "
-            f"(model.num_layers = {len(layers)})",
-            f"model.moe_layers={spelled([i for i in listed if i in layers] or None)}",
-        )
+def _layers_exist(knob: str, id: str) -> Check:
+    @check(knob, "model.num_layers", id=id)
+    def find(c: Config, world: int) -> Faults:
+        listed, layers = value_of(c, knob) or [], range(c.model.num_layers)
+        if any(i not in layers for i in listed):
+            yield fault(
+                f"{knob} = {spelled(listed)} names layers outside 0 to {len(layers) - 1} "
+                f"(model.num_layers = {len(layers)})",
+                f"{knob}={spelled([i for i in listed if i in layers] or None)}",
+            )
+
+    return find
+
+
+MOE_LAYERS = _layers_exist("model.moe_layers", "moe-layers-exist")
 
 
 @check("model.num_experts", "model.num_layers", "model.first_k_dense", "model.moe_interval", "model.moe_layers",
@@ -82,14 +99,7 @@ def top_k_experts_exist(c: Config, world: int) -> Faults:
         yield fault(f"model.top_k = {top_k} is more than model.num_experts = {experts}", f"model.top_k={experts}")
 
 
-@check("model.num_groups", "model.num_experts")
-def groups_divide_experts(c: Config, world: int) -> Faults:
-    experts, groups = c.model.num_experts, c.model.num_groups
-    if experts % groups:
-        yield fault(
-            f"model.num_experts = {experts} is not divisible by model.num_groups = {groups}",
-            f"model.num_groups={nearest(groups, divisors(experts))}",
-        )
+GROUPS_OF_EXPERTS = divides("model.num_groups", "model.num_experts", "groups-divide-experts")
 
 
 @check("model.top_groups", "model.num_groups")
@@ -167,14 +177,12 @@ def experts_split_over_etp(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.shared_ffn_hidden_size", "parallel.tp")
-def shared_expert_splits_over_tp(c: Config, world: int) -> Faults:
-    size, tp = c.model.shared_ffn_hidden_size, c.parallel.tp
-    if size % tp:
-        yield fault(
-            f"model.shared_ffn_hidden_size = {size} is not divisible by parallel.tp = {tp}",
-            f"model.shared_ffn_hidden_size={multiples(size, tp)}",
-        )
+def _other_shared_expert(c: Config, world: int) -> str:
+    return f"model.shared_ffn_hidden_size={multiples(c.model.shared_ffn_hidden_size, c.parallel.tp)}"
+
+
+SHARED_EXPERT = "model.shared_ffn_hidden_size"
+SHARED_EXPERT_OVER_TP = divides("parallel.tp", SHARED_EXPERT, "shared-expert-splits-over-tp", _other_shared_expert)
 
 
 def _balance_with(c: Config, kind: str) -> str:
@@ -253,14 +261,7 @@ def mla_has_no_such_option(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.num_kv_heads", "model.num_heads")
-def kv_heads_divide_heads(c: Config, world: int) -> Faults:
-    heads, kv_heads = c.model.num_heads, c.model.num_kv_heads
-    if heads % kv_heads:
-        yield fault(
-            f"model.num_heads = {heads} is not divisible by model.num_kv_heads = {kv_heads}",
-            f"model.num_kv_heads={nearest(kv_heads, divisors(heads))}",
-        )
+KV_HEADS = divides("model.num_kv_heads", "model.num_heads", "kv-heads-divide-heads")
 
 
 _NEEDED = {"qk_norm_all_heads": "qk_norm", "window_layers": "attention_window",
@@ -280,15 +281,7 @@ def options_of_what_is_absent(c: Config, world: int) -> Faults:
             )
 
 
-@check("model.window_layers", "model.num_layers")
-def window_layers_exist(c: Config, world: int) -> Faults:
-    listed, layers = c.model.window_layers or [], range(c.model.num_layers)
-    if any(i not in layers for i in listed):
-        yield fault(
-            f"model.window_layers = {spelled(listed)} names layers outside 0 to {len(layers) - 1} "
-            f"(model.num_layers = {len(layers)})",
-            f"model.window_layers={spelled([i for i in listed if i in layers] or None)}",
-        )
+WINDOW_LAYERS = _layers_exist("model.window_layers", "window-layers-exist")
 
 
 @check("model.parallel_block", "model.block_norm")

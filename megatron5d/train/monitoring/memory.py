@@ -35,7 +35,6 @@ class MemorySnapshots:
 
     Args:
         config: log.memory_snapshot, a folder or None; log.memory_snapshot_step.
-        process: this rank.
     """
 
     def __init__(self, config: Config, process: Process) -> None:

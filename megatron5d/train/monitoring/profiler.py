@@ -67,7 +67,6 @@ class WatchedHooks:
     Args:
         hooks: whose; they work as ever.
         names: of every phase, its kind and its place in the model.
-        laps: the clock.
         ranges: mark phases for torch's profiler.
     """
 
@@ -104,7 +103,6 @@ class Profiler:
     """Looks at the steps that the configuration names, on the ranks that it names.
 
     Args:
-        run: whose steps.
         say: speaks on rank 0 alone.
     """
 

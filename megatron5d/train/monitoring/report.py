@@ -26,25 +26,16 @@ _SMALL = 1e-3  # of all bytes: an axis that carries less carries counts and norm
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a run; on ranks other than 0 the peak alone.
+    """What is expected of a run; on ranks other than 0 the peak alone."""
 
-    Args:
-        peak_tflops: of one device, for MFU; None = unknown.
-        step_s: seconds of a step; None = not predicted.
-        mfu: of such a step.
-        bubble: for each pipeline rank, the fraction of a step in which it waits; empty = not predicted.
-        sent: for each pipeline rank, axis -> bytes that it sends in a step.
-        memory: for each pipeline rank, bytes that its tensors take at most.
-        report: lines for the beginning of the log.
-    """
-
-    peak_tflops: float | None = None
-    step_s: float | None = None
+    peak_tflops: float | None = None  # of one device, for MFU; None = unknown
+    step_s: float | None = None  # seconds of a step; None = not predicted
     mfu: float | None = None
+    # for each pipeline rank, the fraction of a step in which it waits; empty = not predicted
     bubble: Sequence[float] = ()
-    sent: Sequence[Mapping[str, int]] = ()
-    memory: Sequence[int] = ()
-    report: Sequence[str] = ()
+    sent: Sequence[Mapping[str, int]] = ()  # for each pipeline rank, axis -> bytes that it sends in a step
+    memory: Sequence[int] = ()  # for each pipeline rank, bytes that its tensors take at most
+    report: Sequence[str] = ()  # lines for the beginning of the log
 
     def record(self, pp_rank: int) -> dict[str, Any]:
         """Returns what stands in every record of a pipeline rank beside what is measured."""
@@ -61,8 +52,6 @@ def compare_step(run: Run, predicted: Prediction, result: StepResult, sent: Mapp
 
     Args:
         run: on every rank.
-        predicted: for it.
-        result: of the step.
         sent: axis -> bytes that this rank has sent in it.
 
     Comm: all_reduce over the world of a number for every pipeline rank, where there are several.
@@ -128,7 +117,6 @@ class Reporter:
 
     Args:
         run: whose configuration says where to write.
-        predicted: for it.
     """
 
     def __init__(self, run: Run, predicted: Prediction) -> None:
@@ -263,9 +251,8 @@ class Reporter:
             self._display.say(text)
 
     def close(self, code: int) -> None:
-        """
-        Args:
-            code: with which this process is going to exit.
+        """Args:
+        code: with which this process is going to exit.
         """
         self._slow_ranks.close()
         self._display.close()

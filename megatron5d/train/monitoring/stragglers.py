@@ -28,11 +28,7 @@ _SHORTEST_S = 1e-6  # of work: a rank that only waits has none
 
 
 class SlowRanks:
-    """Adds up each step's work, and compares the ranks at every record.
-
-    Args:
-        run: whose ranks.
-    """
+    """Adds up each step's work, and compares the ranks at every record."""
 
     def __init__(self, run: Run) -> None:
         on_gpus = run.process.device.type == "cuda"

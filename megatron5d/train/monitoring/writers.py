@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from tqdm import tqdm
 
-from megatron5d.config.json_file import parse_json
+from megatron5d.config.convert import parse_json
 
 MOST_WAITING = 256  # records that a tracker has not taken
 CLOSE_S = 60.0  # a tracker has so long to send what it has
@@ -89,11 +89,8 @@ class JsonLines:
         return cls._step_of(line) < math.inf
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one line; NaN and infinity, which JSON lacks, become null.
-
-        Raises:
-            OSError: it cannot be written; the file ends with a whole line, and the next call writes this one too.
-        """
+        """Writes one line; NaN and infinity, which JSON lacks, become null. Raises OSError: it cannot be written; the
+        file ends with a whole line, and the next call writes this one too."""
         told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self._unwritten.append(json.dumps(told, allow_nan=False).encode() + b"\n")
         self._flush()
@@ -228,9 +225,8 @@ class Writers:
         self._failing: set[str] = set()
 
     def add(self, name: str, writer: Writer) -> None:
-        """
-        Args:
-            name: a config key and its value, for messages.
+        """Args:
+        name: a config key and its value, for messages.
         """
         self._writers[name] = writer
 
@@ -256,9 +252,8 @@ class Writers:
             writer.abandon()
 
     def close(self, code: int) -> None:
-        """
-        Args:
-            code: with which this process is going to exit.
+        """Args:
+        code: with which this process is going to exit.
         """
         for name, writer in self._writers.items():
             try:

@@ -7,9 +7,8 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron5d.checkpoint import store_group
-from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.store_group import StoreGroup
+from megatron5d.checkpoint import save as store_group
+from megatron5d.checkpoint.save import Saver, StoreGroup
 from megatron5d.topology.rendezvous import default_store
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron5d.config.json_file import MAX_DEPTH, parse_json, read_json
+from megatron5d.config.convert import MAX_DEPTH, parse_json, read_json
 
 
 @pytest.mark.parametrize(

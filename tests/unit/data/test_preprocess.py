@@ -16,7 +16,7 @@ from megatron5d.data.documents import Recipe
 from megatron5d.data.indexed_dataset import IndexedDataset, finish_partial
 from megatron5d.data.preprocess import Journal
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.data.tokenizer_training import train_sentencepiece
+from megatron5d.tools.tokenizer import train_sentencepiece
 
 pytest.importorskip("sentencepiece")
 ROOT = Path(__file__).resolve().parents[3]

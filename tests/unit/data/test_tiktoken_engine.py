@@ -16,7 +16,7 @@ from megatron5d.data.corpus import Cursor, Unit  # noqa: E402
 from megatron5d.data.documents import Recipe, tokenize_unit  # noqa: E402
 from megatron5d.data.tokenizer import load_tokenizer  # noqa: E402
 from megatron5d.data.tokenizer_export import PROBES  # noqa: E402
-from megatron5d.data.tokenizer_training import train_byte_level  # noqa: E402
+from megatron5d.tools.tokenizer import train_byte_level  # noqa: E402
 
 CORPUS = [Path(path).read_text(encoding="utf-8") for path in (random.__file__, json.__file__, bpe_files.__file__)]
 ALL_CHARACTERS = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron5d.data.bpe_files import PATTERNS
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.data.tokenizer_training import train_byte_level, train_sentencepiece
+from megatron5d.tools.tokenizer import train_byte_level, train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[3]
 CORPUS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests" / "unit" / "data").glob("*.py"))]

@@ -9,9 +9,8 @@ import pytest
 
 from megatron5d.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, TrainConfig
 from megatron5d.planning.clusters import cluster_called
-from megatron5d.planning.memory_peak import Peak
 from megatron5d.planning.other_codebases import megatron_terms, nanotron_rank, nanotron_stages, with_terms
-from megatron5d.planning.rank_memory import GIB, RankMemory
+from megatron5d.planning.rank_memory import GIB, Peak, RankMemory
 from megatron5d.topology.grid import resolve
 
 # (layers, hidden, heads, ffn, tied) of nanotron's scripts/scaling_benchmarks.py, which made the sweep

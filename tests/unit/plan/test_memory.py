@@ -21,9 +21,9 @@ from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.planning.fit import memory_faults, nearest_fit, shortage, ways_out
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.memory_peak import Peak, Replay, find_peak
+from megatron5d.planning.memory_peak import Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Step, empty_trace
-from megatron5d.planning.rank_memory import GIB, RankMemory, table
+from megatron5d.planning.rank_memory import GIB, Peak, RankMemory, table
 from megatron5d.topology.process import Process
 from megatron5d.train.guard import crash_message
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots

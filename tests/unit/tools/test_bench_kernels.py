@@ -16,7 +16,7 @@ from megatron5d.kernels.choice import AttentionRequest
 from megatron5d.tools import bench_kernels
 from megatron5d.tools.bench import harness as measure
 from megatron5d.tools.bench.harness import Benchmark, in_turn
-from megatron5d.tools.bench.libraries import write_orders
+from megatron5d.tools.bench_kernels import write_orders
 
 LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron5d.tools import gpu_check
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.programs import Book, ended, sanitizer
+from megatron5d.tools.gpu_check import Book, ended, sanitizer
 
 FIGURES = {"ms": 2.0, "rate": 500.0, "unit": "TFLOP/s", "peak_bytes": 2**20}
 

@@ -120,7 +120,7 @@ def test_arrays_and_token_columns_become_documents(tmp_path):
 def test_documents_and_samples_are_decoded(tmp_path):
     pytest.importorskip("sentencepiece")
     from megatron5d.data.tokenizer import load_tokenizer
-    from megatron5d.data.tokenizer_training import train_sentencepiece
+    from megatron5d.tools.tokenizer import train_sentencepiece
 
     texts = [f"alpha {i} beta gamma" for i in range(50)]
     file = train_sentencepiece(texts, 300, tmp_path / "tok")

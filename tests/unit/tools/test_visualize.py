@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.tools.report.losses import chosen_fields, find_records, read_curve, smoothed
+from megatron5d.tools.report.runs import chosen_fields, find_records, read_curve, smoothed
 from megatron5d.tools.visualize import main
 
 ROOT = Path(__file__).resolve().parents[3]
