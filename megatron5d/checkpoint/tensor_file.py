@@ -226,14 +226,7 @@ class About:
 
 
 class TensorFile:
-    """A file of tensors, open for reading; a context manager.
-
-    Args:
-        about: of it, where it was open before.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """A file of tensors, open for reading; a context manager. Raises OSError: it cannot be opened."""
 
     def __init__(self, path: Path, about: About | None = None) -> None:
         self._file = os.open(path, os.O_RDONLY)

@@ -210,16 +210,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
     The processes are spawned, not forked: they inherit no threads, locks or open files of the caller, and importing
     what they need takes a third of a second.
 
-    Args:
-        todo: units.
-        recipe: how to tokenise them.
-        workers: processes; 1 = only this one.
-
-    Yields:
-        (unit, its tokens).
-
-    Raises:
-        ValueError: a process died, or a file is broken.
+    Yields (unit, its tokens). Raises ValueError: a process died, or a file is broken.
     """
     if workers <= 1:
         for unit in todo:

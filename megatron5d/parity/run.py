@@ -43,12 +43,7 @@ Choices = dict[int, dict[str, Tensor]]
 def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) -> Choices:
     """Lets the routers of a rank note their choices, or repeat those of another run.
 
-    Args:
-        choices: to repeat; empty = note them.
-        seq_len: tokens of a sample.
-
-    Returns:
-        What is noted while the model runs, or `choices`.
+    Returns what is noted while the model runs, or `choices`.
     """
     noted: Choices = {}
     for phase in model.modules():
@@ -301,11 +296,7 @@ def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
-    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step.
-
-    Args:
-        copies: ranks that hold the same hidden states.
-    """
+    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step."""
     seen: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _phases(model)}
 
     def note(name: str) -> Callable:

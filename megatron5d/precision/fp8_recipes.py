@@ -81,11 +81,7 @@ def _rows(x: Tensor, powers_of_two: bool) -> Operand:
 
 
 class Fp8Recipe:
-    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further.
-
-    Args:
-        powers_of_two: scales are powers of two.
-    """
+    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further."""
 
     def __init__(self, powers_of_two: bool) -> None:
         self.powers_of_two = powers_of_two

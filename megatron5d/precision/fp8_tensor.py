@@ -188,9 +188,6 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
 
     A change through the parameter itself is noticed. Code that writes its memory otherwise (optimiser, gathering) must
     call `forget_copies`.
-
-    Args:
-        make: quantises it.
     """
     held = getattr(weight, "quantized", None)
     if held is None or held[0] != _state(weight):

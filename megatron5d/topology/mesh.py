@@ -99,14 +99,9 @@ def group_settings(timeout_s: float | None) -> dict[str, Any]:
 
 
 def build_mesh(
-    sizes: Sizes,
-    rank: int = 0,
-    *,
-    num_kv_heads: int | None = None,
-    shared: Shared = NOTHING_SHARED,
-    recorder: Recorder | None = None,
-    timeout_s: float | None = None,
-) -> Mesh:
+    sizes: Sizes, rank: int = 0, *, num_kv_heads: int | None = None, shared: Shared = NOTHING_SHARED,
+    recorder: Recorder | None = None, timeout_s: float | None = None,
+) -> Mesh:  # fmt: skip
     """Creates the process groups of this rank.
 
     Every rank must call it with the same sizes, after `init_process_group` (at world size 1 without it).
@@ -142,13 +137,9 @@ def build_mesh(
 
 
 def planned_mesh(
-    sizes: Sizes,
-    rank: int = 0,
-    *,
-    num_kv_heads: int | None = None,
-    shared: Shared = NOTHING_SHARED,
+    sizes: Sizes, rank: int = 0, *, num_kv_heads: int | None = None, shared: Shared = NOTHING_SHARED,
     recorder: Recorder | None = None,
-) -> Mesh:
+) -> Mesh:  # fmt: skip
     """Returns the axes of any rank of any world, without process groups: for models on the meta device.
 
     Args:

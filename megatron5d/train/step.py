@@ -247,11 +247,7 @@ def imbalance_of(batches: Sequence[MicroBatch]) -> float:
 
 
 class _SummedLoss:
-    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over the global batch.
-
-    Args:
-        terms: the entries of an output.
-    """
+    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over the global batch."""
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
         self._terms, num_counts = terms, max(term.count_index for term in terms) + 1

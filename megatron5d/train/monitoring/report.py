@@ -113,11 +113,7 @@ _MEAN_OF = 20  # steps, whose mean loss stands in the last line
 
 
 class Reporter:
-    """Writes the records of one run; on every rank but 0 it computes and writes nothing.
-
-    Args:
-        run: whose configuration says where to write.
-    """
+    """Writes the records of one run; on every rank but 0 it computes and writes nothing."""
 
     def __init__(self, run: Run, predicted: Prediction) -> None:
         config, progress = run.config, run.progress
@@ -251,9 +247,7 @@ class Reporter:
             self._display.say(text)
 
     def close(self, code: int) -> None:
-        """Args:
-        code: with which this process is going to exit.
-        """
+        """Ends the display and the writers of a process that is going to exit with a code."""
         self._slow_ranks.close()
         self._display.close()
         if self.active and self._losses and not code:
