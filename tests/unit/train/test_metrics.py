@@ -202,7 +202,7 @@ def test_a_resumed_run_sends_what_a_killed_process_had_not_written(tmp_path):
     file = next(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     deadline = time.monotonic() + 30
     sizes = [0]
-    while (sizes[-1] < 150_000 or sizes[-6:-1] != sizes[-5:]) and time.monotonic() < deadline:  # until it writes no more
+    while (sizes[-1] < 150_000 or sizes[-6:-1] != sizes[-5:]) and time.monotonic() < deadline:  # it still writes
         sizes.append(file.stat().st_size)
         time.sleep(0.1)
     file.write_bytes(file.read_bytes()[:65536])  # what a kill leaves
