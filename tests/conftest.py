@@ -114,7 +114,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def over_gloo(monkeypatch):
-    """Ranks are joined as in a run, where the suite's mailboxes would hide what a test is about."""
+    """Ranks are joined as in a run, where the suite's own group would hide what a test is about."""
     from megatron5d.parity import local_ranks
 
     monkeypatch.setattr(local_ranks, "transport", local_ranks.Gloo)

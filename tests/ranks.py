@@ -1,11 +1,10 @@
-"""Distributed tests take their ranks from here: the same that tools/parity.py forks, joined by mailboxes.
+"""Distributed tests take their ranks from here: the same that tools/parity.py forks, joined by pipes.
 
 The fixture `over_gloo` is for tests of what gloo does; with `MEGATRON5D_GLOO=1` all tests run on it.
 """
 
 import os
-
-from mailboxes import Mailboxes
+from pipes import Pipes
 
 import pretrain
 from megatron5d.parity import local_ranks
@@ -13,6 +12,6 @@ from megatron5d.parity.local_ranks import RankFailure, run_ranks
 
 pretrain.import_training()  # once: not in every rank that is forked
 if os.environ.get("MEGATRON5D_GLOO") != "1":
-    local_ranks.transport = Mailboxes
+    local_ranks.transport = Pipes
 
 __all__ = ["RankFailure", "run_ranks"]

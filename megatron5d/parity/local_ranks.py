@@ -89,7 +89,7 @@ class Gloo:
         """Does nothing."""
 
 
-transport: type[Transport] = Gloo  # the suite has one of its own, which compares what ranks call (tests/mailboxes.py)
+transport: type[Transport] = Gloo  # the suite has one of its own, which compares what ranks call (tests/pipes.py)
 
 
 class RankFailure(AssertionError):

@@ -3,18 +3,18 @@
 import os
 import signal
 import time
+from pipes import Pipes
 
 import pytest
 import torch
 import torch.distributed as dist
-from mailboxes import Mailboxes
 from ranks import RankFailure, run_ranks
 
 from megatron5d.parity import local_ranks
 from megatron5d.parity.local_ranks import Gloo
 
 
-@pytest.fixture(params=[Gloo, Mailboxes], ids=lambda kind: kind.__name__.lower())
+@pytest.fixture(params=[Gloo, Pipes], ids=lambda kind: kind.__name__.lower())
 def transport(request, monkeypatch):
     monkeypatch.setattr(local_ranks, "transport", request.param)
 
@@ -107,7 +107,7 @@ def one_call_more(rank):
 
 @pytest.mark.parametrize("differ", [shapes, types, operations, roots, order, splits, one_call_more])
 def test_collectives_that_differ_between_ranks_are_an_error(differ, monkeypatch):
-    monkeypatch.setattr(local_ranks, "transport", Mailboxes)
+    monkeypatch.setattr(local_ranks, "transport", Pipes)
     with pytest.raises(RankFailure, match=r"collectives mismatch, call 0 of group .* of ranks \[0, 1\]: rank 0: "):
         run_ranks(lambda rank, world: differ(rank), 2, timeout=1)
 
@@ -138,7 +138,7 @@ def sends_another_form(rank):
     [(reads_early, "garbage"), (writes_early, "changed before its end"), (sends_another_form, "rank 0 sends")],
 )
 def test_what_gloo_lets_pass_is_an_error(wrong, told, monkeypatch):
-    monkeypatch.setattr(local_ranks, "transport", Mailboxes)
+    monkeypatch.setattr(local_ranks, "transport", Pipes)
     with pytest.raises(RankFailure, match=told):
         run_ranks(lambda rank, world: wrong(rank), 2, timeout=4)
 
@@ -169,7 +169,7 @@ def everything(rank, world):
 
 def test_both_ways_to_join_ranks_give_the_same(monkeypatch):
     outcomes = []
-    for kind in (Gloo, Mailboxes):
+    for kind in (Gloo, Pipes):
         monkeypatch.setattr(local_ranks, "transport", kind)
         outcomes.append(run_ranks(everything, 3))
     for mine, theirs in zip(*outcomes):

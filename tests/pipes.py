@@ -39,7 +39,7 @@ _MEMORY_BYTES = 1 << 30  # for large messages of a rank; pages that are not used
 _NO_RESERVE = 0x4000  # of Linux
 _HEADER = struct.Struct("<HHQiIQI")  # bytes in the pipe, sender, group, tag, number, place in its memory, size
 _INLINE = 1 << 62
-NAME = "mailboxes"
+NAME = "pipes"
 _COLLECTIVE = -1  # in place of a tag
 _OPERATIONS: dict[str, Callable] = {"SUM": torch.add, "MAX": torch.maximum, "MIN": torch.minimum, "PRODUCT": torch.mul}
 
@@ -52,7 +52,7 @@ class CollectiveMismatch(AssertionError):
     """Ranks of a group called different collectives, or one with arguments that do not match."""
 
 
-class Mailboxes:
+class Pipes:
     """A pipe and a memory for each rank, made before they are forked; in a rank, what it has sent and received."""
 
     def __init__(self, world: int, folder: Path, timeout: float) -> None:
@@ -210,9 +210,9 @@ class _Work(dist.Work):
 
 
 class Group(dist.ProcessGroup):
-    """A process group whose collectives are messages between mailboxes."""
+    """A process group whose collectives are messages through pipes."""
 
-    def __init__(self, boxes: Mailboxes, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, boxes: Pipes, name: str, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(boxes.rank), len(ranks))
         self.boxes, self.name, self.ranks = boxes, name, list(ranks)
         self.others = [place for place, rank in enumerate(ranks) if rank != boxes.rank]
