@@ -10,6 +10,7 @@ One run can repeat another's choices of experts, so that rounding cannot send a 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import sqrt
 
 import torch
@@ -223,12 +224,13 @@ def short_run(
         RankFailure: a rank failed.
     """
     layout = searched_layout(config, world)
-    return run_ranks(_train_on_rank, world, config, layout, rows, steps, coarse, choices, phases, timeout=timeout)
+    train = partial(_train_on_rank, phases=phases)
+    return run_ranks(train, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
 
 
 def _train_on_rank(
     rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
-    choices: Choices | None, phases: bool = True,
+    choices: Choices | None, *, phases: bool,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
