@@ -346,8 +346,6 @@ def fault_of_file(
 
     Args:
         save: that wrote it; None = one of an earlier version.
-        items: all that it holds, by key.
-        dtypes: of the tensors, by key.
         finite: also look for values that are not finite.
     """
     try:

@@ -84,7 +84,6 @@ class FileWriter:
 
     Args:
         path: of the file. It is made with the first part.
-        save: that it is part of.
 
     Raises:
         OSError: from every method, if it cannot be written; names the file.

@@ -176,12 +176,8 @@ class Loader:
     error in the thread is raised when the step is asked for.
 
     Args:
-        samples: all samples in their global order.
         batches: the run's schedule of global batches, as of `batch_schedule`.
-        mbs: micro-batch, in sequences.
         dp_rank: this rank's position on the data-parallel axis.
-        dp_size: ranks on that axis.
-        consumed_samples: sequences that earlier steps have taken.
         vocab_size: ids must be below it; None = not checked.
         knob: config key of the files, for errors.
         prefetch: steps read ahead; 0 = none, without a thread.

@@ -170,12 +170,7 @@ class Tokenized:
 
 
 def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
-    """Tokenises the documents of one unit.
-
-    Args:
-        unit: from `units`.
-        recipe: how to tokenise it.
-    """
+    """Tokenises the documents of one unit."""
     tokenizer = _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     begin = [tokenizer.bos] if recipe.prepend_bos and tokenizer.bos is not None else []
     end = [tokenizer.eod] if recipe.append_eod and tokenizer.eod is not None else []

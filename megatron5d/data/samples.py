@@ -32,7 +32,6 @@ class Samples:
     """All samples of a run in their global order.
 
     Args:
-        streams: one per dataset.
         route: sample -> (index of the dataset, number of the sample in it).
         seq_len: tokens of a sample, without the extra one.
         num_samples: number of samples; None = no limit.

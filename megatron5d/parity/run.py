@@ -10,6 +10,7 @@ One run can repeat another's choices of experts, so that rounding cannot send a 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import sqrt
 
 import torch
@@ -204,7 +205,7 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
 
 def short_run(
     config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, choices: Choices | None = None,
-    timeout: float = 120.0,
+    phases: bool = True, timeout: float = 120.0,
 ) -> list[RankRecord]:  # fmt: skip
     """Trains the real thing on forked ranks.
 
@@ -213,6 +214,7 @@ def short_run(
         rows: int64 `[steps·gbs, s+1]`.
         coarse: it begins with weights that bf16 has, whatever its precision.
         choices: of experts, which are repeated; empty = noted, None = neither.
+        phases: whether each notes its hidden states.
         timeout: seconds after which silent ranks are named.
 
     Returns:
@@ -222,12 +224,13 @@ def short_run(
         RankFailure: a rank failed.
     """
     layout = searched_layout(config, world)
-    return run_ranks(_train_on_rank, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
+    train = partial(_train_on_rank, phases=phases)
+    return run_ranks(train, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
 
 
 def _train_on_rank(
     rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
-    choices: Choices | None,
+    choices: Choices | None, *, phases: bool,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
@@ -239,7 +242,7 @@ def _train_on_rank(
     record.weights.append(_held(model.weights()))
     if choices is not None:
         record.choices = fix_routing(model, choices, len(rows), t.seq_len)
-    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size)
+    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size) if phases else dict
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     finish_reduce = sync.finish_reduce
 

@@ -110,7 +110,6 @@ def build_mesh(
     Args:
         num_kv_heads: of the model, for `tp_kv`.
         shared: which pipeline ranks hold parameters together; their axes are made too.
-        recorder: counts every collective.
         timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the backend's default (torch
             does not pass the world's timeout on to other groups).
 
@@ -144,7 +143,6 @@ def planned_mesh(
 
     Args:
         sizes, num_kv_heads, shared, recorder: as in `build_mesh`.
-        rank: the rank whose axes are made.
     """
     ranks_of = groups_of(sizes, rank, num_kv_heads)
     ranks_of |= shared_groups_of(sizes, rank, shared)

@@ -42,7 +42,6 @@ class Guard:
 
     Args:
         config: `on_nonfinite`, `skip_norm` and `max_skipped` say what is done.
-        buckets: with the reduced gradients.
         masked_by: what may leave a global batch without a target.
     """
 

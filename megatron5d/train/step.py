@@ -68,8 +68,6 @@ class Trainer:
 
     Args:
         pipeline: this rank's stages; the last stage of the model returns the sums of `terms`.
-        sync: data parallelism, the stages' hooks.
-        optimizer: over the sync's buckets.
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.

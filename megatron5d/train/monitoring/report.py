@@ -51,7 +51,6 @@ def compare_step(run: Run, predicted: Prediction, result: StepResult, sent: Mapp
     """Returns what one step has taken and sent beside what was predicted, as text; None where nothing was.
 
     Args:
-        run: on every rank.
         sent: axis -> bytes that this rank has sent in it.
 
     Comm: all_reduce over the world of a number for every pipeline rank, where there are several.
