@@ -23,24 +23,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated if x.shape[-1] == dr else torch.cat((rotated, x[..., dr:]), dim=-1)
 
 
-_COLUMNS = WeakIdKeyDictionary()
-"""cos -> its tables by column: the plain path of all layers that are given the same cos makes them once."""
+_COLUMNS = WeakIdKeyDictionary()  # cos -> its tables by column: all layers that are given the same make them once
 
 
 def _by_column(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns tables `[s, b|1, 1, dr]` of each rotary dim, the sine with its sign."""
-    given = cos._version, sin._version, interleaved, dtype
-    known = _COLUMNS.get(cos)
+    given, known = (cos._version, sin._version, interleaved, dtype), _COLUMNS.get(cos)
     if known is None or known[0] is not sin or known[1] != given:
-        _COLUMNS[cos] = known = sin, given, _columns(cos, sin, interleaved, dtype)
+        c, s = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
+        if interleaved:
+            made = c.repeat_interleave(2, -1), torch.stack((-s, s), -1).flatten(-2)
+        else:
+            made = torch.cat((c, c), -1), torch.cat((-s, s), -1)
+        _COLUMNS[cos] = known = sin, given, made
     return known[2]
-
-
-def _columns(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
-    if interleaved:
-        return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def apply_rope_reference(
