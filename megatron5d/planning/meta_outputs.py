@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
+_INDEX = torch.int64
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 _COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
