@@ -36,8 +36,13 @@ from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, sw
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
-    """Returns the offsets on the host; even ones where they have no values (meta)."""
-    return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
+    """Returns the offsets on the host; even ones where they have no values (meta). On the CPU they are read once."""
+    if offsets.is_meta:
+        return [rows * e // (len(offsets) - 1) for e in range(len(offsets))]
+    ends = getattr(offsets, "ends", None) or offsets.tolist()
+    if offsets.is_cpu:
+        offsets.ends = ends  # type: ignore[attr-defined]
+    return ends
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -60,7 +65,7 @@ def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.is_meta:
         return x.new_empty(x.shape[0], weight.shape[1])
     y = F.grouped_mm(x, weight.mT, offs=offsets[1:].int())
-    last = int(offsets[-1])
+    last = ends_of(offsets, x.shape[0])[-1]
     if last < x.shape[0]:
         y[last:] = 0
     return y
@@ -69,8 +74,12 @@ def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
     """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
     ends = ends_of(offsets, x.shape[0])
-    for grad, lo, hi in zip(main_grad, ends, ends[1:]):
-        grad.addmm_(dy[lo:hi].to(grad.dtype).t(), x[lo:hi].to(grad.dtype))
+    sizes = [hi - lo for lo, hi in zip(ends, ends[1:])]
+    if ends[-1] < x.shape[0]:
+        dy, x = dy[: ends[-1]], x[: ends[-1]]
+    for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
+        if sides[1].shape[0]:
+            grad.addmm_(*[side if side.dtype == grad.dtype else side.to(grad.dtype) for side in sides])
 
 
 @jit
@@ -232,7 +241,8 @@ def _library(x: Tensor, weight: Tensor) -> ModuleType | None:
     return choice.provider(GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k), choice.in_use())
 
 
-def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Computes `grouped_matmul` without a gradient."""
     if (library := _library(x, weight)) is not None:
         return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
@@ -286,7 +296,7 @@ class _GroupedMatmul(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, offsets):
         ctx.save_for_backward(x, weight, offsets)
-        return _rows(x, weight, offsets)
+        return grouped_rows(x, weight, offsets)
 
     @staticmethod
     def backward(ctx, dy):
@@ -315,7 +325,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
-    main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
+    if dy.dtype != main_grad.dtype:
+        dy, x = dy.to(main_grad.dtype), x.to(main_grad.dtype)
+    main_grad.addmm_(dy.t(), x)
 
 
 def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:

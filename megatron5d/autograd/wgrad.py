@@ -64,10 +64,13 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
         defer: takes the weight-gradient half of the backward.
     """
     for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
         if getattr(parameter, "frozen", False):
             parameter.grad = None
-        elif parameter.grad is not None and hasattr(parameter, "main_grad"):
-            grad, parameter.grad = parameter.grad, None
+        elif hasattr(parameter, "main_grad"):
+            parameter.grad = None
             defer(partial(_add, parameter, grad))
 
 

@@ -28,7 +28,7 @@ from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul
 compiled = []
 knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
 EXPERTS, TOKENS, H, F = 4, 4096, 1024, 512
-offsets = meta(EXPERTS + 1, dtype=torch.int64)
+offsets = meta(EXPERTS + 1, dtype=torch.int32)
 up = meta(EXPERTS, 2 * F, H)
 up_fp8 = Quantized(meta(EXPERTS, 2 * F, H, dtype=E4M3), meta(EXPERTS, 8, 8, dtype=torch.float32), 128)
 numbers = meta(2 * TOKENS, dtype=torch.int64)
@@ -45,6 +45,7 @@ def layer(rows):
     y, weights = meta(rows, 2 * F, grad=True), meta(rows, dtype=torch.float32, grad=True)
     forward_and_backward(weighted_activation(y, weights, "swiglu"))
     forward_and_backward(moe.unpermute(meta(rows, H, grad=True), where))
+    moe.permutation(meta(rows, 2, dtype=torch.int64), EXPERTS)
     quantize_rows(x)
     quantize_by_row(x, amax_of_rows(x))
     swiglu_quantized(y.detach(), weights=weights.detach())
