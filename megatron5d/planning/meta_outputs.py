@@ -138,10 +138,10 @@ def _normed_backward(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None
     return tuple(_rolled(each) if wants else None for each, wants in zip((x, weight, bias), wanted))
 
 
-def _attended(q: Tensor, *_: Any, **named: Any) -> tuple[Tensor | None, Tensor]:
+def _attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor]:
     """Returns the output of torch's CPU flash kernel, and its log-sum-exp."""
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, heads, seq_len, _ = q.shape
+    batch, heads, seq_len = q.shape[:3]
     return _like(q), torch.empty(batch, seq_len, heads, dtype=lse, device="meta").transpose(1, 2)
 
 
