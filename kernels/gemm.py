@@ -65,8 +65,7 @@ def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.is_meta:
         return x.new_empty(x.shape[0], weight.shape[1])
     y = F.grouped_mm(x, weight.mT, offs=offsets[1:].int())
-    last = ends_of(offsets, x.shape[0])[-1]
-    if last < x.shape[0]:
+    if (last := ends_of(offsets, x.shape[0])[-1]) < x.shape[0]:
         y[last:] = 0
     return y
 
@@ -325,9 +324,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
-    if dy.dtype != main_grad.dtype:
-        dy, x = dy.to(main_grad.dtype), x.to(main_grad.dtype)
-    main_grad.addmm_(dy.t(), x)
+    main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
 
 
 def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -352,9 +349,11 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
-    if dy.is_meta and dispatch.PLANNED.get() is not None:
+    if dy.dtype == main_grad.dtype:
+        main_grad.addmm_(dy.t(), x)
+    elif dy.is_meta and dispatch.PLANNED.get() is not None:
         return  # one GEMM in place, which allocates nothing
-    if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
+    elif not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x)
     elif dy.is_cuda and main_grad.is_contiguous():
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
