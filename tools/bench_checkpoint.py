@@ -74,11 +74,7 @@ def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
 
 
 class Bench:
-    """The files of one comparison.
-
-    Args:
-        folder: empty.
-    """
+    """The files of one comparison."""
 
     def __init__(self, folder: Path, num_bytes: float) -> None:
         count = max(1, round(num_bytes / (ROWS * COLUMNS * 4)))

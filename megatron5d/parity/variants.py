@@ -111,12 +111,7 @@ def faults_of(config: Config, world: int) -> list[Fault]:
 
 
 def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
-    """Returns the smallest that every feature of a valid configuration fits into, one group of sizes after the other.
-
-    Args:
-        config: what is to become small.
-        keep: sizes that stay.
-    """
+    """Returns the smallest that every feature of a valid configuration fits into, one group after the other."""
     wanted = features(config, world)
     for candidates in GROUPS:
         for change in candidates(config, world):

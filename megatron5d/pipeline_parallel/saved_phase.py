@@ -4,6 +4,7 @@ What passes from phase to phase is called a state: a tensor, or a tuple of tenso
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +61,8 @@ class SavedPhase:
     def fetch(self) -> None:
         """Starts copying offloaded tensors back to the device."""
         copies, self.copies = self.copies, []
-        for copy in copies:
-            copy.fetch()
+        for each in copies:
+            each.fetch()
 
     def backward(self, grad: Any, split: bool) -> Any:
         """Runs backward from the output; `split` keeps the weight gradients for `weight_grads.run`.
@@ -93,7 +94,7 @@ class InFlight:
     """
 
     def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:
-        self.batch = batch
+        self.batch = copy(batch)  # with it goes what phases make `once`
         self.phases: list[SavedPhase | None] = [None] * num_phases
         self.inputs: dict[int, Any] = {}  # recompute group -> what enters it
 
@@ -114,7 +115,9 @@ class InFlight:
             return step.phase(x, self.batch, run_now)
 
     def end(self, op: str, state: Any) -> Any:
-        """Returns the state in which an action leaves the stage."""
+        """Returns the state in which an action leaves the stage, and drops everything after the last one."""
+        if op in "BW":
+            self.batch, self.phases = None, []
         return state
 
     def fetch(self, step: Step) -> None:

@@ -187,7 +187,7 @@ class Forecaster:
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()[stage]), 0
-        signatures = tuple(map(_signature, units))
+        signatures = tuple(zip(map(_signature, units), _further_tables(units)))
         sent = [self.layout.specs[max(stage - 1, 0)].sent, spec.sent]
         shares = model.embedding is not None and (model.head is not None or bool(model.mtp_blocks))
         key = (signatures, spec.embedding, spec.head, shares, *sent)
@@ -229,6 +229,17 @@ def _signature(unit: list[nn.Module]) -> tuple:
         )
         for phase, group in zip(unit, groups)
     )
+
+
+def _further_tables(units: list[list[nn.Module]]) -> list[bool]:
+    """Says which units are the first to read a second kind of rotary tables, which a stage's layers share."""
+    kinds: set[object] = set()
+    further = []
+    for unit in units:
+        read = {phase.rope for phase in unit if getattr(phase, "rope", None)}
+        further.append(bool(kinds and read - kinds))
+        kinds |= read
+    return further
 
 
 def _keeping(phase: nn.Module) -> tuple:

@@ -12,6 +12,8 @@ The operation before a GEMM (`activate`, the norms) is here as well, because its
 GEMM can read.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch.nn.functional as F
@@ -41,8 +43,14 @@ class Gemms:
         """Makes the operand of an input x that is kept for the backward, recomputed with x where x is."""
         return (x,)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`."""
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None) -> Tensor:
+        """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`.
+
+        Args:
+            x: comes from a GEMM.
+            kind, overwrite: as in `kernels.activate`.
+            reader: of the GEMM that x comes from, if nothing else reads x's gradient.
+        """
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -61,8 +69,12 @@ class Gemms:
         """Multiplies `[..., out]`, `[out, in]` -> `[..., in]`."""
         return dy[0] @ weight
 
+    def for_weight_grad(self, dy: Operand) -> Operand:
+        """Returns a gradient's operand as `weight_grad` takes it and as it is kept until W, after `input_grad`."""
+        return dy
+
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        """Adds dyᵀ·x to the weight's gradient."""
+        """Adds dyᵀ·x to the weight's gradient; dy from `for_weight_grad`."""
         add_weight_grad(weight, dy[0], x[0])
 
 

@@ -12,7 +12,7 @@ from megatron5d import kernels
 from megatron5d.kernels import activation as expert_activation
 from megatron5d.kernels import moe
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -195,6 +195,7 @@ def _overlap(size: int, transposed: bool) -> None:
 def _fp8_fused() -> None:
     for weights in (None, meta(4096, dtype=torch.float32)):
         swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
+    swiglu_backward_quantized(meta(4096, 2048), meta(4096, 2 * 2048), powers_of_two=True)
     for width in (2048, 7168, 16384):
         norm_quantized(meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True)
         norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True)

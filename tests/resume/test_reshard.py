@@ -64,7 +64,7 @@ def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule=
         model=model,
         parallel=ParallelConfig(**parallel),
         pipeline=PipelineConfig(schedule=schedule),
-        train=TrainConfig(steps=STEPS, gbs=16, mbs=1, seq_len=16, stop_after=stop_after),
+        train=TrainConfig(steps=STEPS, gbs=8, mbs=1, seq_len=16, stop_after=stop_after),
         optim=OptimConfig(name=optim, lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),

@@ -237,8 +237,7 @@ def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) 
 
 
 def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Path) -> Resharding:
-    """Returns the resharding that was interrupted, or a new one. Raises ValueError: the directory holds a
-    checkpoint."""
+    """Returns the resharding that was interrupted, or a new one."""
     if steps := saved_steps(final.parent):
         raise ValueError(
             f"{final.parent} already holds the checkpoint of step {steps[-1]}; give a directory without any"

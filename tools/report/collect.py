@@ -38,10 +38,6 @@ SHOWN = ("F", "B")
 def layer_record(config: Config, workloads: Workloads) -> list[dict[str, Any]]:
     """Returns the phases of a block under a layout: their weights, tensors, messages and work for one micro-batch.
 
-    Args:
-        config: a valid configuration.
-        workloads: of its model.
-
     Returns:
         For each phase `name`; `weights` and `tensors`, each with the shape that a rank holds; `sent`, one entry for a
         collective of a pass (bytes of one rank); `kept_bytes` between forward and backward; and `flops` by pass.
