@@ -41,8 +41,13 @@ def expert_lanes(count: int) -> int:
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
-    """Returns the offsets on the host; even ones where they have no values (meta)."""
-    return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
+    """Returns the offsets on the host; even ones where they have no values (meta). On the CPU they are read once."""
+    if offsets.is_meta:
+        return [rows * e // (len(offsets) - 1) for e in range(len(offsets))]
+    ends = getattr(offsets, "ends", None) or offsets.tolist()
+    if offsets.is_cpu:
+        offsets.ends = ends  # type: ignore[attr-defined]
+    return ends
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -52,21 +57,21 @@ def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
 
 
-def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes the reference; on the CPU by torch's own loop over the same GEMMs, where it takes the tensors.
+def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """Multiplies x by `[E, in, out]`; on the CPU by torch's own loop over the reference's GEMMs, where it takes them.
 
     On the meta device, where memory is forecast, it makes what the CPU would: one output and no parts of it.
     """
     plain = x.is_cpu or x.is_meta
-    narrow = plain and x.dtype == weight.dtype != torch.float64 and x.numel() and x.is_contiguous()
-    aligned = narrow and not (weight.shape[1] % 8 or weight.shape[2] % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16)
-    if not aligned or not (weight.is_contiguous() or weight.mT.is_contiguous()):
-        return grouped_matmul_reference(x, weight, offsets)
+    narrow = plain and x.dtype == matrices.dtype != torch.float64 and x.numel() and x.is_contiguous()
+    _, k, n = matrices.shape
+    aligned = narrow and not (k % 8 or n % 8 or x.data_ptr() % 16 or matrices.data_ptr() % 16)
+    if not aligned or matrices.stride() not in ((k * n, n, 1), (k * n, 1, k)):
+        return grouped_matmul_reference(x, matrices.mT, offsets)
     if x.is_meta:
-        return x.new_empty(x.shape[0], weight.shape[1])
-    y = F.grouped_mm(x, weight.mT, offs=offsets[1:].int())
-    last = int(offsets[-1])
-    if last < x.shape[0]:
+        return x.new_empty(x.shape[0], n)
+    y = F.grouped_mm(x, matrices, offs=offsets[1:].int())
+    if (last := ends_of(offsets, x.shape[0])[-1]) < x.shape[0]:
         y[last:] = 0
     return y
 
@@ -74,8 +79,12 @@ def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
     """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
     ends = ends_of(offsets, x.shape[0])
-    for grad, lo, hi in zip(main_grad, ends, ends[1:]):
-        grad.addmm_(dy[lo:hi].to(grad.dtype).t(), x[lo:hi].to(grad.dtype))
+    sizes = [hi - lo for lo, hi in zip(ends, ends[1:])]
+    if ends[-1] < x.shape[0]:
+        dy, x = dy[: ends[-1]], x[: ends[-1]]
+    for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
+        if sides[1].shape[0]:
+            grad.addmm_(*[side if side.dtype == grad.dtype else side.to(grad.dtype) for side in sides])
 
 
 @jit
@@ -237,12 +246,13 @@ def _library(x: Tensor, weight: Tensor) -> ModuleType | None:
     return choice.provider(GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k), choice.in_use())
 
 
-def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Computes `grouped_matmul` without a gradient."""
     if (library := _library(x, weight)) is not None:
         return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
         return launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
-    return _by_torch(x, weight, offsets)
+    return _by_torch(x, weight.mT, offsets)
 
 
 def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -256,11 +266,12 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         `[rows, k]`.
     """
-    if (library := _library(dy, weight.transpose(1, 2))) is not None:
-        return library.grouped_matmul(dy, weight.transpose(1, 2), offsets)
+    turned = weight.mT
+    if (library := _library(dy, turned)) is not None:
+        return library.grouped_matmul(dy, turned, offsets)
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
         return launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
-    return _by_torch(dy, weight.transpose(1, 2), offsets)
+    return _by_torch(dy, weight, offsets)
 
 
 def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
@@ -291,7 +302,7 @@ class _GroupedMatmul(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, offsets):
         ctx.save_for_backward(x, weight, offsets)
-        return _rows(x, weight, offsets)
+        return grouped_rows(x, weight, offsets)
 
     @staticmethod
     def backward(ctx, dy):
@@ -345,9 +356,11 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
-    if dy.is_meta and dispatch.PLANNED.get() is not None:
+    if dy.dtype == main_grad.dtype:
+        main_grad.addmm_(dy.t(), x)
+    elif dy.is_meta and dispatch.PLANNED.get() is not None:
         return  # one GEMM in place, which allocates nothing
-    if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
+    elif not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x)
     elif dy.is_cuda and main_grad.is_contiguous():
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)

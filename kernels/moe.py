@@ -1,13 +1,16 @@
-"""Moving tokens to their experts and back, and choosing the experts.
+"""Choosing experts, and moving tokens to them and back.
 
 A token t chooses experts e[t, 1..k]. Rows are sorted by expert, stably, so that each expert sees its tokens in order:
     permute     row place[t, j] = x[t]
-    unpermute   y[t] = sum_j p[t, j] · row place[t, j]
-They are each other's transposes (with p = 1), so each is the other's gradient. Counts and offsets stay on the device.
-With p = 1 nothing is kept for the backward: weights may have been applied in the experts (`activation.py`).
+    unpermute   y[t] = sum_j row place[t, j]
+They are each other's transposes, so each is the other's gradient. Nothing is kept for the backward: the router's
+weights are applied in the experts (`activation.py`). Counts and offsets stay on the device.
+Choices are sorted by counting, in two launches: programs count the experts of their choices; then each adds up all
+counts, and those of the programs before it, and knows the place of its first choice of every expert.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +27,7 @@ class Permutation:
     Args:
         place: `[n, k]` int64, the row of each choice.
         token: `[n·k]` int64, the token of each row.
-        offsets: `[E + 1]` int64, where each expert's rows begin and end.
+        offsets: `[E + 1]` int32, where each expert's rows begin and end.
         choice: `[n·k]` int64, the choice of each row, counted over all tokens.
         live: bool `[rows]`, in slots: whether a row is a choice's; the others hold some token. A choice without a row
             has the place behind the last one. None = every choice has its row.
@@ -37,44 +40,109 @@ class Permutation:
     live: Tensor | None = None
 
 
+def permutation_reference(experts: Tensor, num_experts: int) -> Permutation:
+    """Computes `permutation` in plain torch."""
+    ordered, source = torch.sort(experts.flatten(), stable=True)
+    place = torch.empty_like(source).scatter_(0, source, torch.arange(source.numel(), device=source.device))
+    bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
+    offsets = torch.searchsorted(ordered, bounds, out_int32=True)
+    return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
+
+
 def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """Sorts the choices by expert, stably, without a host synchronisation.
 
     Args:
-        experts: `[n, k]` integers, each token's choices.
+        experts: `[n, k]` integers, each token's choices; `num_experts` where there is none, whose rows come last.
         num_experts: how many experts there are.
 
     Returns:
         The row of every choice, the token of every row, and the experts' offsets.
     """
-    narrow = torch.int16 if num_experts < 2**15 else torch.int32  # a radix sort passes over every byte of the keys
-    ordered, source = torch.sort(experts.flatten().to(narrow), stable=True)
-    place = torch.empty_like(source).scatter_(0, source, torch.arange(source.numel(), device=source.device))
-    bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
-    offsets = torch.searchsorted(ordered, bounds)
-    return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
+    if not dispatch.runs_triton(experts):
+        return permutation_reference(experts, num_experts)
+    experts, count = experts.contiguous(), experts.numel()
+    place, choice, token = torch.empty(3, count, dtype=torch.int64, device=experts.device).unbind()
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
+    config = tuning.select("moe_permutation", experts.device) | {"EXPERTS": next_power_of_2(num_experts + 1)}
+    programs = cdiv(count, config["BLOCK"])
+    counts = torch.empty(programs, config["EXPERTS"], dtype=torch.int32, device=experts.device)
+    _count_kernel[(programs,)](experts, counts, count, **config)
+    sizes = (count, programs, num_experts, experts.shape[1])
+    _place_kernel[(programs,)](experts, counts, place, choice, token, offsets, *sizes, **config)
+    return Permutation(place.view(experts.shape), token, offsets, choice)
 
 
 @jit
-def _gather_kernel(x_ptr, token_ptr, scale_ptr, out_ptr, width, x_stride, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes out[r] = scale[r] · x[token[r]]."""
+def _members(experts_ptr, choice, count, EXPERTS: tl.constexpr):
+    """Returns `[choices, EXPERTS]`: 1 where a choice is an expert's; choices from `count` on are nobody's."""
+    expert = tl.load(experts_ptr + choice, choice < count, other=-1)
+    return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+
+
+@jit(do_not_specialize=["count"])
+def _count_kernel(experts_ptr, counts_ptr, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Counts the choices of each expert among BLOCK of them: `[programs, EXPERTS]`."""
+    program = tl.program_id(0)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, BLOCK, ROWS):
+        total += tl.sum(_members(experts_ptr, program * BLOCK + start + tl.arange(0, ROWS), count, EXPERTS), 0)
+    tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), total)
+
+
+@jit(do_not_specialize=["count", "programs"])  # which change with every batch of tokens
+def _place_kernel(
+    experts_ptr, counts_ptr, place_ptr, choice_ptr, token_ptr, offsets_ptr, count, programs, num_experts, k,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gives each of BLOCK choices its row, behind those of lower experts and those of its own that come earlier."""
+    program = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    free = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        counts = tl.load(counts_ptr + row * EXPERTS + lane[None, :], row < programs, other=0)
+        total += tl.sum(counts, 0)
+        free += tl.sum(tl.where(row < program, counts, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    if program == 0:
+        tl.store(offsets_ptr + lane, begin, lane <= num_experts)
+    free += begin
+    for start in range(0, BLOCK, ROWS):
+        choice = program * BLOCK + start + tl.arange(0, ROWS)
+        mine = _members(experts_ptr, choice, count, EXPERTS)
+        place = tl.sum(mine * (free[None, :] + tl.cumsum(mine, 0) - 1), 1)
+        tl.store(place_ptr + choice, place.to(tl.int64), choice < count)
+        tl.store(choice_ptr + place, choice.to(tl.int64), choice < count)
+        tl.store(token_ptr + place, (choice // k).to(tl.int64), choice < count)
+        free += tl.sum(mine, 0)
+
+
+@jit
+def _gather_kernel(
+    x_ptr, token_ptr, out_ptr, weights_ptr, choice_ptr, by_row_ptr, width, x_stride,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies out[r] = x[token[r]], and by_row[r] = weights[choice[r]]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(token_ptr + row)
-    x = tl.load(x_ptr + token * x_stride + column, column < width, other=0.0)
-    if HAS_SCALE:
-        x = x.to(tl.float32) * tl.load(scale_ptr + row).to(tl.float32)
-    tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), column < width)
+    x = tl.load(x_ptr + tl.load(token_ptr + row) * x_stride + column, column < width)
+    tl.store(out_ptr + row * width + column, x, column < width)
+    if WEIGHTED:
+        first = tl.program_id(1) == 0
+        choice = tl.load(choice_ptr + row, first, other=0)
+        tl.store(by_row_ptr + row, tl.load(weights_ptr + choice, first, other=0.0), first)
 
 
 @jit(do_not_specialize=["num_rows"])  # which changes with every batch of tokens
 def _combine_kernel(
-    rows_ptr, place_ptr, probs_ptr, out_ptr, num_rows, width, rows_stride,
-    HAS_PROBS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, place_ptr, out_ptr, by_row_ptr, weights_ptr, num_rows, width, rows_stride,
+    WEIGHTED: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes out[t] = sum over j of p[t, j] · rows[place[t, j]], in float32 in the order of the choices.
+    """Computes out[t] = sum over j of rows[place[t, j]], in float32 in the order of the choices.
 
-    Rows that do not exist are zeros.
+    And copies weights[t, j] = by_row[place[t, j]]. Rows that do not exist are zeros.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,134 +150,72 @@ def _combine_kernel(
     for j in tl.static_range(K):
         row = tl.load(place_ptr + token * K + j)
         live = (column < width) & (row < num_rows)
-        x = tl.load(rows_ptr + row * rows_stride + column, live, other=0.0).to(tl.float32)
-        if HAS_PROBS:
-            x *= tl.load(probs_ptr + token * K + j).to(tl.float32)
-        total += x
+        total += tl.load(rows_ptr + row * rows_stride + column, live, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(by_row_ptr + row, row < num_rows, other=0.0)
+            tl.store(weights_ptr + token * K + j, weight, tl.program_id(1) == 0)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), column < width)
 
 
-@jit
-def _row_dots_kernel(dy_ptr, rows_ptr, token_ptr, out_ptr, width, dy_stride, rows_stride, BLOCK: tl.constexpr):
-    """Computes out[r] = dy[token[r]] · rows[r]: the gradient of each row's probability."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(token_ptr + row)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        dy = tl.load(dy_ptr + token * dy_stride + column, column < width, other=0.0).to(tl.float32)
-        total += dy * tl.load(rows_ptr + row * rows_stride + column, column < width, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, tl.sum(total, 0))
-
-
-@jit
-def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """Finds the K largest of a row, largest first; of equals the one with the lower index. NaN counts as infinity."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, EXPERTS)
-    scores = tl.load(scores_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(tl.float32)
-    # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie anywhere.
-    order = tl.where(scores == scores, scores, float("inf"))
-    taken = lane >= num_experts
-    for j in tl.static_range(K):
-        best = tl.max(tl.where(taken, float("-inf"), order), 0)
-        # Among the free lanes, so that a row of -inf still yields K different experts.
-        index = tl.min(tl.where((order == best) & ~taken, lane, EXPERTS), 0)
-        value = tl.sum(tl.where(lane == index, scores, 0.0), 0)
-        tl.store(values_ptr + row * K + j, value.to(values_ptr.dtype.element_ty))
-        tl.store(indices_ptr + row * K + j, index.to(tl.int64))
-        taken = taken | (lane == index)
-
-
-def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns the rows of some tokens, each times its scale (one for each row)."""
+def _gather(x: Tensor, token: Tensor, weights=None, where=None):
+    """Returns the rows of tokens, and the weight `[n, k]` of each row's choice; 0 where a row is no choice's."""
+    by_row: Any = None
     if not dispatch.runs_triton(x) or token.numel() == 0:
-        rows = x.index_select(0, token)
-        return rows if scale is None else (rows.to(scale.dtype) * scale[:, None]).to(x.dtype)
-    x = rows_of(x)
-    out = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    config = tuning.select("moe_permute", x.device)
-    grid = (out.shape[0], cdiv(x.shape[1], config["BLOCK"]))
-    inputs = (x, token, x if scale is None else scale, out, x.shape[1], x.stride(0))
-    _gather_kernel[grid](*inputs, HAS_SCALE=scale is not None, **config)
-    return out
+        rows, by_row = x.index_select(0, token), None if weights is None else weights.take(where.choice)
+    else:
+        x = rows_of(x)
+        rows = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+        by_row = None if weights is None else torch.empty_like(token, dtype=weights.dtype)
+        config = tuning.select("moe_permute", x.device)
+        grid = (rows.shape[0], cdiv(x.shape[1], config["BLOCK"]))
+        more = (x, token, x) if weights is None else (weights.contiguous(), where.choice, by_row)
+        _gather_kernel[grid](x, token, rows, *more, x.shape[1], x.stride(0), WEIGHTED=weights is not None, **config)
+    if weights is not None and where.live is not None:
+        by_row.masked_fill_(~where.live, 0)
+    return rows, by_row
 
 
-def _combine(rows: Tensor, where: Permutation, probs: Tensor | None) -> Tensor:
-    """Combines rows into tokens, weighted by `probs` `[n, k]` or plainly summed; missing rows count as zeros."""
+def _combine(rows: Tensor, where: Permutation, by_row: Tensor | None = None):
+    """Returns the sums of tokens' rows, and their choices' weights `[n, k]`; missing rows count as zeros."""
     n, k = where.place.shape
     if not dispatch.runs_triton(rows):
-        needed = n * k if where.live is None else len(where.live) + 1
-        if rows.shape[0] < needed:
-            rows = F.pad(rows, (0, 0, 0, needed - rows.shape[0]))
-        picked = rows[where.place].to(statistics_dtype(rows.dtype))
-        weighted = picked if probs is None else picked * probs.to(picked.dtype)[..., None]
-        return weighted.sum(1).to(rows.dtype)
+        missing = (n * k if where.live is None else len(where.live) + 1) - rows.shape[0]
+        if missing > 0:
+            rows = F.pad(rows, (0, 0, 0, missing))
+            by_row = None if by_row is None else F.pad(by_row, (0, missing))
+        picked = torch.embedding(rows, where.place).to(statistics_dtype(rows.dtype))
+        return picked.sum(1).to(rows.dtype), None if by_row is None else by_row.take(where.place)
     rows = rows_of(rows)
     out = torch.empty(n, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    weights = None if by_row is None else torch.empty(n, k, dtype=by_row.dtype, device=rows.device)
     config = tuning.select("moe_permute", rows.device)
     grid = (n, cdiv(rows.shape[1], config["BLOCK"]))
-    inputs = (rows, where.place, rows if probs is None else probs.contiguous(), out)
-    _combine_kernel[grid](*inputs, *rows.shape, rows.stride(0), HAS_PROBS=probs is not None, K=k, **config)
-    return out
-
-
-def _row_dots(dy: Tensor, rows: Tensor, token: Tensor) -> Tensor:
-    """Computes the dot product of each row with its token's gradient."""
-    if not dispatch.runs_triton(rows):
-        wide = statistics_dtype(rows.dtype)
-        return (dy[token].to(wide) * rows.to(wide)).sum(-1)
-    dy, rows = rows_of(dy), rows_of(rows)
-    out = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
-    config = tuning.select("moe_permute", rows.device)
-    _row_dots_kernel[(rows.shape[0],)](dy, rows, token, out, rows.shape[1], dy.stride(0), rows.stride(0), **config)
-    return out
+    inputs = (rows, where.place, out, *((rows, out) if by_row is None else (by_row.contiguous(), weights)))
+    _combine_kernel[grid](*inputs, *rows.shape, rows.stride(0), WEIGHTED=by_row is not None, K=k, **config)
+    return out, weights
 
 
 class _Permute(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, x, where):
+    def forward(ctx, x, weights, where):
         ctx.where = where
-        return _gather(x, where.token, None)
+        return _gather(x, where.token, weights, where)
 
     @staticmethod
-    def backward(ctx, drows):
-        return _combine(drows, ctx.where, None), None
+    def backward(ctx, drows, by_row):
+        return *_combine(drows, ctx.where, by_row), None
 
 
 class _Unpermute(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, rows, probs, where):
+    def forward(ctx, rows, where):
         ctx.where, ctx.num_rows = where, rows.shape[0]
-        if probs is not None:
-            ctx.save_for_backward(rows, probs)
-        return _combine(rows, where, probs)
+        return _combine(rows, where)[0]
 
     @staticmethod
     def backward(ctx, dy):
-        where, token = ctx.where, ctx.where.token[: ctx.num_rows]
-        if not ctx.saved_tensors:
-            return _gather(dy, token, None), None, None
-        rows, probs = ctx.saved_tensors
-        dots = F.pad(_row_dots(dy, rows, token), (0, where.token.numel() - ctx.num_rows))
-        return _gather(dy, token, _by_row(probs, where)[: ctx.num_rows]), dots[where.place].to(probs.dtype), None
-
-
-def _by_row(values: Tensor, where: Permutation) -> Tensor:
-    """Computes `[n, k]` in the order of the choices -> `[rows]` in that of the rows; 0 where a row is no choice's."""
-    by_row = values.take(where.choice)
-    return by_row if where.live is None else by_row.masked_fill_(~where.live, 0)
-
-
-class _PermuteChoices(FirstOrderFunction):
-    @staticmethod
-    def forward(ctx, values, where):
-        ctx.where = where
-        return _by_row(values, where)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (grad if ctx.where.live is None else F.pad(grad, (0, 1))).take(ctx.where.place), None
+        token, n = ctx.where.token, ctx.num_rows
+        return _gather(dy, token if n == len(token) else token[:n])[0], None
 
 
 def permute(x: Tensor, where: Permutation) -> Tensor:
@@ -222,81 +228,169 @@ def permute(x: Tensor, where: Permutation) -> Tensor:
     Returns:
         `[n·k, h]` sorted by expert.
     """
-    return _Permute.apply(x, where)
+    return _Permute.apply(x, None, where)[0]
 
 
-def permute_choices(values: Tensor, where: Permutation) -> Tensor:
-    """Brings a number for each choice, such as its weight, to the choice's row, differentiable.
-
-    Args:
-        values: `[n, k]`, in the order of each token's choices.
-        where: from `permutation`.
-
-    Returns:
-        `[n·k]` sorted by expert.
-    """
-    return _PermuteChoices.apply(values, where)
+def permute_weighted(x: Tensor, weights: Tensor, where: Permutation) -> tuple[Tensor, Tensor]:
+    """Copies as `permute` does, and choices' weights to their rows: `[n, h]`, `[n, k]` -> `[n·k, h]`, `[n·k]`."""
+    return _Permute.apply(x, weights, where)
 
 
-def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None) -> Tensor:
-    """Adds up each token's rows, perhaps weighted by its probabilities, differentiable in both.
+def unpermute(rows: Tensor, where: Permutation) -> Tensor:
+    """Sums the rows of each token, differentiable.
 
     Args:
         rows: `[n·k, h]` sorted by expert; of fewer the first, and the others count as zeros.
         where: from `permutation`.
-        probs: `[n, k]`, in the order of the token's choices; None = 1, for which no rows are kept.
 
     Returns:
         `[n, h]` in the dtype of `rows`, summed in float32 (float64 for float64).
     """
-    return _Unpermute.apply(rows, probs, where)
+    return _Unpermute.apply(rows, where)
 
 
-def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Computes `top_k` without a gradient."""
-    if dispatch.runs_triton(scores):
-        scores = rows_of(scores)
-        n, experts = scores.shape
-        values = torch.empty(n, k, dtype=scores.dtype, device=scores.device)
-        indices = torch.empty(n, k, dtype=torch.int64, device=scores.device)
-        config = tuning.select("moe_topk", scores.device)
-        lanes = {"K": k, "EXPERTS": next_power_of_2(experts)}
-        _topk_kernel[(n,)](scores, values, indices, experts, scores.stride(0), **lanes, **config)
-        return values, indices
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return ordered[:, :k].contiguous(), order[:, :k].contiguous()
+@jit
+def _scores(logits, KIND: tl.constexpr):
+    """Returns what a row of logits says of each expert; lanes without an expert hold -inf."""
+    if KIND == "softmax":
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores /= tl.sum(scores, 0)
+    elif KIND == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = logits
+    return scores
 
 
-class _TopK(FirstOrderFunction):
+@jit
+def _route_kernel(
+    logits_ptr, bias_ptr, experts_ptr, weights_ptr, num_experts, stride, scale,
+    KIND: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, FORCED: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Finds the K best of a row, the best first, and their weights; of equals the one with the lower index.
+
+    NaN counts as infinity.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, EXPERTS)
+    logits = tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(tl.float32)
+    scores = _scores(logits, KIND)
+    ranked = scores
+    if BIASED:
+        ranked += tl.load(bias_ptr + lane, lane < num_experts, other=0.0)
+    # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie anywhere.
+    ranked = tl.where(ranked == ranked, ranked, float("inf"))
+    taken = lane >= num_experts
+    slot = tl.arange(0, SLOTS)
+    weights = tl.zeros((SLOTS,), tl.float32)
+    for j in tl.static_range(K):
+        if FORCED:
+            index = tl.load(experts_ptr + row * K + j).to(tl.int32)
+        else:
+            best = tl.max(tl.where(taken, float("-inf"), ranked), 0)
+            # Among the free lanes, so that a row of -inf still yields K different experts.
+            index = tl.min(tl.where((ranked == best) & ~taken, lane, EXPERTS), 0)
+            tl.store(experts_ptr + row * K + j, index.to(tl.int64))
+            taken = taken | (lane == index)
+        weights = tl.where(slot == j, tl.sum(tl.where(lane == index, scores, 0.0), 0), weights)
+    if NORMALISED:
+        weights /= tl.sum(weights, 0) + 1e-20
+    weights *= scale
+    tl.store(weights_ptr + row * K + slot, weights.to(weights_ptr.dtype.element_ty), slot < K)
+
+
+@jit
+def _route_backward_kernel(
+    logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, num_experts, stride, scale,
+    KIND: tl.constexpr, NORMALISED: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Computes the gradient of a row's logits from that of its weights, w = s / sum of s for s of the chosen."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, EXPERTS)
+    scores = _scores(tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")), KIND)
+    gradient = tl.zeros((EXPERTS,), tl.float32)
+    member = lane < 0
+    for j in tl.static_range(K):
+        mine = lane == tl.load(experts_ptr + row * K + j)
+        gradient = tl.where(mine, tl.load(dweights_ptr + row * K + j) * scale, gradient)
+        member = member | mine
+    if NORMALISED:
+        total = tl.sum(tl.where(member, scores, 0.0), 0) + 1e-20
+        gradient = tl.where(member, gradient - tl.sum(gradient * scores, 0) / total, 0.0) / total
+    if KIND == "softmax":
+        gradient = scores * (gradient - tl.sum(gradient * scores, 0))
+    else:
+        gradient = scores * (1.0 - scores) * gradient
+    tl.store(dlogits_ptr + row * num_experts + lane, gradient, lane < num_experts)
+
+
+def _launch_route(logits: Tensor, k: int, kind: str, normalised: bool, scale: float, bias, forced):
+    n, num_experts = logits.shape
+    experts = torch.empty(n, k, dtype=torch.int64, device=logits.device) if forced is None else forced.contiguous()
+    weights = torch.empty(n, k, dtype=logits.dtype, device=logits.device)
+    inputs = (logits, logits if bias is None else bias, experts, weights, num_experts, logits.stride(0), scale)
+    flags = {"KIND": kind, "NORMALISED": normalised, "BIASED": bias is not None, "FORCED": forced is not None}
+    _route_kernel[(n,)](*inputs, **flags, **_lanes(num_experts, k, logits))
+    return experts, weights
+
+
+def _lanes(num_experts: int, k: int, x: Tensor) -> dict[str, int]:
+    lanes = {"K": k, "EXPERTS": next_power_of_2(num_experts), "SLOTS": next_power_of_2(k)}
+    return lanes | tuning.select("moe_topk", x.device)
+
+
+class _Route(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, scores, k):
-        values, indices = best(scores, k)
-        ctx.save_for_backward(indices)
-        ctx.num_experts = scores.shape[1]
-        ctx.mark_non_differentiable(indices)
-        return values, indices
+    def forward(ctx, logits, *how):
+        logits = rows_of(logits)
+        experts, weights = _launch_route(logits, *how)
+        ctx.how = how[:4]
+        ctx.save_for_backward(logits, experts)
+        ctx.mark_non_differentiable(experts)
+        return experts, weights
 
     @staticmethod
-    def backward(ctx, dvalues, _):
-        (indices,) = ctx.saved_tensors
-        dscores = dvalues.new_zeros(indices.shape[0], ctx.num_experts)
-        return dscores.scatter_(1, indices, dvalues), None
+    def backward(ctx, _, dweights):
+        (logits, experts), (k, kind, normalised, scale) = ctx.saved_tensors, ctx.how
+        n, num_experts = logits.shape
+        dlogits = torch.empty(n, num_experts, dtype=logits.dtype, device=logits.device)
+        inputs = (logits, experts, dweights.contiguous(), dlogits, num_experts, logits.stride(0), scale)
+        _route_backward_kernel[(n,)](*inputs, KIND=kind, NORMALISED=normalised, **_lanes(num_experts, k, logits))
+        return dlogits, None, None, None, None, None, None
 
 
-def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest scores of each token and their experts, differentiable in the scores.
+def route(
+    logits: Tensor, k: int, kind: str, normalised: bool, scale: float, bias: Tensor | None = None,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Chooses experts by their scores and weighs them, for tensors that `runs_triton`; `router.py` says it in torch.
+
+    Args:
+        logits: `[n, E]`, fp32.
+        k: how many experts a token chooses.
+        kind: softmax or sigmoid.
+        normalised: the weights of a token add up to `scale`.
+        scale: of the weights.
+        bias: `[E]`, added to the scores for the choice.
+        forced: int64 `[n, k]`, the experts to choose; None = the best.
+
+    Returns:
+        experts int64 `[n, k]`, the best first, and their weights `[n, k]`, differentiable in the logits.
+    """
+    return _Route.apply(logits, k, kind, normalised, scale, bias, forced)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """Returns the experts of each token's k largest scores, without a gradient.
 
     Args:
         scores: `[n, E]`, any floating dtype.
-        k: how many experts a token chooses.
+        k: how many experts a token chooses, at most E.
 
     Returns:
-        values `[n, k]`, largest first, and experts `[n, k]` int64; of equal scores the lower expert wins, on every
-        device.
-
-    Raises:
-        ValueError: k exceeds the number of experts.
+        int64 `[n, k]`, of the largest first; of equal scores the lower expert wins, on every device.
     """
-    if not 1 <= k <= scores.shape[1]:
-        raise ValueError(f"cannot choose {k} of {scores.shape[1]} experts")
-    return _TopK.apply(scores, k)
+    if dispatch.runs_triton(scores):
+        return _launch_route(rows_of(scores), k, "none", False, 1.0, None, None)[0]
+    return torch.sort(scores, dim=-1, descending=True, stable=True)[1][:, :k].contiguous()

@@ -142,26 +142,10 @@ def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.cons
 
 @jit
 def _adamw_kernel(
-    addresses_ptr,
-    chunks_ptr,
-    sizes_ptr,
-    factor_ptr,
-    weight_decay_ptr,
-    num_tensors,
-    lr,
-    beta1,
-    beta2,
-    share1,
-    share2,
-    eps,
-    correction1,
-    root_correction2,
-    GRAD: tl.constexpr,
-    COPY: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses_ptr, chunks_ptr, sizes_ptr, factor_ptr, weight_decay_ptr, num_tensors, lr, beta1, beta2, share1,
+    share2, eps, correction1, root_correction2,
+    GRAD: tl.constexpr, COPY: tl.constexpr, HAS_COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     which, index, live, full = _block(chunks_ptr, sizes_ptr, BLOCK)
     p_ptr = _tensor(addresses_ptr + which, tl.float32, ALIGNED) + index
     g_ptr = _tensor(addresses_ptr + num_tensors + which, GRAD, ALIGNED) + index

@@ -71,25 +71,10 @@ def weight_tiles(weight: Tensor, config: dict, transposed: bool):
 
 @jit(do_not_specialize=["epoch", "rank"])
 def _all_gather_gemm_kernel(
-    x_ptr,
-    w_tiles,
-    y_ptr,
-    flags_ptr,
-    patience,
-    epoch,
-    rank,
-    size,
-    rows,
-    n,
-    k,
-    x_stride,
-    TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    POINTERS: tl.constexpr,
-):
+    x_ptr, w_tiles, y_ptr, flags_ptr, patience, epoch, rank, size, rows, n, k, x_stride,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr, POINTERS: tl.constexpr,
+):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     chunk_tiles = tiles_m * tiles_n
     source = (rank + size - tl.program_id(0) // chunk_tiles) % size
@@ -176,25 +161,10 @@ def gemm_reduce_scatter_reference(
 
 @jit(do_not_specialize=["epoch", "rank"])
 def _gemm_reduce_scatter_kernel(
-    x_tiles,
-    w_tiles,
-    buffer_addresses_ptr,
-    flag_addresses_ptr,
-    finished_ptr,
-    epoch,
-    rank,
-    size,
-    rows,
-    n,
-    k,
-    TRANSPOSED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    POINTERS: tl.constexpr,
-):
+    x_tiles, w_tiles, buffer_addresses_ptr, flag_addresses_ptr, finished_ptr, epoch, rank, size, rows, n, k,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BAND: tl.constexpr, POINTERS: tl.constexpr,
+):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     chunk_tiles = tiles_m * tiles_n
     owner = (rank + 1 + tl.program_id(0) // chunk_tiles) % size

@@ -8,6 +8,7 @@ The gradient is the rotation by the negative angle.
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import FirstOrderFunction, jit, next_power_of_2, statistics_dtype, tl
@@ -22,12 +23,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated if x.shape[-1] == dr else torch.cat((rotated, x[..., dr:]), dim=-1)
 
 
+_COLUMNS = WeakIdKeyDictionary()  # cos -> its tables by column: all layers that are given the same make them once
+
+
 def _by_column(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns tables `[s, b|1, 1, dr]` of each rotary dim, the sine with its sign."""
-    cos, sin = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
-    if interleaved:
-        return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    given, known = (cos._version, sin._version, interleaved, dtype), _COLUMNS.get(cos)
+    if known is None or known[0] is not sin or known[1] != given:
+        c, s = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
+        if interleaved:
+            made = c.repeat_interleave(2, -1), torch.stack((-s, s), -1).flatten(-2)
+        else:
+            made = torch.cat((c, c), -1), torch.cat((-s, s), -1)
+        _COLUMNS[cos] = known = sin, given, made
+    return known[2]
 
 
 def apply_rope_reference(
@@ -226,7 +235,8 @@ def _rotate_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool,
         k_out = _like(k)
         _launch((ends, k), (ends, k_out), cos, sin, backward, interleaved)
         return k_out
-    cos, sin = _by_column(cos, -sin if backward else sin, interleaved, q.dtype)
+    cos, sin = _by_column(cos, sin, interleaved, q.dtype)
+    sin = -sin if backward else sin
     ends.copy_(_rotate(ends, cos, sin, interleaved))
     return _rotate(k, cos, sin, interleaved)
 

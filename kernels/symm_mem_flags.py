@@ -62,10 +62,7 @@ class Patience:
         return self.complaint(noted % 2**32 - 1, noted >> 32) if noted else None
 
     def check(self) -> None:
-        """
-        Raises:
-            TimeoutError: a kernel has given up.
-        """
+        """Raises TimeoutError: a kernel has given up."""
         complaint = self.given_up()
         if complaint is not None:
             raise TimeoutError(complaint)

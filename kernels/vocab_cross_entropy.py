@@ -120,19 +120,10 @@ def _statistics_kernel(
 
 @jit
 def _backward_kernel(
-    logits_ptr,
-    labels_ptr,
-    max_ptr,
-    sum_ptr,
-    dloss_ptr,
-    stride,
-    vocab_start,
-    num_valid_columns,
-    width,
-    z_coef,
+    logits_ptr, labels_ptr, max_ptr, sum_ptr, dloss_ptr, stride, vocab_start, num_valid_columns, width, z_coef,
     ignore_index,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)

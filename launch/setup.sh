@@ -41,6 +41,10 @@ CHECK
     fi
 }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
+compile() { # while pip, told not to, installs: it would compile on one core, and what nobody imports as well
+    (cd "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        "$venv/bin/python" -m compileall -q -j 0 "$@" >/dev/null || true) &
+}
 pip --version >/dev/null 2>&1 || make_venv
 
 began=$SECONDS
@@ -48,17 +52,20 @@ pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
 cp "$root/launch/constraints.txt" "$pins"
 echo "setup: installing torch ($(grep '^torch==' "$pins"))"
-pip install --constraint <(grep -v '^triton==' "$pins") torch
+pip install --no-compile --constraint <(grep -v '^triton==' "$pins") torch
+compile torch sympy
 if "$venv/bin/python" -c "
 from importlib.metadata import requires
 raise SystemExit(not any(line.startswith('triton') for line in requires('torch')))"; then
     sed -i '/^triton==/d' "$pins" # a CUDA build of torch insists on its own
 fi
 echo "setup: installing megatron5d$extras and what it needs"
-pip install --constraint "$pins" --editable "$root$extras"
+pip install --no-compile --constraint "$pins" --editable "$root$extras"
+compile triton numpy omegaconf hydra yaml
 if [ "$what" = all ]; then
     echo "setup: compiling the search for schedules" # numba keeps it on disk, and no later search waits for it
     "$venv/bin/python" "$root/tools/schedule.py" search --pp 2 --microbatches 2 --evaluations 1 >/dev/null
 fi
+wait
 echo "$stamp" >"$venv/.installed-$what"
 echo "setup: done in $((SECONDS - began)) s"

@@ -119,7 +119,7 @@ def _reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
 
 def layout_run(config: Config, world: int, rows: torch.Tensor, steps: int):
     """The real thing on `world` ranks: its Outcome, and every rank's gradients and weights as rectangles."""
-    records = short_run(config, world, rows, steps)
+    records = short_run(config, world, rows, steps, phases=False)
     for record in records[1:]:
         same = (record.figures, record.layers) == (records[0].figures, records[0].layers)
         assert same, "ranks disagree about loss or gradient norm"

@@ -150,10 +150,7 @@ def _check_imbalance(imbalance: float) -> None:
 
 
 def _check_fp8(config: Config, architecture: str) -> None:
-    """
-    Raises:
-        ConfigError: the architecture has no FP8 kernels, and the configuration wants them.
-    """
+    """Raises ConfigError where the architecture has no FP8 kernels, and the configuration wants them."""
     if faults := fp8_faults(config, architecture):
         raise ConfigError(faults)
 

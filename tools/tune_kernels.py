@@ -85,6 +85,8 @@ SPACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vocab_statistics": ("cross-entropy forward 8192x128256", "ours", COLUMNS),
     "vocab_cross_entropy_backward": ("cross-entropy backward 8192x128256", "ours", COLUMNS),
     "moe_permute": ("MoE permute, 16 k tokens, 8 of 64", "ours", {"BLOCK": (512, 1024, 2048), **FEW}),
+    "moe_permutation": ("MoE top-k, 64 k tokens, 8 of 64", "ours, permutation",
+                        {"BLOCK": (256, 512, 1024), "ROWS": (8, 16, 32), **WARPS}),
     "moe_topk": ("MoE top-k, 64 k tokens, 8 of 64", "ours", {"num_warps": (1, 2, 4)}),
     "squared_norm": ("gradient norm, 32 x 16 M", "ours", COLUMNS | WARPS),
     "adamw": ("AdamW, 32 x 16 M", "ours", {"BLOCK": (1024, 2048, 4096), **WARPS}),

@@ -268,6 +268,24 @@ def groups_of(rows: int, offsets: Tensor | None) -> int:
     return cdiv(rows, GROUP) + (0 if offsets is None else offsets.numel() - 1)
 
 
+@jit
+def quantized_anew(
+    slices, scales_ptr, scales_stride, rows, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr
+):
+    """Quantises a tile in slices, with a scale for each of its rows, along its columns; returns their scales too."""
+    wide = ()
+    for j in tl.static_range(16):
+        row = 16 * tl.arange(0, GROUP // 16) + j
+        factor = tl.load(scales_ptr + row * scales_stride, row < rows, other=0.0)
+        wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
+    amax = largest(largest_of(wide), 0)[None, :]
+    turned = ()
+    for j in tl.static_range(16):
+        values, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, slices[0].dtype)
+        turned += (values,)  # type: ignore[assignment]
+    return turned, scale
+
+
 @jit(do_not_specialize=["rows", "groups", "num_experts"])
 def _fp8_transpose_kernel(
     values_ptr,
@@ -298,17 +316,9 @@ def _fp8_transpose_kernel(
     if KEEP:
         scale = tl.load(scales_ptr + first * column_groups + column_group)
     else:
-        wide = ()
         scales_ptr += first * column_groups + column_group
-        for j in tl.static_range(16):
-            row = 16 * tl.arange(0, GROUP // 16) + j
-            factor = tl.load(scales_ptr + row * column_groups, row < (last - first).to(tl.int32), other=0.0)
-            wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
-        amax = largest(largest_of(wide), 0)[None, :]
-        slices = ()
-        for j in tl.static_range(16):
-            values, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
-            slices += (values,)
+        left = (last - first).to(tl.int32)
+        slices, scale = quantized_anew(slices, scales_ptr, column_groups, left, LARGEST, POWERS_OF_TWO, GROUP)
     # The tile's dead rows are stored too: they are the zeros that fill the group.
     row_words = groups * (GROUP // 4)
     store_transposed(

@@ -53,7 +53,6 @@ class RecomputedParts:
         """Runs a part, which will be recomputed if `name` is among the names and there will be a backward.
 
         Args:
-            name: of the part.
             fn: returns one tensor or a tuple, none of them an input; a closure over parameters and everything else.
             inputs: the tensors that the part saves.
 
@@ -216,20 +215,15 @@ def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """The activations that a phase keeps for its backward, and where (`phase.activation_policy`).
+    """The activations that a phase keeps for its backward, and where (`phase.activation_policy`)."""
 
-    Args:
-        parts: of its layer, those that are recomputed (recompute.mode=selective).
-        group: neighbouring phases of one group keep only the input of the first, and are recomputed as a whole
-            (recompute.mode=full); None = this phase is not.
-        host_bytes: saved floating-point tensors of at least this many bytes are offloaded to the host; None = none.
-        input_host_bytes: the same for the input of a group.
-    """
-
-    parts: RecomputedParts = KEEP_ALL
+    parts: RecomputedParts = KEEP_ALL  # of its layer, those that are recomputed (recompute.mode=selective)
+    # neighbouring phases of one group keep only the input of the first, and are recomputed as a whole
+    # (recompute.mode=full); None = this phase is not
     group: int | None = None
+    # saved floating-point tensors of at least this many bytes are offloaded to the host; None = none
     host_bytes: int | None = None
-    input_host_bytes: int | None = None
+    input_host_bytes: int | None = None  # the same for the input of a group
 
     @property
     def keeps_all(self) -> bool:

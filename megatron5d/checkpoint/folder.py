@@ -311,7 +311,6 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
     """Returns a configuration as run.json holds it; raises as `saved_config`.
 
     Args:
-        folder: of the checkpoint, for the message.
         saved: value of `config` in run.json.
         groups: only these groups and their keys are read, as nested mappings; None = all, and others are refused.
     """

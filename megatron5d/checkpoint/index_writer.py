@@ -36,7 +36,6 @@ class IndexWriter:
 
         Args:
             messages: what `write` returned on each rank, by rank; b"" where it was the same at the last save.
-            save: what the files are part of.
 
         Raises:
             ValueError: the ranks' parts overlap, or do not fill a tensor.

@@ -35,6 +35,15 @@ class ShardedTensor:
         return self.parts[offset]
 
 
+def overlap(
+    at: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Returns begin and end of what two rectangles of a tensor share, of `shape` and `extent`; None for nothing."""
+    begin = list(map(max, at, other))
+    end = [min(a + m, b + n) for a, m, b, n in zip(at, shape, other, extent)]
+    return (begin, end) if all(first < last for first, last in zip(begin, end)) else None
+
+
 class HostCopies:
     """Copies of tensors in host memory, which is kept for the next ones; pinned where they come from a GPU."""
 

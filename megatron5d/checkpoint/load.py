@@ -83,12 +83,8 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
     Only rank 0 looks at every file. A checkpoint may have a file for each rank, and no file system serves thousands of
     ranks that each ask for thousands of files. The other ranks only compare the list of files.
 
-    Args:
-        find: looks for a whole checkpoint.
-
-    Raises:
-        ValueError: on every rank, if a rank sees another checkpoint than rank 0, or cannot look there.
-        OSError, ValueError: on every rank, if `find` raises one on rank 0.
+    Raises ValueError: on every rank, if a rank sees another checkpoint than rank 0, or cannot look there. Raises
+    OSError, ValueError: on every rank, if `find` raises one on rank 0.
 
     Comm: a broadcast of a path, and as `first_failure`.
     """
@@ -350,8 +346,6 @@ def fault_of_file(
 
     Args:
         save: that wrote it; None = one of an earlier version.
-        items: all that it holds, by key.
-        dtypes: of the tensors, by key.
         finite: also look for values that are not finite.
     """
     try:

@@ -141,11 +141,8 @@ class LockFile:
             pass
 
     def _try_to_acquire(self) -> bool:
-        """Makes the file, or replaces that of a dead run.
-
-        Returns False where another process was quicker; the next attempt then looks at that process. Raises OSError: a
-        living run holds the lock, or the file cannot be written.
-        """
+        """Makes the file, or replaces that of a dead run. Returns False where another process was quicker; the next
+        attempt then looks at that process."""
         owner = _read(self.file)
         if owner is not None:
             self._refuse_living(owner)
@@ -176,10 +173,7 @@ class LockFile:
         return True
 
     def _refuse_living(self, owner: Owner) -> None:
-        """
-        Raises:
-            OSError: the owner is alive.
-        """
+        """Raises OSError where the owner is alive."""
         alive = is_alive(owner, self.owner)
         if self._is_touched_within_watch(owner) if alive is None else alive:
             raise OSError(

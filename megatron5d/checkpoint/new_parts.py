@@ -26,11 +26,7 @@ _CHUNK = 1 << 24  # elements that are read at a time
 
 
 def new_parts(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
-    """Returns a line for each kind of part that a model has and its source does not.
-
-    Args:
-        saved: names of the source's tensors.
-    """
+    """Returns a line for each kind of part that a model has and its source does not."""
     saved, told = set(saved), []
     if rows < model.vocab_size:
         told.append(f"rows {rows} to {model.vocab_size - 1} of the vocabulary start as the mean of the {rows} old ones")

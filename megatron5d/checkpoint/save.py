@@ -91,7 +91,6 @@ class Saver:
         """Saves one step.
 
         Args:
-            tensors: what this rank writes, by key.
             run: what run.json will hold (the same on every rank).
             exported: write it in the exporter's form, too.
 

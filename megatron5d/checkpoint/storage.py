@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import METADATA, TENSORS, changed, newest_before
 from megatron5d.checkpoint.index import INDEX, SavedTensor, read_index, read_pickled
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import ShardedTensor, overlap
 from megatron5d.checkpoint.tensor_file import (
     HEADER_BYTES,
     About,
@@ -201,9 +201,8 @@ class Reader:
                 continue
             found = 0
             for item in saved.items.values():
-                begin = [max(pair) for pair in zip(offset, item.offset)]
-                end = [min(a + m, b + n) for a, m, b, n in zip(offset, view.shape, item.offset, item.extent)]
-                if all(first < last for first, last in zip(begin, end)):
+                if shared := overlap(offset, view.shape, item.offset, item.extent):
+                    begin, end = shared
                     target = view[tuple(slice(a - at, b - at) for a, b, at in zip(begin, end, offset))]
                     found += target.numel()
                     yield _Request(item, key, tuple(a - at for a, at in zip(begin, item.offset)), target)
@@ -211,8 +210,7 @@ class Reader:
                 raise ValueError(f"{self._folder} holds {found} of {view.numel()} elements of {key} at {offset}")
 
     def _check_save(self, found: Save | None) -> None:
-        """Makes sure that a file of tensors was written by the save that the index describes. Raises Damaged: by
-        another one, as in a folder into which files of two steps were copied."""
+        """Makes sure that a file of tensors was written by the save that the index describes."""
         if found != self.save:
             of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
             raise Damaged(

@@ -84,7 +84,6 @@ class FileWriter:
 
     Args:
         path: of the file. It is made with the first part.
-        save: that it is part of.
 
     Raises:
         OSError: from every method, if it cannot be written; names the file.
@@ -226,14 +225,7 @@ class About:
 
 
 class TensorFile:
-    """A file of tensors, open for reading; a context manager.
-
-    Args:
-        about: of it, where it was open before.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """A file of tensors, open for reading; a context manager. Raises OSError: it cannot be opened."""
 
     def __init__(self, path: Path, about: About | None = None) -> None:
         self._file = os.open(path, os.O_RDONLY)

@@ -65,6 +65,8 @@ def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
     Comm: all_gather / reduce_scatter, each as an all_to_all.
     """
+    if axis.size == 1:
+        return x
     return differentiable(x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts))
 
 
@@ -73,6 +75,8 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
     Comm: reduce_scatter / all_gather, each as an all_to_all.
     """
+    if axis.size == 1:
+        return x
     return differentiable(x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts))
 
 

@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 class Exposure:
-    """Adds up how long its calls take: on a GPU the time of the stream, by events; elsewhere the host's.
-
-    Args:
-        device: where the calls do their work.
-    """
+    """Adds up how long its calls take: on a GPU the time of the stream, by events; elsewhere the host's."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = torch.device(device).type == "cuda"

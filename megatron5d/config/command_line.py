@@ -77,14 +77,7 @@ def _flush(stream: io.TextIOWrapper) -> None:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Separates flags from overrides.
-
-    Args:
-        argv: without the program's name.
-
-    Returns:
-        Flags, overrides in their order, and a fault for each unknown flag.
-    """
+    """Separates flags from overrides. Returns flags, overrides in their order, and a fault for each unknown flag."""
     out = Arguments()
     rest = list(argv)
     while rest:
@@ -158,11 +151,7 @@ def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def help_text(folders: Sequence[Path]) -> str:
-    """Returns the text of `--help`.
-
-    Args:
-        folders: config folders, ours first.
-    """
+    """Returns the text of `--help`."""
     groups = groups_in(folders)
     parts = [_HEAD, "Flags:", *(f"    {flag:14} {what}" for flag, what in FLAGS.items()), "", "Groups:"]
     parts += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]

@@ -97,15 +97,9 @@ _WANDB_MODES = dict.fromkeys(("off", "no", "False", "false", "None", "none", "nu
 
 
 def load_config(
-    argv: Sequence[str],
-    *,
-    world: int | None = None,
-    rank: int = 0,
-    model_from_hf: ModelFromHF | None = None,
-    options: Sequence[Check] = (),
-    checks: Sequence[Check] = (),
-    files: bool = True,
-) -> Config:
+    argv: Sequence[str], *, world: int | None = None, rank: int = 0, model_from_hf: ModelFromHF | None = None,
+    options: Sequence[Check] = (), checks: Sequence[Check] = (), files: bool = True,
+) -> Config:  # fmt: skip
     """Returns the typed, checked configuration of a command line.
 
     Args:
@@ -176,11 +170,7 @@ def _leave(text: str, rank: int) -> None:
 
 
 class _Spelling:
-    """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults are found.
-
-    Args:
-        folders: config folders with groups, ours first.
-    """
+    """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults are found."""
 
     def __init__(self, arguments: Arguments, folders: list[Path]) -> None:
         self.faults = arguments.faults

@@ -218,29 +218,20 @@ def shared_heads(x: Tensor, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Context-parallel attention of all layers; it has no parameters.
+    """Context-parallel attention of all layers; it has no parameters."""
 
-    Args:
-        method: parallel.cp_method.
-        outer: ranks among which keys and values travel.
-        inner: ranks that exchange heads for sequence.
-    """
-
-    method: str
-    outer: Axis
-    inner: Axis
+    method: str  # parallel.cp_method
+    outer: Axis  # ranks among which keys and values travel
+    inner: Axis  # ranks that exchange heads for sequence
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """
-        Args:
+        """Args:
             q: `[s/cp, b, a/tp, d]`.
             k: `[s/cp, b, g/tp, d]`.
             v: `[s/cp, b, g/tp, dv]`.
-            plan: the micro-batch's masks.
-            scale, softcap: of the scores.
             sinks: `[a/tp]`, or None.
 
         Returns:

@@ -32,32 +32,19 @@ from megatron5d.kernels.dispatch import statistics_dtype
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Made by `Planner`; travels with the micro-batch (`MicroBatch.context`).
+    """Made by `Planner`; travels with the micro-batch (`MicroBatch.context`)."""
 
-    Args:
-        layout: which rows of this micro-batch's sequences each rank holds.
-        outer_rank: of the queries.
-        calls: of the attention kernel, for each outer rank's keys.
-        hops: how many hops around the outer ranks keys must make; the same on all ranks.
-        visible_pairs: for each outer rank, how many query-key pairs no mask hides.
-        outer_rows: int64 `[s/outer]` per outer rank: the global rows it holds.
-        own_rows: int64 `[s/cp]`: the global rows of this rank.
-        documents: int64 `[b, s]` of whole rows, or None.
-        causal, window: as in the model.
-        whole: of layers without a window, where others have one.
-    """
-
-    layout: SequenceLayout
+    layout: SequenceLayout  # which rows of this micro-batch's sequences each rank holds
     outer_rank: int
-    calls: list[list[Call]]
-    hops: int
-    visible_pairs: list[int]
-    outer_rows: list[Tensor]
-    own_rows: Tensor
-    documents: Tensor | None
+    calls: list[list[Call]]  # of the attention kernel, for each outer rank's keys
+    hops: int  # how many hops around the outer ranks keys must make; the same on all ranks
+    visible_pairs: list[int]  # for each outer rank, how many query-key pairs no mask hides
+    outer_rows: list[Tensor]  # int64 `[s/outer]` per outer rank: the global rows it holds
+    own_rows: Tensor  # int64 `[s/cp]`: the global rows of this rank
+    documents: Tensor | None  # int64 `[b, s]` of whole rows, or None
     causal: bool
     window: int | None
-    whole: ContextPlan | None = None
+    whole: ContextPlan | None = None  # of layers without a window, where others have one
 
     def of_window(self, window: int | None) -> ContextPlan:
         """Returns the plan of a layer with this window, or without one."""
@@ -83,7 +70,6 @@ class Planner:
     Args:
         layout: how the sequence is cut; the documents of a micro-batch decide anew which rank holds which chunk.
         rank: this rank's position on the whole cp axis.
-        causal, window: as in the model.
         some_whole: some layers have no window (model.window_layers).
         device: where the plans' index tensors will be used.
     """
@@ -148,7 +134,6 @@ class Merge:
 
     Args:
         q: `[s, b, a, d]`.
-        value_dim: of the values.
         sinks: `[a]` logits that every query also sees, without a value; counted once, here.
     """
 
@@ -193,11 +178,9 @@ def block_gradients(
     """Adds the share of dq that comes from one block, in place, and returns the block's dk and dv.
 
     Args:
-        plan: the micro-batch's.
         source: outer rank of the keys.
         saved: q `[s, b, a, d]`, and the merged out and lse.
         dout: `[s, b, a, dv]`, gradient of the merged out.
-        k, v: of the block.
         dq: `[s, b, a, d]` fp32 (fp64); added to.
         score: scale and softcap.
     """

@@ -21,35 +21,23 @@ Documents = Sequence[Sequence[int]] | np.ndarray
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees.
+    """Which keys a query sees."""
 
-    Args:
-        causal: only keys at or before its own position.
-        window: only keys less than this many rows away, itself included; None = any.
-        documents: `[b, s]`, the number of each row's document, rising along a sequence: only keys of its own document;
-            None = one document.
-    """
-
-    causal: bool = True
-    window: int | None = None
+    causal: bool = True  # only keys at or before its own position
+    window: int | None = None  # only keys less than this many rows away, itself included; None = any
+    # `[b, s]`, the number of each row's document, rising along a sequence: only keys of its own document; None = one
+    # document
     documents: Documents | None = None
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a valid sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks.
+    """How a valid sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks."""
 
-    Args:
-        seq_len: rows of the whole sequence.
-        outer: ranks among which keys and values travel.
-        inner: ranks that exchange heads for sequence.
-        order: the chunks, two for each outer rank; zigzag if not said.
-    """
-
-    seq_len: int
-    outer: int = 1
-    inner: int = 1
-    order: tuple[int, ...] = ()
+    seq_len: int  # rows of the whole sequence
+    outer: int = 1  # ranks among which keys and values travel
+    inner: int = 1  # ranks that exchange heads for sequence
+    order: tuple[int, ...] = ()  # the chunks, two for each outer rank; zigzag if not said
 
     def __post_init__(self) -> None:
         pieces = 2 * self.outer * self.inner if self.outer > 1 else self.inner
@@ -134,9 +122,7 @@ def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]
     """Returns what an outer rank computes with each outer rank's keys; pairs of chunks that see nothing are left out.
 
     Args:
-        layout: of the sequence.
         rank: outer rank of the queries.
-        mask: of one micro-batch.
 
     Returns:
         For each outer rank of keys, the calls.

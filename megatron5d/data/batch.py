@@ -27,15 +27,9 @@ from megatron5d.topology.mesh import Mesh
 
 
 def make_micro_batch(
-    rows: Tensor,
-    *,
-    seq_len: int | None = None,
-    document_mask: bool = False,
-    eod: int | None = None,
-    eod_mask_loss: bool = False,
-    document_starts: Sequence[np.ndarray] | None = None,
-    causal: bool = True,
-) -> MicroBatch:
+    rows: Tensor, *, seq_len: int | None = None, document_mask: bool = False, eod: int | None = None,
+    eod_mask_loss: bool = False, document_starts: Sequence[np.ndarray] | None = None, causal: bool = True,
+) -> MicroBatch:  # fmt: skip
     """Cuts rows of a sample's length + 1 tokens into inputs and labels.
 
     The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
@@ -152,12 +146,7 @@ def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
     A prediction of depth k counts where the main prediction k tokens later counts, none of the tokens before that is
     padding and, if documents are told apart, all are in the same document.
 
-    Args:
-        batch: whole sequences.
-        depths: model.num_mtp_layers.
-
-    Returns:
-        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
+    Returns the batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
     """
     if depths == 0:
         return batch
@@ -187,12 +176,8 @@ class Loader:
     error in the thread is raised when the step is asked for.
 
     Args:
-        samples: all samples in their global order.
         batches: the run's schedule of global batches, as of `batch_schedule`.
-        mbs: micro-batch, in sequences.
         dp_rank: this rank's position on the data-parallel axis.
-        dp_size: ranks on that axis.
-        consumed_samples: sequences that earlier steps have taken.
         vocab_size: ids must be below it; None = not checked.
         knob: config key of the files, for errors.
         prefetch: steps read ahead; 0 = none, without a thread.
@@ -202,21 +187,10 @@ class Loader:
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        *,
-        batches: BatchSchedule,
-        mbs: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        consumed_samples: int = 0,
-        vocab_size: int | None = None,
-        knob: str = "data.train",
-        prefetch: int = 2,
-        pin_memory: bool = False,
-        transform: Callable[[MicroBatch], MicroBatch] | None = None,
-        **options: Any,
-    ) -> None:
+        self, samples: Samples, *, batches: BatchSchedule, mbs: int, dp_rank: int = 0, dp_size: int = 1,
+        consumed_samples: int = 0, vocab_size: int | None = None, knob: str = "data.train", prefetch: int = 2,
+        pin_memory: bool = False, transform: Callable[[MicroBatch], MicroBatch] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make: Callable[..., MicroBatch] = partial(make_micro_batch, **options)

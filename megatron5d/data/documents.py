@@ -170,12 +170,7 @@ class Tokenized:
 
 
 def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
-    """Tokenises the documents of one unit.
-
-    Args:
-        unit: from `units`.
-        recipe: how to tokenise it.
-    """
+    """Tokenises the documents of one unit."""
     tokenizer = _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     begin = [tokenizer.bos] if recipe.prepend_bos and tokenizer.bos is not None else []
     end = [tokenizer.eod] if recipe.append_eod and tokenizer.eod is not None else []
@@ -210,16 +205,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
     The processes are spawned, not forked: they inherit no threads, locks or open files of the caller, and importing
     what they need takes a third of a second.
 
-    Args:
-        todo: units.
-        recipe: how to tokenise them.
-        workers: processes; 1 = only this one.
-
-    Yields:
-        (unit, its tokens).
-
-    Raises:
-        ValueError: a process died, or a file is broken.
+    Yields (unit, its tokens). Raises ValueError: a process died, or a file is broken.
     """
     if workers <= 1:
         for unit in todo:

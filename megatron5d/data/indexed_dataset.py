@@ -88,15 +88,8 @@ class IndexedDataset:
     def document(self, i: int) -> np.ndarray:
         """Returns the ids of document `i`.
 
-        Args:
-            i: document, 0 … num_documents − 1.
-
-        Returns:
-            `[tokens]` in the file's dtype, read-only.
-
-        Raises:
-            IndexError: there is no such document.
-            ValueError: the file has become shorter since it was opened.
+        Returns `[tokens]` in the file's dtype, read-only. Raises IndexError: there is no such document. Raises
+        ValueError: the file has become shorter since it was opened.
         """
         if not 0 <= i < self.num_documents:
             raise IndexError(f"{self.prefix}: document {i} of {self.num_documents}")
@@ -130,11 +123,7 @@ class IndexedDataset:
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Returns where documents begin inside a stretch of the concatenated documents.
 
-        Args:
-            start: first token of the stretch.
-
-        Returns:
-            int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning is not listed).
+        Returns int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning is not listed).
         """
         self.check_index()
         # bisect touches log2(documents) entries; numpy's searchsorted would copy the whole unaligned array

@@ -171,7 +171,6 @@ def cached_arrays(
     Args:
         folder: of the cache; made when missing.
         inputs: everything the arrays depend on, as JSON values.
-        build: makes the arrays.
 
     Returns:
         name -> array; mapped read-only where the folder can be written, else in memory.

@@ -230,8 +230,7 @@ def preprocess(
 
 
 def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
-    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents.
-    Raises ValueError: it has no token of those that shall stand around documents."""
+    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents."""
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     if recipe.prepend_bos and tokenizer.bos is None:
         raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")
@@ -262,14 +261,9 @@ def _result(job: Job, progress: Progress) -> dict:
 
 
 def _write(
-    job: Job,
-    workers: int,
-    journal: Journal,
-    progress: Progress,
-    dtype: np.dtype,
-    reporting: Reporting,
+    job: Job, workers: int, journal: Journal, progress: Progress, dtype: np.dtype, reporting: Reporting,
     save_every_s: float,
-) -> Progress:
+) -> Progress:  # fmt: skip
     """Tokenises the rest of the corpus into partial files, and saves the journal every `save_every_s`.
 
     Returns:
@@ -333,12 +327,7 @@ def better_fraction(documents: int, fraction: float) -> float | None:
     Documents are drawn by their running number, while their total is unknown. Of few documents that may be far from
     the share: none of the first 220 is drawn by 0.01. A corpus so small is gone through once more.
 
-    Args:
-        documents: of the corpus, empty ones included.
-        fraction: --valid-fraction.
-
-    Returns:
-        A fraction; None where no better one is needed, or there are no two documents.
+    Returns A fraction; None where no better one is needed, or there are no two documents.
     """
     wanted = min(max(1, round(fraction * documents)), documents - 1)
     if not fraction or documents < 2 or documents > NEVER_UNLUCKY / fraction:

@@ -32,7 +32,6 @@ class Samples:
     """All samples of a run in their global order.
 
     Args:
-        streams: one per dataset.
         route: sample -> (index of the dataset, number of the sample in it).
         seq_len: tokens of a sample, without the extra one.
         num_samples: number of samples; None = no limit.
@@ -68,17 +67,10 @@ class Samples:
 
 
 def open_samples(
-    sources: Sequence[str],
-    *,
-    seq_len: int,
-    order: str = "shuffled",
-    seed: int = 0,
-    num_samples: int | None = None,
-    split: str | None = None,
-    part: str = "train",
-    cache_dir: str | os.PathLike[str] | None = None,
+    sources: Sequence[str], *, seq_len: int, order: str = "shuffled", seed: int = 0, num_samples: int | None = None,
+    split: str | None = None, part: str = "train", cache_dir: str | os.PathLike[str] | None = None,
     unweighted: str = "size",
-) -> Samples:
+) -> Samples:  # fmt: skip
     """Opens token files as one sequence of samples.
 
     Args:
@@ -129,16 +121,9 @@ def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
 
 
 def _megatron_samples(
-    sources: list[Source],
-    datasets: list[IndexedDataset],
-    seq_len: int,
-    seed: int,
-    num_samples: int | None,
-    split_part: tuple[str | None, str],
-    folder: Path,
-    *,
-    by_size: bool,
-) -> Samples:
+    sources: list[Source], datasets: list[IndexedDataset], seq_len: int, seed: int, num_samples: int | None,
+    split_part: tuple[str | None, str], folder: Path, *, by_size: bool,
+) -> Samples:  # fmt: skip
     """Returns the samples in Megatron's order.
 
     As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split; and a
@@ -193,13 +178,9 @@ def _blend(
 
 
 def _megatron_stream(
-    dataset: IndexedDataset,
-    split_part: tuple[str | None, str],
-    seq_len: int,
-    num_samples: int | None,
-    seed: int,
+    dataset: IndexedDataset, split_part: tuple[str | None, str], seq_len: int, num_samples: int | None, seed: int,
     folder: Path,
-) -> MegatronStream:
+) -> MegatronStream:  # fmt: skip
     from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
 
     sequences = split_range(*split_part, dataset.num_sequences)

@@ -91,8 +91,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
 
 
 def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
-    """Returns the first bytes of a file. Raises ValueError: there is none, or they are those of something else than a
-    tokenizer."""
+    """Returns the first bytes of a file."""
     with file.open("rb") as opened:
         head = opened.read(4096)
     if not head:
@@ -193,13 +192,9 @@ class Tokenizer:
         return self._names[number]
 
     def _name_tokens(
-        self,
-        beside: FilesBeside,
-        known: dict[str, int],
-        special: Collection[int],
-        asked: tuple[Asked, Asked],
+        self, beside: FilesBeside, known: dict[str, int], special: Collection[int], asked: tuple[Asked, Asked],
         own: tuple[int | None, int | None] = (None, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fills the fields.
 
         Args:

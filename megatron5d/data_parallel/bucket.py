@@ -88,17 +88,11 @@ class GatherFormat(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of one parameter that lies in this rank's owned slice.
-
-    Args:
-        spec: of the parameter.
-        local: flat range (start, stop) within the local parameter.
-        owned: the same elements as a flat range within the owned slice.
-    """
+    """The part of one parameter that lies in this rank's owned slice."""
 
     spec: ShardSpec
-    local: tuple[int, int]
-    owned: tuple[int, int]
+    local: tuple[int, int]  # flat range (start, stop) within the local parameter
+    owned: tuple[int, int]  # the same elements as a flat range within the owned slice
 
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
         """Returns the pieces that overlap the segment, each with its flat range in the owned slice."""
@@ -119,7 +113,6 @@ class Bucket:
             Parameters built `without_memory` have none yet: they are zero, and are initialised in `weight_slice`.
         shard: the ranks that own one slice each.
         replicate: the ranks that own the same slice.
-        grad_dtype: of the main gradients.
         zero: ZeRO stage, 0 ... 3.
         gather_format: in which ZeRO-3 gathers the weights; None = in their dtype.
         frozen: the parameters are never updated: they become `.frozen` and have no main gradient.
@@ -331,7 +324,6 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
     """Returns the axes over which a bucket is sharded and replicated.
 
     Args:
-        mesh: this rank's axes.
         zero: ZeRO stage, 0 ... 3.
         shared: `ShardSpec.shared` of the bucket's parameters.
         expert: `ShardSpec.expert` of them.

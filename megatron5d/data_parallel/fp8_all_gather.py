@@ -37,7 +37,6 @@ class Fp8ShardedWeights:
     """The `GatherFormat` of a bucket whose parameters are all multiplied in FP8.
 
     Args:
-        parameters: of the bucket.
         offsets: the first element of each parameter in the bucket.
         weight_slice: the owned slice of the weights, flat, in the model's dtype.
         shard: the ranks that own one slice each.
@@ -123,7 +122,6 @@ class Fp8ShardedWeights:
         """Quantises the slices of several buckets with one reduction of maxima for all of them.
 
         Args:
-            stale: the weights.
             exposure: measures the waits for other ranks.
 
         Comm: all_reduce over each shard axis of a number for every 128×128 block; tensorwise, another over tp (experts:

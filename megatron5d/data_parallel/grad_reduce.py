@@ -17,7 +17,6 @@ class BucketReduction:
     """The reduction of one bucket.
 
     Args:
-        bucket: whose gradients.
         phases: whose weight gradients go into it.
         per_microbatch: ZeRO-2 and 3 reduce after every micro-batch instead of once a step.
     """

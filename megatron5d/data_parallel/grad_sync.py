@@ -42,7 +42,6 @@ class GradSync:
 
     Args:
         units: lists of phases; a unit's parameters of one kind share a bucket, one of several units is the first's.
-        mesh: this rank's axes.
         zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.

@@ -50,7 +50,6 @@ class GatheredWeights:
     """Gathers and frees the weights of buckets as phases begin and end.
 
     Args:
-        buckets: of all local units.
         uses: phase -> indices of the buckets that it reads.
         unit_of: phase -> index of its unit.
         per_step: keep gathered weights until their last backward of the step.

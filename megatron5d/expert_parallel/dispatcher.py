@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron5d.comm.all_to_all import Codec, Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.collectives import start_all_gather
 from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.kernels.moe import Permutation, permutation, permute, permute_choices, unpermute
+from megatron5d.kernels.moe import Permutation, permutation, permute, permute_weighted, unpermute
 from megatron5d.topology.axis import Axis
 
 
@@ -144,7 +144,7 @@ class DirectDispatch:
 
     @property
     def offsets(self) -> Tensor:
-        """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
+        """int32 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
         return (self.received_order or self.sent_order).offsets
 
     def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
@@ -219,6 +219,7 @@ class Dispatcher:
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
         self.planned = PlannedLoad()  # what forecasts assume instead of counts
+        self._at_home = [Exchange(ep, [], [])] * 3  # on one rank they pass rows on, and keep nothing
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
         """Starts sending tokens to their experts.
@@ -237,15 +238,15 @@ class Dispatcher:
         room = self.room.of_pair(experts.numel(), self.ep)
         if self.ep_etp.size == 1:  # nothing to learn from others, and nothing to sort anew
             state = self._exchanges(order, [experts.numel()], [experts.numel()], [experts.numel()], None)
-            rows, by_row = permute(x, order), permute_choices(weights, order)
+            rows, by_row = permute_weighted(x, weights, order)
         else:
             # [1, E] -> [ep·etp, E]  all_gather ep_etp
-            counting = start_all_gather(order.offsets.diff()[None], self.ep_etp)
+            counting = start_all_gather(order.offsets.diff()[None].long(), self.ep_etp)
             if room is not None and self.ep.size > 1:
                 ends = order.offsets[:: self.num_local].contiguous()
                 order = slots(order, experts // self.num_local, ends, room)
-            rows = permute(x, order)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
-            by_row = permute_choices(weights, order)  # [n, k] -> [n·k]
+            # [n, h] -> [n·k, h] sorted by expert, [n, k] -> [n·k], while the counts travel
+            rows, by_row = permute_weighted(x, weights, order)
             counts = counting.wait()
             state = self._state(order, counts) if room is None else self._planned_state(order, counts, room)
             rows, by_row = rows[: state.num_sent], by_row[: state.num_sent]
@@ -255,8 +256,10 @@ class Dispatcher:
     def _exchanges(
         self, order: Permutation, send: list[int], receive: list[int], from_etp: list[int], received: Permutation | None
     ) -> DirectDispatch:
-        there, back = Exchange(self.ep, send, receive, self.codec), Exchange(self.ep, receive, send)
-        weights = Exchange(self.ep, send, receive)
+        there, back, weights = self._at_home
+        if self.ep.size > 1 or self.codec is not None:
+            there, back = Exchange(self.ep, send, receive, self.codec), Exchange(self.ep, receive, send)
+            weights = Exchange(self.ep, send, receive)
         return DirectDispatch(self.etp, order, sum(send), there, weights, back, from_etp, received)
 
     def _planned_state(self, order: Permutation, counts: Tensor, room: int) -> DirectDispatch:
@@ -307,7 +310,7 @@ def slots(where: Permutation, experts: Tensor, ends: Tensor, room: int) -> Permu
     Args:
         where: of all choices, sorted by expert.
         experts: `[n, k]`, each choice's group; as many as there are groups where there is none.
-        ends: int64 `[groups + 1]`, where each group's rows begin and end in `where`.
+        ends: int32 `[groups + 1]`, where each group's rows begin and end in `where`.
         room: rows of a group; those beyond it have no place.
 
     Returns:

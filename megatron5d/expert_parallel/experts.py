@@ -95,7 +95,7 @@ class Experts(nn.Module):
         Args:
             x: `[r, h]`, rows sorted by expert.
             weights: `[r]`, the router's.
-            offsets: int64 `[E/ep + 1]`, where each expert's rows begin and end.
+            offsets: int32 `[E/ep + 1]`, where each expert's rows begin and end.
             defer: takes the weight-gradient half of the backward.
 
         Returns:
@@ -109,7 +109,7 @@ class Experts(nn.Module):
 
     def _expert_of(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Returns int64 `[r]`: the local expert of each row; the last for rows past the last offset."""
-        row = torch.arange(rows.shape[0], device=offsets.device)
+        row = torch.arange(rows.shape[0], dtype=offsets.dtype, device=offsets.device)
         return torch.searchsorted(offsets[1:-1].contiguous(), row, right=True)
 
     def _inner(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:

@@ -116,7 +116,7 @@ class HierarchicalDispatcher:
         repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)  # an earlier choice is on the same node
         once = node.masked_fill(repeated, nodes)  # [n, k]; each node of a token once, `nodes` for the rest
         sent_order = permutation(once, nodes)
-        lengths = sent_order.offsets.diff()
+        lengths = sent_order.offsets.diff().long()
         counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
         rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by node, while the counts travel
         table = self._planned_counts(*experts.shape) if lengths.is_meta else counting.wait().cpu()

@@ -31,7 +31,7 @@ from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
 from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.kernels.moe import top_k
+from megatron5d.kernels.moe import best
 from megatron5d.topology.axis import Axis
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")
@@ -103,7 +103,8 @@ class Balancer:
         shape = (len(self.layers), model.num_experts)
         # choices of this rank's tokens, this step; and those of padding
         self._counts = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64, device=device)
-        self.chosen = self._counts[:, :-1]
+        self.chosen, self._counts_of = self._counts[:, :-1], self._counts.unbind()
+        self._one = torch.ones((), dtype=torch.int64, device=device)
         self.plain = torch.zeros(shape, dtype=torch.int64, device=device)  # by the plain scores; global_aux alone
         self.figures = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)  # this rank's share, this step
@@ -164,8 +165,7 @@ class Balancer:
             if self._counting:
                 self.plain[row] += counts_of(self.plain_choice(logits, experts, tokens), num_experts)
             return
-        each = experts.flatten()
-        self._counts[row].scatter_add_(0, each, torch.ones_like(each))
+        self._counts_of[row].scatter_add_(0, experts.flatten(), self._one.expand(experts.numel()))
         if dropped is not None:
             self.figures[row, _DROPPED] += dropped
         if self.watched:
@@ -187,7 +187,7 @@ class Balancer:
         model = self.model
         if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
             return experts
-        plain = top_k(scores_of(logits.detach(), model.router_score), model.top_k)[1]
+        plain = best(scores_of(logits.detach(), model.router_score), model.top_k)
         return plain if tokens.real is None else plain.masked_fill(~tokens.real[:, None], model.num_experts)
 
     def attach(self, weights: Tensor, layer: int, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:

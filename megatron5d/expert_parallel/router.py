@@ -20,13 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron5d.autograd.wgrad import Defer, add_weight_grad, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
-from megatron5d.kernels.dispatch import FirstOrderFunction, statistics_dtype
-from megatron5d.kernels.moe import best
+from megatron5d.kernels.dispatch import FirstOrderFunction, runs_triton, statistics_dtype
+from megatron5d.kernels.moe import best, route
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
@@ -68,13 +69,16 @@ class _RouterLinear(FirstOrderFunction):
         ctx.weight, ctx.defer = weight, defer
         ctx.save_for_backward(x)
         wide = statistics_dtype(x.dtype)
-        return x.to(wide) @ weight.to(wide).t()  # [n, h] -> [n, E]
+        if x.dtype != wide:
+            x, weight = x.to(wide), weight.to(wide)
+        return F.linear(x, weight)  # [n, h] -> [n, E]
 
     @staticmethod
     def backward(ctx, dlogits):
         (x,) = ctx.saved_tensors
         weight = ctx.weight
-        dx = (dlogits @ weight.to(dlogits.dtype)).to(x.dtype)
+        wide = weight if weight.dtype == dlogits.dtype else weight.to(dlogits.dtype)
+        dx = (dlogits @ wide).to(x.dtype)
 
         def weight_half():
             dtype = grad_buffer(weight).dtype
@@ -133,9 +137,14 @@ class Router(nn.Module):
         Returns:
             experts int64 `[n, k]`, the best first, and weights `[n, k]`, differentiable in the logits.
         """
-        scores = scores_of(logits, self.config.router_score)
-        experts = choose(scores, self.config, self.bias) if forced is None else forced
-        return experts, weights_of(scores, experts, self.config)
+        c = self.config
+        if runs_triton(logits):
+            if forced is None and c.top_groups < c.num_groups:
+                forced = choose(scores_of(logits.detach(), c.router_score), c, self.bias)
+            return route(logits, c.top_k, c.router_score, c.norm_topk_prob, c.routed_scaling_factor, self.bias, forced)
+        scores = scores_of(logits, c.router_score)
+        experts = choose(scores, c, self.bias) if forced is None else forced
+        return experts, weights_of(scores, experts, c)
 
     def extra_repr(self) -> str:
         c = self.config
@@ -163,7 +172,7 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
         ranked = ranked + bias
     if config.top_groups < config.num_groups:
         ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
-    return best(ranked, config.top_k)[1]
+    return best(ranked, config.top_k)
 
 
 def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
@@ -186,7 +195,7 @@ def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
         worth = groups.amax(-1)
     else:
         worth = groups.topk(2, dim=-1).values.sum(-1)
-    groups_taken = best(worth, config.top_groups)[1]  # [n, top_groups]
+    groups_taken = best(worth, config.top_groups)  # [n, top_groups]
     allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, groups_taken, True)
     return allowed.repeat_interleave(groups.shape[-1], dim=1)
 

@@ -140,13 +140,13 @@ class SelfAttention(AttentionBranch):
         qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
         qkv = qkv.unflatten(-1, (-1, d))  # [s/cp, b, (a+2g)/tp, d]; with a gate 2a+2g heads
         if self.rotates_in_place and self.rope is not None:
-            tables = self.rope(batch.positions)
+            tables = self.rope(batch)
             return apply_rope_to_projection(qkv, (a, g), *tables, interleaved=self.config.rope_interleaved)
         sizes = [a, g, g, *([a] if self.config.attention_gate else [])]
         q, k, v, *gate = qkv.split(sizes, dim=2)  # [s/cp, b, a/tp, d], 2× [s/cp, b, g/tp, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = apply_rope(q, k, *self.rope(batch.positions), interleaved=self.config.rope_interleaved)
+            q, k = apply_rope(q, k, *self.rope(batch), interleaved=self.config.rope_interleaved)
             v = v.contiguous()  # a view would keep the whole projection alive for the backward
         return q, k, v, *(each.flatten(2) for each in gate)

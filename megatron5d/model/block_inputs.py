@@ -61,15 +61,24 @@ class BlockInputs:
         """The dtype and the device of parameters."""
         return {"dtype": DTYPES[self.config.precision.dtype], "device": self.device}
 
+    @cached_property
+    def _rotary(self) -> dict[tuple[float, RopeScaling], RotaryTables]:
+        return {}
+
     def rope(self, layer: int) -> RotaryTables | None:
-        """Builds the tables of cos and sin of a layer; None without rotary positions."""
+        """Returns the tables of cos and sin of a layer, one object for all of its base; None without rotary positions.
+
+        They are computed once for each micro-batch and stage: forward, recompute and backward of all layers share them.
+        """
         model = self.model
         if model.position != "rope":
             return None
         base = model.rope_theta, model.rope_scaling
         if model.window_rope_theta is not None and window_of(model, layer) is not None:
             base = model.window_rope_theta, RopeScaling()
-        return RotaryTables(model.rotary_dim, *base, **self.factory)
+        if base not in self._rotary:
+            self._rotary[base] = RotaryTables(model.rotary_dim, *base, **self.factory)
+        return self._rotary[base]
 
     @cached_property
     def context(self) -> ContextAttention | None:

@@ -106,7 +106,7 @@ class MultiLatentAttention(AttentionBranch):
         """Returns q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
         dn, dr, dv = self.dims
         q = local_linear(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
-        tables = self.rope(batch.positions)
+        tables = self.rope(batch)
         q, k_pe = apply_rope_to_ends(q, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
         if self.compress:
             return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)  # [s/cp, b, r+dr]

@@ -46,7 +46,8 @@ class FeedForward(nn.Module):
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
         # The activation's backward may write over the output of `up`, which no other operation saves.
         gemms, overwrite = gemms_of(self.down.weight), self.parts.keeps("activation")
-        activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
+        reader = gemms_of(self.up.weight) if overwrite and self.up.bias is None else None
+        activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite, reader=reader)
         return self.parts.run("activation", activate, inner)  # [s/cp, b, f/tp]
 
 

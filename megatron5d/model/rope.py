@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron5d.config.schema import RopeScaling
 from megatron5d.kernels.dispatch import statistics_dtype
+from megatron5d.pipeline_parallel.phase import MicroBatch
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -85,7 +86,7 @@ def _temperature(scaling: RopeScaling, mscale: float) -> float:
 
 
 class RotaryTables:
-    """cos and sin of a token's angles by its position.
+    """cos and sin of a token's angles by its position, computed once for all layers of a stage with this base.
 
     Args:
         dim: rotary dims dr of a head.
@@ -98,14 +99,12 @@ class RotaryTables:
         self.inv = inverse_frequencies(dim, theta, scaling, statistics_dtype(dtype)).to(device)
         self.factor = attention_factor(scaling)
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            positions: int64 `[b, s/cp]`, global positions.
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of a micro-batch, `[s/cp, b, dr/2]`; a stage's phases get the same tensors."""
+        return batch.once(self, lambda: self.of(batch.positions))
 
-        Returns:
-            cos, sin `[s/cp, b, dr/2]`.
-        """
+    def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes cos and sin `[s/cp, b, dr/2]` of global positions, int64 `[b, s/cp]`."""
         angles = positions.t().to(self.inv.dtype).unsqueeze(-1) * self.inv
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)

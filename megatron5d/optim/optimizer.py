@@ -94,11 +94,7 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
     To count each element once, a rank adds up only the pieces of which it holds the first copy, and only if it is the
     first of the ranks that own the same slice.
 
-    Args:
-        buckets: with reduced gradients.
-
-    Returns:
-        fp64 scalar.
+    Returns fp64 scalar.
     """
     total = torch.zeros((), dtype=torch.float64, device=buckets[0].grads.device)
     for bucket in buckets:

@@ -150,11 +150,7 @@ def all_tensors(records: Sequence[RankRecord], truth: RankRecord) -> Iterator[Te
 
 
 def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> list[Difference]:
-    """Returns everything that is compared, in the order of training, each tensor in the order of the model.
-
-    Args:
-        tolerance: largest relative difference that passes.
-    """
+    """Returns everything that is compared, in the order of training, each tensor in the order of the model."""
     found, noise = list(figure_differences(records, truth, tolerance)), rounding_alone(truth)
     for step, quantity, held, rectangles in all_tensors(records, truth):
         whole = joined(rectangles)

@@ -4,9 +4,11 @@ A fork of a process that has imported torch becomes a rank in milliseconds, and 
 parent must use a single OpenMP thread, because others do not survive a fork and their work would hang.
 """
 
+import ctypes
 import datetime
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import signal
@@ -25,6 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # noqa: F401 (meta tensors and dispatch modes import it, which takes a second: not in each rank)
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron5d.topology.launcher import die_with_parent
 from megatron5d.topology.process import use_batch_scheduling
@@ -43,17 +46,50 @@ _GRACE_S = 0.3  # for others to report once a cause is known
 _ECHO_GRACE_S = 10.0  # for the cause to arrive once an echo of it is known
 
 
-class Trace(Protocol):
-    """Compares what ranks do; the suite's own notes every collective (tests/collective_trace.py)."""
+class Transport(Protocol):
+    """Joins ranks that are forked to a process group; made before, in their parent."""
 
-    def begin(self, folder: Path, rank: int) -> None:
-        """Notes what this rank does from now on in a file of its own."""
+    def __init__(self, world: int, folder: Path, timeout: float) -> None: ...
 
-    def first_mismatch(self, folder: Path, world: int, ended: bool) -> str | None:
-        """Returns where ranks differ; `ended`: all have finished."""
+    def connect(self, rank: int) -> None:
+        """Makes this process, newly forked, a rank of the world's group."""
+
+    def finish(self) -> None:
+        """Ends in a rank, before its value is reported."""
+
+    def mismatch(self) -> str | None:
+        """Returns in the parent, once all ranks have ended, where their calls differ."""
+
+    def close(self) -> None:
+        """Ends in the parent."""
 
 
-trace: Trace | None = None
+class Gloo:
+    """Ranks as a launcher makes them."""
+
+    def __init__(self, world: int, folder: Path, timeout: float) -> None:
+        self.world, self.store = world, str(folder / "store")
+        self.timeout = datetime.timedelta(seconds=max(timeout, 1.0) + 60)  # the parent's own timeout comes first
+
+    def connect(self, rank: int) -> None:
+        """Joins the world's group, over a file."""
+        use_batch_scheduling()
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
+        dist.set_debug_level_from_env()
+        store = dist.FileStore(self.store, self.world)
+        dist.init_process_group("gloo", rank=rank, world_size=self.world, store=store, timeout=self.timeout)
+
+    def finish(self) -> None:
+        """Does nothing."""
+
+    def mismatch(self) -> None:
+        """Knows of none: gloo does not compare calls."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+transport: type[Transport] = Gloo  # the suite has one of its own, which compares what ranks call (tests/pipes.py)
 
 
 class RankFailure(AssertionError):
@@ -89,26 +125,29 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
         timeout: seconds until ranks that have not reported are named, shown with their stacks, and killed.
 
     Raises:
-        RankFailure: a rank raised, died or stayed silent, or `trace` has found a mismatch; the first line is the root
+        RankFailure: a rank raised, died or stayed silent, or ranks called other collectives; the first line is the root
             cause.
     """
     assert torch.get_num_threads() == 1, "set torch.set_num_threads(1) before forking: a rank would hang in OpenMP"
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         ranks: list[_Rank] = []
+        joined = transport(world, Path(folder), timeout) if world > 1 else None
         try:
             for rank in range(world):
-                ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), timeout))
+                ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), joined))
             _collect(ranks, timeout)
-            failed = any(not r.done or r.error for r in ranks)
-            mismatch = trace.first_mismatch(Path(folder), world, ended=not failed) if trace else None
-            if failed or mismatch:
-                raise RankFailure("\n".join(filter(None, [mismatch, _failures(ranks, timeout) if failed else None])))
+            if any(not r.done or r.error for r in ranks):
+                raise RankFailure(_failures(ranks, timeout))
+            if mismatch := joined and joined.mismatch():
+                raise RankFailure(mismatch)
             return [r.value for r in ranks]
         finally:
             _kill(ranks)
+            if joined:
+                joined.close()
 
 
-def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) -> _Rank:
+def _fork(call: partial, rank: int, world: int, folder: Path, joined: Transport | None) -> _Rank:
     receiver, sender = Pipe(duplex=False)
     stack = folder / f"stack{rank}"
     sys.stdout.flush()  # otherwise the rank would print the parent's buffer again
@@ -119,10 +158,11 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
         try:
             receiver.close()
             gc.freeze()  # collecting the parent's objects would touch, and so copy, their memory pages
+            gc.set_threshold(20_000, 10, 10)  # a short run makes little garbage, and looking for it took a tenth of it
             die_with_parent(parent)
             faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
             _set_variables(rank, world)
-            _report(sender, *_outcome(call, partial(_init_gloo, rank, world, folder, timeout)))
+            _report(sender, *_outcome(call, rank, joined))
             while True:  # a slower peer must still find this rank; the parent ends it
                 signal.pause()
         finally:
@@ -131,14 +171,16 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
     return _Rank(pid, receiver, stack)
 
 
-def _outcome(call: partial, init_gloo: partial) -> tuple[bool, Any]:
+def _outcome(call: partial, rank: int, joined: Transport | None) -> tuple[bool, Any]:
     """Returns (True, the value of `call`), or (False, the traceback)."""
     try:
-        torch.set_num_threads(
-            1
-        )  # makes torch's thread pool anew; gloo's threads would race to do so, and one would fail
-        init_gloo()
-        return True, call()
+        torch.set_num_threads(1)  # makes torch's pool anew; gloo's threads would race to do so, and one would fail
+        if joined is None:
+            return True, call()
+        joined.connect(rank)
+        value = call()
+        joined.finish()
+        return True, value
     except BaseException:
         return False, traceback.format_exc()
 
@@ -148,21 +190,18 @@ def _set_variables(rank: int, world: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MEGATRON5D_MEETING": "met"}
 
 
-def _init_gloo(rank: int, world: int, folder: Path, timeout: float) -> None:
-    if world == 1:
-        return
-    if trace is not None:
-        trace.begin(folder, rank)
-    use_batch_scheduling()
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
-    dist.set_debug_level_from_env()
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=world,
-        store=dist.FileStore(str(folder / "store"), world),
-        timeout=datetime.timedelta(seconds=max(timeout, 1.0) + 60),  # the parent's own timeout comes first
-    )
+class _Pickler(pickle.Pickler):
+    """Writes a tensor of the CPU as its bytes, ten times faster than torch does, and without its shared storage."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
+            return NotImplemented
+        flat = value.contiguous()
+        return _tensor, (ctypes.string_at(flat.data_ptr(), flat.nbytes), flat.dtype, tuple(flat.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _report(sender: Connection, good: bool, value: Any) -> None:
@@ -171,13 +210,14 @@ def _report(sender: Connection, good: bool, value: Any) -> None:
     Pickled here because a multiprocessing pipe would use torch's pickler, which passes tensors as file descriptors that
     are gone when the rank ends.
     """
+    message = io.BytesIO()
     try:
-        message = pickle.dumps((good, value))
+        _Pickler(message).dump((good, value))
     except Exception:
-        message = pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}"))
+        message = io.BytesIO(pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}")))
     sys.stdout.flush()
     sys.stderr.flush()
-    sender.send_bytes(message)
+    sender.send_bytes(message.getbuffer())
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> None:

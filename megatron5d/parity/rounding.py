@@ -41,12 +41,6 @@ def rounding_differences(
 ) -> list[Difference]:
     """Returns everything that is judged, in the order of training, each tensor in the order of the model.
 
-    Args:
-        records: of a layout's ranks, in 16 bits.
-        alone: of one process in 16 bits.
-        truth: of one process in fp64.
-        factor: that passes.
-
     Returns:
         Of each, `relative` = how many times as far from `truth` as `alone` is, inf where one of the two is not finite;
         `got` and `expected` the two distances.

@@ -10,6 +10,7 @@ One run can repeat another's choices of experts, so that rounding cannot send a 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import sqrt
 
 import torch
@@ -27,12 +28,12 @@ from megatron5d.model.moe import MoEDispatch
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.local_ranks import run_ranks
 from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
-from megatron5d.planning.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.pipeline_layout import PipelineLayout
+from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
 Choices = dict[int, dict[str, Tensor]]
@@ -43,12 +44,7 @@ Choices = dict[int, dict[str, Tensor]]
 def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) -> Choices:
     """Lets the routers of a rank note their choices, or repeat those of another run.
 
-    Args:
-        choices: to repeat; empty = note them.
-        seq_len: tokens of a sample.
-
-    Returns:
-        What is noted while the model runs, or `choices`.
+    Returns what is noted while the model runs, or `choices`.
     """
     noted: Choices = {}
     for phase in model.modules():
@@ -209,7 +205,7 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
 
 def short_run(
     config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, choices: Choices | None = None,
-    timeout: float = 120.0,
+    phases: bool = True, timeout: float = 120.0,
 ) -> list[RankRecord]:  # fmt: skip
     """Trains the real thing on forked ranks.
 
@@ -218,6 +214,7 @@ def short_run(
         rows: int64 `[steps·gbs, s+1]`.
         coarse: it begins with weights that bf16 has, whatever its precision.
         choices: of experts, which are repeated; empty = noted, None = neither.
+        phases: whether each notes its hidden states.
         timeout: seconds after which silent ranks are named.
 
     Returns:
@@ -227,12 +224,13 @@ def short_run(
         RankFailure: a rank failed.
     """
     layout = searched_layout(config, world)
-    return run_ranks(_train_on_rank, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
+    train = partial(_train_on_rank, phases=phases)
+    return run_ranks(train, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
 
 
 def _train_on_rank(
     rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
-    choices: Choices | None,
+    choices: Choices | None, *, phases: bool,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
@@ -244,7 +242,7 @@ def _train_on_rank(
     record.weights.append(_held(model.weights()))
     if choices is not None:
         record.choices = fix_routing(model, choices, len(rows), t.seq_len)
-    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size)
+    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size) if phases else dict
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     finish_reduce = sync.finish_reduce
 
@@ -300,11 +298,7 @@ def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
-    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step.
-
-    Args:
-        copies: ranks that hold the same hidden states.
-    """
+    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step."""
     seen: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _phases(model)}
 
     def note(name: str) -> Callable:

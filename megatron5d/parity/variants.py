@@ -28,7 +28,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
 )
 from megatron5d.model.partition import stage_specs
-from megatron5d.planning.auto_schedule import pipeline_faults
+from megatron5d.train.scheduling.auto_schedule import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
 MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen
@@ -111,12 +111,7 @@ def faults_of(config: Config, world: int) -> list[Fault]:
 
 
 def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
-    """Returns the smallest that every feature of a valid configuration fits into, one group of sizes after the other.
-
-    Args:
-        config: what is to become small.
-        keep: sizes that stay.
-    """
+    """Returns the smallest that every feature of a valid configuration fits into, one group after the other."""
     wanted = features(config, world)
     for candidates in GROUPS:
         for change in candidates(config, world):

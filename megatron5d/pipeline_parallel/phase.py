@@ -6,7 +6,7 @@ One micro-batch's tokens, labels and masks, which every phase of every stage may
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +90,16 @@ class MicroBatch:
         """Number of inputs that are not padding, an fp64 scalar."""
         count = torch.full((), self.tokens.numel(), dtype=torch.float64, device=self.tokens.device)
         return count if self.padding is None else count - self.padding.sum()
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns `make()`, called once for each key: what phases compute from the micro-batch alone, and share.
+
+        A stage keeps a copy of the micro-batch without such results, so they live until its backward.
+        """
+        made = self.__dict__.setdefault("_made", {})
+        if key not in made:
+            made[key] = make()
+        return made[key]
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> MicroBatch:
         """Returns the same micro-batch on another device."""

@@ -104,7 +104,7 @@ class StageGraphs:
         if not free:
             return Slot(self, batch, len(phases), free)
         slot = free.pop()
-        _fill(tuple(vars(slot.batch).values()), tuple(vars(batch).values()))
+        _fill(slot.given, tuple(vars(batch).values()))
         return slot
 
 
@@ -121,6 +121,7 @@ class Slot(InFlight):
     def __init__(self, graphs: StageGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]) -> None:
         tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         super().__init__(replace(batch, **tensors), num_phases)
+        self.given = tuple(vars(self.batch).values())  # before phases add to it what they make `once`
         self._graphs, self._free, self._pool = graphs, free, graphs.new_pool()
         self._runs: dict[tuple[str, int], _Run] = {}
         self._last: _Run | None = None

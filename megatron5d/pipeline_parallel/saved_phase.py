@@ -3,7 +3,8 @@
 What passes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +61,8 @@ class SavedPhase:
     def fetch(self) -> None:
         """Starts copying offloaded tensors back to the device."""
         copies, self.copies = self.copies, []
-        for copy in copies:
-            copy.fetch()
+        for each in copies:
+            each.fetch()
 
     def backward(self, grad: Any, split: bool) -> Any:
         """Runs backward from the output; `split` keeps the weight gradients for `weight_grads.run`.
@@ -76,10 +77,7 @@ class SavedPhase:
         edges, self.output_edges = self.output_edges, []
         _backward(edges, grad if isinstance(grad, tuple) else (grad,))
         hand_over_grads(_parameters_of(self.phase), self.weight_grads)
-        grads, self.input_grads[:] = (
-            tuple(self.input_grads),
-            (),
-        )  # the graph, which W keeps, holds them no more
+        grads, self.input_grads[:] = tuple(self.input_grads), ()  # the graph, which W keeps, holds them no more
         return grads if len(grads) > 1 else grads[0] if grads else None
 
     def run_wgrad(self) -> None:
@@ -96,7 +94,7 @@ class InFlight:
     """
 
     def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:
-        self.batch = batch
+        self.batch = copy(batch)  # with it goes what phases make `once`
         self.phases: list[SavedPhase | None] = [None] * num_phases
         self.inputs: dict[int, Any] = {}  # recompute group -> what enters it
 
@@ -117,7 +115,9 @@ class InFlight:
             return step.phase(x, self.batch, run_now)
 
     def end(self, op: str, state: Any) -> Any:
-        """Returns the state in which an action leaves the stage."""
+        """Returns the state in which an action leaves the stage, and drops everything after the last one."""
+        if op in "BW":
+            self.batch, self.phases = None, []
         return state
 
     def fetch(self, step: Step) -> None:
@@ -159,47 +159,82 @@ class WeightGrads:
 
 
 class _PhaseInput(FirstOrderFunction):
-    """Gives a phase its input and takes the gradient.
+    """Gives a phase its input's tensors and takes their gradients.
 
-    Not a leaf of the graph, which would keep the input's values until the backward even where no operation needs them.
+    No leaves of the graph, which would keep the values until the backward even where no operation needs them.
     """
 
     @staticmethod
-    def forward(ctx, anchor, x, grads: list[Tensor | None]):
-        ctx.grads, ctx.place = grads, len(grads)
-        grads.append(None)
-        return x.view_as(x)
+    def forward(ctx, anchor, grads: list[Tensor | None], *tensors):
+        ctx.grads = grads
+        ctx.set_materialize_grads(False)
+        return tuple([x.view_as(x) for x in tensors])
 
     @staticmethod
-    def backward(ctx, grad):
-        ctx.grads[ctx.place] = grad
-        return None, None, None
+    def backward(ctx, *grads):
+        ctx.grads[:] = grads
+        return None, None, *[None] * len(grads)
 
 
 def _attach(x: Any, grads: list[Tensor | None]) -> Any:
     """Returns the state that a phase is called with, whose gradients go to `grads`."""
-    if isinstance(x, Tensor):
-        return _PhaseInput.apply(_ANCHOR, x, grads) if x.is_floating_point() else x
-    return tuple([_attach(item, grads) for item in x]) if isinstance(x, tuple) else x
+    tensors = _floating(x, [])
+    if not tensors:
+        return x
+    grads += [None] * len(tensors)
+    if x is tensors[0]:
+        return _PhaseInput.apply(_ANCHOR, grads, x)[0]
+    return _with(x, iter(_PhaseInput.apply(_ANCHOR, grads, *tensors)))
 
 
 def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
     """Returns a state without its graph, and adds where its gradients enter that: an edge keeps no values alive."""
-    if isinstance(y, Tensor):
-        if not y.is_floating_point():
-            return y
-        edges.append(get_gradient_edge(y) if y.requires_grad else None)
-        return y.detach()
-    return tuple([_detach(item, edges) for item in y]) if isinstance(y, tuple) else y
+    tensors = _floating(y, [])
+    held = None  # an autograd function in Python, which the edge of its first output keeps alive
+    for each in tensors:
+        node = each.grad_fn
+        if node is None or (node is not held and isinstance(node, torch._C._FunctionBase)):
+            edges.append(get_gradient_edge(each) if each.requires_grad else None)
+            held = node
+        else:
+            edges.append(GradientEdge(node, each.output_nr))
+    return y.detach() if isinstance(y, Tensor) and tensors else _with(y, map(Tensor.detach, tensors))
+
+
+def _floating(state: Any, found: list[Tensor]) -> list[Tensor]:
+    """Returns `found` and a state's floating-point tensors, in order."""
+    for item in state if isinstance(state, tuple) else (state,):
+        if isinstance(item, Tensor):
+            if item.is_floating_point():
+                found.append(item)
+        elif isinstance(item, tuple):
+            _floating(item, found)
+    return found
+
+
+def _with(state: Any, tensors: Iterator[Tensor]) -> Any:
+    """Returns a tuple with other floating-point tensors, and anything else as it is."""
+    if not isinstance(state, tuple):
+        return state
+    new = []
+    for item in state:
+        if isinstance(item, Tensor):
+            new.append(next(tensors) if item.is_floating_point() else item)
+        else:
+            new.append(_with(item, tensors) if isinstance(item, tuple) else item)
+    return tuple(new)
 
 
 def _backward(edges: list[GradientEdge | None], grads: tuple[Tensor | None, ...]) -> None:
     """Runs backward from a phase's output, without entries that have or require no gradient."""
-    both = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None and grad is not None]
-    roots, given = tuple([edge for edge, _ in both]), tuple([grad for _, grad in both])
+    roots, given = [], []
+    for edge, grad in zip(edges, grads, strict=True):
+        if edge is not None and grad is not None:
+            roots.append(edge)
+            given.append(grad)
     # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
     # long as the pass.
-    _ENGINE.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward(tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:

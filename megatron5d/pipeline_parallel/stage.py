@@ -19,6 +19,7 @@ once more, in B or I, communication included.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,7 @@ class Stage:
 
     def evaluate(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Runs the forward without gradients and keeps nothing."""
+        batch = copy(batch)  # which keeps what phases make `once`
         with torch.no_grad():
             for phase in self.phases:
                 self.hooks.before(phase, "forward")
@@ -161,14 +163,14 @@ class Pass:
             self.state = saved.of(step).backward(self.state, split=self._op == "I")
         else:
             saved.of(step).run_wgrad()
+        self._at += 1
+        more = self._at < len(self.steps)
+        if not more:
+            self.state = saved.end(self._op, self.state)  # before hooks make room for gradients
         hooks.after(phase, kind)
         if self._op == "B" and kind == "backward":
             hooks.after(phase, "wgrad")
-        self._at += 1
-        if self._at < len(self.steps):
-            return True
-        self.state = saved.end(self._op, self.state)
-        return False
+        return more
 
     def _fetch_ahead(self) -> None:
         """Copies come back from the host one step before they are read; those of the first step have no such time."""

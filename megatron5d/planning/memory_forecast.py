@@ -28,7 +28,6 @@ from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.repeat import find_repeat
-from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.memory_peak import Moment, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, Peak, RankMemory, gemm_workspace, outside_bytes
@@ -39,6 +38,7 @@ from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, micro_batch_counts
+from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Forecaster:
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()[stage]), 0
-        signatures = tuple(map(_signature, units))
+        signatures = tuple(zip(map(_signature, units), _further_tables(units)))
         sent = [self.layout.specs[max(stage - 1, 0)].sent, spec.sent]
         shares = model.embedding is not None and (model.head is not None or bool(model.mtp_blocks))
         key = (signatures, spec.embedding, spec.head, shares, *sent)
@@ -229,6 +229,17 @@ def _signature(unit: list[nn.Module]) -> tuple:
         )
         for phase, group in zip(unit, groups)
     )
+
+
+def _further_tables(units: list[list[nn.Module]]) -> list[bool]:
+    """Says which units are the first to read a second kind of rotary tables, which a stage's layers share."""
+    kinds: set[object] = set()
+    further = []
+    for unit in units:
+        read = {phase.rope for phase in unit if getattr(phase, "rope", None)}
+        further.append(bool(kinds and read - kinds))
+        kinds |= read
+    return further
 
 
 def _keeping(phase: nn.Module) -> tuple:

@@ -11,7 +11,8 @@ same scales and blocks are multiplied in float32, or in float64 for a model in f
 
 An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
 gathered in FP8, which gives the same numbers as the other order. With blockwise, SwiGLU and norms whose result only
-these GEMMs read write it in FP8 (fp8_tensor.py): the same bits with one pass over memory. Weights and their transposes
+these GEMMs read write it in FP8 (fp8_tensor.py): the same bits with one pass over memory. On a GPU so does the gradient
+of SwiGLU between two linear layers without a bias, and its transpose in the same pass. Weights and their transposes
 are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are quantised and
 gathered in FP8 (fp8_tensor.py).
 
@@ -46,7 +47,15 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
-from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, QuantizedPair, SwigluFp8, quantized_weight, stack_of
+from megatron5d.precision.fp8_tensor import (
+    Fp8Tensor,
+    NormFp8,
+    QuantizedPair,
+    SwigluFp8,
+    Turned,
+    quantized_weight,
+    stack_of,
+)
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
 
@@ -81,11 +90,7 @@ def _rows(x: Tensor, powers_of_two: bool) -> Operand:
 
 
 class Fp8Recipe:
-    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further.
-
-    Args:
-        powers_of_two: scales are powers of two.
-    """
+    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further."""
 
     def __init__(self, powers_of_two: bool) -> None:
         self.powers_of_two = powers_of_two
@@ -113,10 +118,10 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None) -> Tensor:
         if kind != "swiglu":
             return super().activate(x, kind, overwrite)
-        return SwigluFp8.apply(x, None, self.powers_of_two, overwrite)
+        return SwigluFp8.apply(x, None, self.powers_of_two, overwrite, reader is self)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two)
@@ -130,8 +135,16 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         return self._gemm(dy, self.copies(weight).transposed, weight.dtype)
 
+    def for_weight_grad(self, dy: Operand) -> Operand:
+        return getattr(dy[0], "turned", dy)  # SwigluFp8 has made both at once
+
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (fp8_transpose(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
+        a, b = (
+            Quantized(*each, 1)
+            if isinstance(each, Turned)
+            else fp8_transpose(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two)
+            for each in (dy, x)
+        )
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -205,7 +218,7 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         if kind != "swiglu":
             return super().activate(x, weights, kind, overwrite)
-        return SwigluFp8.apply(x, weights, self.powers_of_two, overwrite)
+        return SwigluFp8.apply(x, weights, self.powers_of_two, overwrite, False)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         weight = self.copies(parameter, num_local).plain
@@ -256,7 +269,8 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, num_local = x.shape[0], offsets.numel() - 1
-        expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
+        row = torch.arange(rows, dtype=offsets.dtype, device=x.device)
+        expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
         amax = torch.zeros(num_local + 1, device=x.device)  # rows past the last offset are padding, of no expert
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")

@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron5d.kernels import activation_backward, norm_backward
-from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.dispatch import FirstOrderFunction, runs_triton
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     GROUP,
@@ -85,12 +85,22 @@ def _fp8_tensor(q: Quantized, shape: torch.Size, dtype: torch.dtype) -> Fp8Tenso
     return Fp8Tensor(q.values.view(shape), q.scales.view(*shape[:-1], q.scales.shape[-1]), dtype)
 
 
+class Turned(NamedTuple):
+    """A weight gradient's operand, transposed already: values `[features, G·128]`, scales `[features, G]`."""
+
+    values: Tensor
+    scales: Tensor
+
+
 class SwigluFp8(FirstOrderFunction):
-    """`swiglu`, or with weights `weighted_activation` of rows, as an Fp8Tensor in 1×128 groups of e4m3."""
+    """`swiglu`, or with weights `weighted_activation` of rows, as an Fp8Tensor in 1×128 groups of e4m3.
+
+    With `grad_in_fp8` the gradient is one too where a kernel makes it, and its values carry their transpose (`turned`).
+    """
 
     @staticmethod
-    def forward(ctx, gate_up, weights, powers_of_two: bool, overwrite: bool):
-        ctx.overwrite = overwrite
+    def forward(ctx, gate_up, weights, powers_of_two: bool, overwrite: bool, grad_in_fp8: bool):
+        ctx.overwrite, ctx.powers_of_two, ctx.grad_in_fp8 = overwrite, powers_of_two, grad_in_fp8
         ctx.save_for_backward(gate_up, weights)
         shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         q = swiglu_quantized(gate_up, weights=weights, powers_of_two=powers_of_two)
@@ -99,7 +109,12 @@ class SwigluFp8(FirstOrderFunction):
     @staticmethod
     def backward(ctx, dy):
         gate_up, weights = ctx.saved_tensors
-        return *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None
+        if not (ctx.grad_in_fp8 and runs_triton(gate_up) and dy.shape[-1] % GROUP == 0):
+            return *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None, None
+        q, turned = swiglu_backward_quantized(dy, gate_up, powers_of_two=ctx.powers_of_two)
+        grad = _fp8_tensor(q, gate_up.shape, gate_up.dtype)
+        grad.qdata.turned = Turned(turned.values, turned.scales)  # type: ignore[attr-defined]
+        return grad, None, None, None, None
 
 
 class NormFp8(FirstOrderFunction):
@@ -188,9 +203,6 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
 
     A change through the parameter itself is noticed. Code that writes its memory otherwise (optimiser, gathering) must
     call `forget_copies`.
-
-    Args:
-        make: quantises it.
     """
     held = getattr(weight, "quantized", None)
     if held is None or held[0] != _state(weight):

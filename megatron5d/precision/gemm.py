@@ -12,6 +12,8 @@ The operation before a GEMM (`activate`, the norms) is here as well, because its
 GEMM can read.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from torch import Tensor
 from megatron5d.autograd.wgrad import add_weight_grad, grad_buffer
 from megatron5d.kernels import activate, add_layer_norm, add_rms_norm
 from megatron5d.kernels.activation import weighted_activation
-from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul, grouped_weight_grad
+from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
 
 Operand = tuple[Tensor, ...]
 
@@ -41,8 +43,14 @@ class Gemms:
         """Makes the operand of an input x that is kept for the backward, recomputed with x where x is."""
         return (x,)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`."""
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None) -> Tensor:
+        """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`.
+
+        Args:
+            x: comes from a GEMM.
+            kind, overwrite: as in `kernels.activate`.
+            reader: of the GEMM that x comes from, if nothing else reads x's gradient.
+        """
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -61,8 +69,12 @@ class Gemms:
         """Multiplies `[..., out]`, `[out, in]` -> `[..., in]`."""
         return dy[0] @ weight
 
+    def for_weight_grad(self, dy: Operand) -> Operand:
+        """Returns a gradient's operand as `weight_grad` takes it and as it is kept until W, after `input_grad`."""
+        return dy
+
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        """Adds dyᵀ·x to the weight's gradient."""
+        """Adds dyᵀ·x to the weight's gradient; dy from `for_weight_grad`."""
         add_weight_grad(weight, dy[0], x[0])
 
 
@@ -87,11 +99,11 @@ class ExpertGemms:
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, in]` -> `[r, out]`."""
-        return grouped_matmul(x[0], by_expert(parameter.detach(), num_local), offsets)
+        return grouped_rows(x[0], by_expert(parameter, num_local), offsets)
 
     def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, out]` -> `[r, in]`."""
-        return grouped_input_grad(dy[0], by_expert(parameter.detach(), num_local), offsets)
+        return grouped_input_grad(dy[0], by_expert(parameter, num_local), offsets)
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
@@ -100,7 +112,7 @@ class ExpertGemms:
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:
     """Views a local parameter, or its gradient, as `[E/ep, out, in]`."""
-    return stack.view(num_local, -1, stack.shape[-1])
+    return stack if stack.shape[0] == num_local else stack.view(num_local, -1, stack.shape[-1])
 
 
 PLAIN = Gemms()

@@ -47,6 +47,7 @@ class _LocalLinear(FirstOrderFunction):
         weight, x, gemms = ctx.weight, ctx.saved_tensors, gemms_of(ctx.weight)
         dy = gemms.operand(dy, gradient=True)
         dx = gemms.input_grad(dy, weight)  # [..., out] -> [..., in]
+        dy = gemms.for_weight_grad(dy)
         defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in]
         return dx, None, None
 
@@ -85,7 +86,7 @@ class _ColumnLinear(FirstOrderFunction):
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
             # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]  all_reduce tp
             reducing = start_reduce_scatter(dx, tp) if ctx.sp else start_all_reduce(dx, tp)
-        x = tuple(part.wait() for part in gathering)
+        x, dy = tuple(part.wait() for part in gathering), gemms.for_weight_grad(dy)
         defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out/tp, in]
         return reducing.wait(), None, None, None, None
 

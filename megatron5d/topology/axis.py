@@ -37,11 +37,7 @@ class Axis:
     def divide(self, n: int, what: str) -> int:
         """Returns n / size, each rank's equal share.
 
-        Args:
-            what: its name, for the message.
-
-        Raises:
-            ValueError: size does not divide n; names both numbers, the axis, and the nearest values of n that fit.
+        Raises ValueError: size does not divide n; names both numbers, the axis, and the nearest values of n that fit.
         """
         if n % self.size:
             low = n // self.size * self.size

@@ -133,8 +133,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
 
 
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
-    """Returns the value of the first of these variables that is set; None where none is. Raises ValueError: it is not a
-    whole number, or out of range."""
+    """Returns the value of the first of these variables that is set; None where none is."""
     for name in (name for name in names if name in variables):
         written = variables[name]
         if not re.fullmatch(r"[0-9]+", written):
@@ -200,11 +199,7 @@ def _meeting(launchers: set[_Launcher], world: int, variables: Mapping[str, str]
 def rank_0_listens(
     environment: Environment, patience_s: float = 20.0, variables: Mapping[str, str] = os.environ
 ) -> bool:
-    """Returns whether rank 0 opens the port at which the ranks are to meet; a rank that asks may have ended otherwise.
-
-    Args:
-        patience_s: rank 0 imports torch before it listens.
-    """
+    """Returns whether rank 0 opens the port at which the ranks are to meet."""
     where = environment.meeting
     if where == "env://":
         where = f"tcp://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"

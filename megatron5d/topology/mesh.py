@@ -99,14 +99,9 @@ def group_settings(timeout_s: float | None) -> dict[str, Any]:
 
 
 def build_mesh(
-    sizes: Sizes,
-    rank: int = 0,
-    *,
-    num_kv_heads: int | None = None,
-    shared: Shared = NOTHING_SHARED,
-    recorder: Recorder | None = None,
-    timeout_s: float | None = None,
-) -> Mesh:
+    sizes: Sizes, rank: int = 0, *, num_kv_heads: int | None = None, shared: Shared = NOTHING_SHARED,
+    recorder: Recorder | None = None, timeout_s: float | None = None,
+) -> Mesh:  # fmt: skip
     """Creates the process groups of this rank.
 
     Every rank must call it with the same sizes, after `init_process_group` (at world size 1 without it).
@@ -115,7 +110,6 @@ def build_mesh(
     Args:
         num_kv_heads: of the model, for `tp_kv`.
         shared: which pipeline ranks hold parameters together; their axes are made too.
-        recorder: counts every collective.
         timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the backend's default (torch
             does not pass the world's timeout on to other groups).
 
@@ -142,18 +136,13 @@ def build_mesh(
 
 
 def planned_mesh(
-    sizes: Sizes,
-    rank: int = 0,
-    *,
-    num_kv_heads: int | None = None,
-    shared: Shared = NOTHING_SHARED,
+    sizes: Sizes, rank: int = 0, *, num_kv_heads: int | None = None, shared: Shared = NOTHING_SHARED,
     recorder: Recorder | None = None,
-) -> Mesh:
+) -> Mesh:  # fmt: skip
     """Returns the axes of any rank of any world, without process groups: for models on the meta device.
 
     Args:
         sizes, num_kv_heads, shared, recorder: as in `build_mesh`.
-        rank: the rank whose axes are made.
     """
     ranks_of = groups_of(sizes, rank, num_kv_heads)
     ranks_of |= shared_groups_of(sizes, rank, shared)

@@ -50,12 +50,7 @@ def wait_until(there: Callable[[], bool], patience_s: float) -> bool:
     Unlike the store's own `wait`, this does not lock the store's client between two requests, so other threads of this
     process can use it.
 
-    Args:
-        there: asks the store.
-        patience_s: seconds after which to give up.
-
-    Returns:
-        False where it did not become true in time.
+    Returns False where it did not become true in time.
     """
     deadline, pause = time.monotonic() + patience_s, 0.001
     main_has_ended = False
@@ -144,11 +139,9 @@ def meet(environment: Environment, hello: Hello | None = None) -> Met:
 
     Comm: a few requests to the store per rank.
 
-    Raises:
-        Troubled: on every rank, if some rank has come with a trouble.
-        ValueError: the host name of the meeting point does not resolve.
-        OSError: another process has the port of the meeting point.
-        TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
+    Raises Troubled: on every rank, if some rank has come with a trouble. Raises ValueError: the host name of the
+    meeting point does not resolve. Raises OSError: another process has the port of the meeting point. Raises
+    TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
     """
     where, hello = environment.meeting, hello or Hello()
     patience_s = 2 * TROUBLED_S if hello.trouble and environment.rank else RENDEZVOUS_TIMEOUT_S
@@ -199,8 +192,7 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, he
     """Waits until all ranks have registered in the store; rank 0 tells the others the result.
 
     Returns the part of the store that belongs to this start of the ranks. torchrun keeps one store when it starts them
-    again, and without a part of its own a new start would count ranks of dead processes. Raises Troubled: some ranks
-    cannot continue. Raises TimeoutError: some ranks did not register in time; names them.
+    again, and without a part of its own a new start would count ranks of dead processes.
     """
     hello = hello or Hello()
     if rank:
@@ -255,8 +247,7 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
     A start is over if an earlier process of this rank has joined it, or if rank 0 has already given its verdict. The
     start that this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
 
-    Returns the part of the store that belongs to the start. Raises TimeoutError: rank 0 has opened no start, or has not
-    answered in time.
+    Returns the part of the store that belongs to the start.
     """
     known = f"joined/{rank}"
     joined = store.add(known, 0)

@@ -152,8 +152,6 @@ def train_loader(
     """Returns the training data of this data-parallel rank, from `consumed_samples` on.
 
     Args:
-        config: data, train, and the model's vocabulary.
-        consumed_samples: sequences of all steps so far.
         reads: this rank needs the tokens, not only their positions.
         steps_left: steps that the run will still make.
 
@@ -193,7 +191,6 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
     """Returns validation data from its beginning, the same batches at every evaluation.
 
     Args:
-        config: data, train, and the model's vocabulary.
         part: one of `held_out`.
         reads: this rank needs the tokens, not only their positions.
     """

@@ -1,11 +1,16 @@
 """Steps whose update is not made: without a target, a loss or gradient that is not finite, or too large a gradient.
 
-And what is printed when a run breaks: one message if its reader can mend it, the call stack if we must.
+And what is printed when a run breaks: one message if its reader can mend it, the call stack if we must; and snapshots
+of a GPU's memory, for the usual viewer.
 """
 
+from __future__ import annotations
+
 import math
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.comm.collectives import all_reduce, broadcast_text
-from megatron5d.config.schema import OptimConfig
+from megatron5d.config.schema import Config, OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.grid import place_of
 from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.process import Process
+from megatron5d.train.monitoring.writers import harmless
 
 
 class StepSamples(NamedTuple):
@@ -35,7 +42,6 @@ class Guard:
 
     Args:
         config: `on_nonfinite`, `skip_norm` and `max_skipped` say what is done.
-        buckets: with the reduced gradients.
         masked_by: what may leave a global batch without a target.
     """
 
@@ -122,9 +128,6 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
 
     Files, disks, other ranks, memory that ran out and numbers that are no longer finite are for the user, and so is a
     ValueError of our own: it says what is wrong with what. One that comes out of a library is a mistake of ours.
-
-    Args:
-        error: that ends this rank.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]
@@ -153,3 +156,47 @@ def ran_out_of_memory(error: Exception) -> bool:
 def add_note(error: Exception, text: str) -> None:
     """Adds a line to what is printed of an error, as `add_note` of Python 3.11 does."""
     error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
+
+
+_HISTORY = 100_000  # allocations that a snapshot remembers
+
+
+@contextmanager
+def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapshots]:
+    """Records allocations inside this context; `log.memory_snapshot` gets them when memory runs out."""
+    snapshots = MemorySnapshots(config, process)
+    try:
+        yield snapshots
+    except RuntimeError as error:
+        if ran_out_of_memory(error):
+            path = snapshots.dump("oom")
+            add_note(error, f"what was allocated: {path or 'log.memory_snapshot=FOLDER writes it'}")
+        raise
+
+
+class MemorySnapshots:
+    """Memory snapshots of this rank's GPU, for https://pytorch.org/memory_viz."""
+
+    def __init__(self, config: Config, process: Process) -> None:
+        self.folder, self.step, self.rank = config.log.memory_snapshot, config.log.memory_snapshot_step, process.rank
+        self.active = self.folder is not None and process.device.type == "cuda"
+        self.note = None
+        if self.folder is not None and not self.active:
+            self.note = "log.memory_snapshot is for GPUs: on this CPU none will be taken"
+        if self.active:
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+
+    def after_step(self, step: int) -> None:
+        """Takes the one that was asked for."""
+        if step == self.step:
+            self.dump(f"step{step}")
+
+    def dump(self, name: str) -> Path | None:
+        """Writes what is remembered; None where nothing is."""
+        if not self.active or self.folder is None:
+            return None
+        path = Path(self.folder) / f"rank{self.rank}_{name}.pickle"
+        with harmless(f"log.memory_snapshot = {self.folder}", lambda text: print(text, file=sys.stderr, flush=True)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        return path

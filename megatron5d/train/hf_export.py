@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
-from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import name_files, stored_tensors, write_parts
+from megatron5d.checkpoint.hf.weights import hf_copies, hf_entries
 from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import Fault
@@ -192,8 +192,7 @@ def holds_tokenizer(path: Path) -> bool:
 
 
 def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) -> Path | None:
-    """Returns the tokenizer to export; None where the run names none, which is told. Raises ValueError: one is named
-    and is not there."""
+    """Returns the tokenizer to export; None where the run names none, which is told."""
     source, otherwise = given or token_source(config), "give it by --tokenizer PATH"
     if bare:
         return source
@@ -213,11 +212,6 @@ def _settings(
 
     transformers reads every model_type qwen2 with Qwen2Tokenizer, whatever tokenizer_config.json names. Another
     tokenizer leaves with a Llama that computes the same: its further biases, behind attention, are zero.
-
-    Args:
-        source: of the tokenizer; None = none is written.
-        home: what names the ids of special tokens.
-        tell: as in `planned_export`.
     """
     ids, generation = _token_ids(config, home)
     described, files = hf_config_from_model(model, dtype, ids), dict[str, str]()

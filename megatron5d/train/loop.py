@@ -30,8 +30,7 @@ from megatron5d.train.data import (
     valid_loader,
     without_targets,
 )
-from megatron5d.train.guard import StepSamples
-from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
+from megatron5d.train.guard import MemorySnapshots, StepSamples, memory_snapshots
 from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
@@ -295,15 +294,7 @@ def _exported(config: Config, step: int, at_end: bool) -> bool:
 def _save(
     run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, *, last: bool, exported: bool
 ) -> None:
-    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
-
-    Args:
-        saver: writes it.
-        reporter: says which save has failed.
-        losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.
-        last: the run ends with this save.
-        exported: write it as a Hugging Face folder, too.
-    """
+    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one."""
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
     valid_loss = sum(losses.values()) / len(losses) if losses else None

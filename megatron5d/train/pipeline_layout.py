@@ -44,7 +44,6 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
     """Lays out the pipeline of a valid configuration, without communication.
 
     Args:
-        config: model, pipeline, parallel and train.
         program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a file.
 
     Raises:
@@ -104,7 +103,6 @@ def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
     """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp.
 
     Args:
-        device: on which it lies.
         states: hidden states that are sent one after the other (`StageSpec.sent`).
     """
     p, t = config.parallel, config.train

@@ -107,8 +107,6 @@ def run_tensors(
     """Returns all tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ... for kind.
 
     Args:
-        sync: whose buckets hold the weights.
-        optimizer: whose slices hold the rest.
         weights: of the model; its parameters are those of the buckets.
         writing: only what this rank is the one to write.
         shared: of a slice that several ranks hold, only this one's share; implied by `writing`.

@@ -68,8 +68,6 @@ class Trainer:
 
     Args:
         pipeline: this rank's stages; the last stage of the model returns the sums of `terms`.
-        sync: data parallelism, the stages' hooks.
-        optimizer: over the sync's buckets.
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
@@ -247,11 +245,7 @@ def imbalance_of(batches: Sequence[MicroBatch]) -> float:
 
 
 class _SummedLoss:
-    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over the global batch.
-
-    Args:
-        terms: the entries of an output.
-    """
+    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over the global batch."""
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
         self._terms, num_counts = terms, max(term.count_index for term in terms) + 1

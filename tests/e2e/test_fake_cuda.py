@@ -120,6 +120,38 @@ def test_host_waits(ranks, waits, overrides, tokens):
     assert [int(count) for step, count in found if step != "1"] == [waits] * 2 * ranks, found
 
 
+LAUNCHES = """
+import ctypes, os, torch
+from megatron5d.config.load import load_config
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.model.gpt import GPT
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import sizes_of
+config = load_config(["model=qwen3_30b_a3b", "model.num_layers=1", "model.num_experts=16", "precision.dtype=bf16"])
+model = GPT(config, build_mesh(sizes_of(config, 1)), torch.device("cuda"))
+for parameter in model.parameters():
+    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+phases = list(model.layers["0"].children())[1:]
+stage, batch = Stage(phases), make_micro_batch(torch.zeros(1, 1025, dtype=torch.int64)).to("cuda")
+x, dy = torch.randn(2, 1024, 1, config.model.hidden_size, device="cuda", dtype=torch.bfloat16)
+launches = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"]).fake_cuda_launches
+for _ in range(3):
+    before = launches()
+    for op, given in (("F", x), ("B", dy)):
+        action = stage.begin(op, 0, given, batch)
+        while action.advance():
+            pass
+print(launches() - before)
+"""
+
+
+def test_launches_of_a_layer_of_experts():
+    """Norm, router, permutation, experts and back: 39 where they were 68 before the permutation had its kernels."""
+    command = [sys.executable, FAKE_CUDA, "-c", LAUNCHES]
+    assert int(told(command, PYTHONPATH=str(ROOT)).split()[-1]) <= 39
+
+
 ILLEGAL = """
 import torch
 torch.cuda.set_stream(torch.cuda.Stream())

@@ -12,7 +12,7 @@ from megatron5d import kernels
 from megatron5d.kernels import activation as expert_activation
 from megatron5d.kernels import moe
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -195,19 +195,21 @@ def _overlap(size: int, transposed: bool) -> None:
 def _fp8_fused() -> None:
     for weights in (None, meta(4096, dtype=torch.float32)):
         swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
+    swiglu_backward_quantized(meta(4096, 2048), meta(4096, 2 * 2048), powers_of_two=True)
     for width in (2048, 7168, 16384):
         norm_quantized(meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True)
         norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True)
 
 
 def _moe() -> None:
-    scores = meta(8192, 64, dtype=torch.float32, grad=True)
-    forward_and_backward(moe.top_k(scores, 8))
-    row = meta(8192 * 8, dtype=torch.int64)
-    where = moe.Permutation(row.view(8192, 8), row, meta(65, dtype=torch.int64), row)
-    rows = moe.permute(meta(8192, 2048, grad=True), where)
-    for probs in (None, meta(8192, 8, dtype=torch.float32, grad=True)):
-        forward_and_backward(moe.unpermute(rows, where, probs))
+    bias = meta(256, dtype=torch.float32)
+    for experts, kind, given in ((64, "softmax", None), (256, "sigmoid", bias)):
+        logits = meta(8192, experts, dtype=torch.float32, grad=True)
+        chosen, weights = moe.route(logits, 8, kind, True, 1.0, given)
+        where = moe.permutation(chosen, experts)
+        rows, by_row = moe.permute_weighted(meta(8192, 2048, grad=True), weights, where)
+        torch.autograd.backward((moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach()))
+    moe.best(meta(8192, 8, dtype=torch.float32), 4)
 
 
 HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}

@@ -37,11 +37,11 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.parity.variants import faults_of
-from megatron5d.planning.auto_schedule import searched_layout
 from megatron5d.tools import convert
 from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
+from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
 STEPS, STOP = 5, 2
@@ -64,7 +64,7 @@ def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule=
         model=model,
         parallel=ParallelConfig(**parallel),
         pipeline=PipelineConfig(schedule=schedule),
-        train=TrainConfig(steps=STEPS, gbs=16, mbs=1, seq_len=16, stop_after=stop_after),
+        train=TrainConfig(steps=STEPS, gbs=8, mbs=1, seq_len=16, stop_after=stop_after),
         optim=OptimConfig(name=optim, lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),

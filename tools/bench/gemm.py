@@ -200,18 +200,9 @@ def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor)
 
 
 def attention(
-    device: str,
-    *,
-    backward: bool,
-    s: int,
-    b: int,
-    a: int,
-    g: int,
-    d: int,
-    dv: int = 0,
-    window: int = 0,
+    device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int, dv: int = 0, window: int = 0,
     document: int = 0,
-) -> Calls:
+) -> Calls:  # fmt: skip
     """Benchmarks causal attention of a query heads over g key heads; window and document lengths, 0 = none."""
     sizes = ((a, d), (g, d), (g, dv or d))
     q, k, v = (random(device, s, b, *heads, grad=backward) for heads in sizes)

@@ -121,7 +121,6 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
 
     Args:
         calls: the same work on different inputs, taken in turn.
-        repeats: how many timed calls.
 
     Returns:
         Milliseconds on the device. Before each call the device waits for as long as the host takes to launch it, lest

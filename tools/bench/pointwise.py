@@ -281,29 +281,28 @@ def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
     }  # fmt: skip
 
 
-def _routed(device: str, tokens: int, experts: int, k: int) -> tuple[Tensor, moe.Permutation]:
-    values, chosen = torch.rand(tokens, experts, device=device).topk(k)
-    return values.contiguous(), moe.permutation(chosen, experts)
+def _routed(device: str, tokens: int, experts: int, k: int) -> moe.Permutation:
+    return moe.permutation(torch.rand(tokens, experts, device=device).topk(k).indices, experts)
 
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
-    x, (_, where) = random(device, tokens, width), _routed(device, tokens, experts, k)
+    x, where = random(device, tokens, width), _routed(device, tokens, experts, k)
     return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
 
 
 def unpermute(device: str, *, backward: bool, tokens: int, width: int, experts: int, k: int) -> Calls:
-    """Returns rows to their tokens, weighted by probabilities."""
-    values, where = _routed(device, tokens, experts, k)
-    rows, values = random(device, tokens * k, width, grad=backward), values.requires_grad_(backward)
+    """Returns rows to their tokens."""
+    where = _routed(device, tokens, experts, k)
+    rows = random(device, tokens * k, width, grad=backward)
 
-    def plain(rows: Tensor, values: Tensor) -> Tensor:
-        return (rows[where.place].float() * values[..., None]).sum(1).to(rows.dtype)
+    def plain(rows: Tensor) -> Tensor:
+        return rows[where.place].float().sum(1).to(rows.dtype)
 
-    leaves, compiled = (rows, values), torch.compile(plain)
+    compiled = torch.compile(plain)
     forwards: dict[str, Forward] = {
-        "ours": (lambda: moe.unpermute(rows, where, values), leaves),
-        "torch.compile": (lambda: compiled(rows, values), leaves),
-        "torch": (lambda: plain(rows, values), leaves),
+        "ours": (lambda: moe.unpermute(rows, where), (rows,)),
+        "torch.compile": (lambda: compiled(rows), (rows,)),
+        "torch": (lambda: plain(rows), (rows,)),
     }
     return one_way(forwards, backward)
 
@@ -313,9 +312,9 @@ def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
     scores = random(device, tokens, experts, dtype=torch.float32)
     chosen = scores.topk(k).indices
     return {
-        "ours": lambda: moe.top_k(scores, k),
+        "ours": lambda: moe.best(scores, k),
         "ours, permutation": lambda: moe.permutation(chosen, experts).place,
-        "torch": lambda: scores.topk(k),
+        "torch": lambda: scores.topk(k).indices,
     }
 
 

@@ -23,6 +23,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights
+from megatron5d.checkpoint.layout import overlap
 from megatron5d.checkpoint.load import PREFIX, SavedTensors, fault_of_file, whole_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
@@ -129,10 +130,8 @@ def _reader_of(tensor: Any) -> Read:
     def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         values = torch.empty(shape, dtype=torch.float64)
         for at, view in tensor.parts.items():
-            begin = [max(pair) for pair in zip(at, offset)]
-            end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, offset, shape)]
-            if all(first < last for first, last in zip(begin, end)):
-                here, there = ([slice(a - c, b - c) for a, b, c in zip(begin, end, start)] for start in (offset, at))
+            if shared := overlap(at, view.shape, offset, shape):
+                here, there = ([slice(a - c, b - c) for a, b, c in zip(*shared, start)] for start in (offset, at))
                 values[tuple(here)] = tensor.values(at)[tuple(there)]
         return values
 

@@ -14,9 +14,8 @@ from tqdm import tqdm
 from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.hf.files import check_vacant
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
-from megatron5d.checkpoint.hf.names import IGNORED, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
-from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unread
+from megatron5d.checkpoint.hf.weights import IGNORED, hf_entries, hf_weights, prediction_layers, unread
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES

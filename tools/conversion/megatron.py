@@ -99,11 +99,8 @@ def to_megatron(args: argparse.Namespace) -> int:
 
 
 def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
-    """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run is.
-
-    Raises ValueError: another optimiser, settings of parameters that Megatron-LM does not group, a mixture of experts,
-    or no state.
-    """
+    """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run
+    is."""
     optim, saved = config.optim, SavedTensors(folder)
     progress = Progress(**read_run(folder)["progress"])
     if optim.name != "adamw" or optim.lr_scale or optim.decay_scale or optim.decay_exclude or optim.freeze:

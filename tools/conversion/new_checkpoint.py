@@ -122,7 +122,6 @@ def upcycled(
     """Returns the architecture of the mixture.
 
     Args:
-        dense: without experts.
         num_experts, top_k: of every layer from `first_k_dense` on, slices counted one by one.
         granularity: slices that one copy of the MLP is cut into.
         first_k_dense: layers at the bottom that stay as they are.

@@ -41,7 +41,6 @@ def run_record(name: str, records: Iterable[str], saved: Iterable[int] = ()) -> 
 
     Args:
         records: lines of its log, the last of which may be unfinished.
-        saved: steps of its checkpoints.
 
     Raises:
         ValueError: no line is the record of a step.

@@ -10,19 +10,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import (
-    ALIASES,
-    COMPUTED,
-    DEFAULTS,
-    GELU,
-    GEMMA,
-    GPT_OSS_YARN,
-    PARTLY_ROTATED,
-    QK_NORM,
-    RENAMED,
-    SAME,
-    WINDOW_BY_LAYER,
-)
+from megatron5d.checkpoint.hf import families
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import unknown_quantisation
@@ -42,14 +30,16 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):  # beside a vision tower
         config = config["text_config"] | {"model_type": "gemma3_text"}
-    family = config["model_type"] = RENAMED.get(str(config.get("model_type")), config.get("model_type"))
-    if not isinstance(family, str) or family not in DEFAULTS:
-        raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
-    for other, key in ALIASES.get(family, {}).items():
+    family = config["model_type"] = families.RENAMED.get(str(config.get("model_type")), config.get("model_type"))
+    if not isinstance(family, str) or family not in families.DEFAULTS:
+        raise ValueError(
+            f"{path}: model_type = {family!r} is not supported; supported are {', '.join(families.DEFAULTS)}"
+        )
+    for other, key in families.ALIASES.get(family, {}).items():
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
             raise ValueError(f"{path}: {other} and {key} mean the same and differ")
-    config = DEFAULTS[family] | config
-    if wrong := [*_of_another_kind(config, DEFAULTS[family]), *_not_positive(config)]:
+    config = families.DEFAULTS[family] | config
+    if wrong := [*_of_another_kind(config, families.DEFAULTS[family]), *_not_positive(config)]:
         raise ValueError(f"{path} ({family}) describes no model: {'; '.join(wrong)}")
     return config
 
@@ -122,27 +112,21 @@ def end_tokens(folder: str | Path) -> list[int]:
 def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
     """Returns the fields of ModelConfig that compute what the folder's model computes.
 
-    Args:
-        folder: holds config.json.
-
-    Returns:
-        Fields of ModelConfig by name, all that describe the function, as plain values like those of a YAML file.
-
-    Raises:
-        ValueError: an unknown family, or options that our model does not compute, all of them named.
+    Returns fields of ModelConfig by name, all that describe the function, as plain values like those of a YAML file.
+    Raises ValueError: an unknown family, or options that our model does not compute, all of them named.
     """
     config = read_hf_config(folder)
     family = config["model_type"]
     refused = [
         f"{key} = {config[key]!r}: only {' or '.join(map(repr, values))} is supported"
-        for key, values in COMPUTED[family].items()
+        for key, values in families.COMPUTED[family].items()
         if key in config and config[key] not in values
     ] + unknown_quantisation(config)
     fields = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family, _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
         raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
-    same = {ours: config[theirs] for ours, theirs in SAME[family].items()}
+    same = {ours: config[theirs] for ours, theirs in families.SAME[family].items()}
     return {"name": Path(folder).resolve().name, **same, **fields}
 
 
@@ -176,7 +160,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in QK_NORM or config.get("use_qk_norm", False),
+        "qk_norm": family in families.QK_NORM or config.get("use_qk_norm", False),
         "qk_norm_all_heads": family == "olmo2",
         "block_norm": "post" if family == "olmo2" else "pre",
         "qkv_bias": biased,
@@ -186,7 +170,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "mlp_bias": config["mlp_bias"],
         **windows,
         **routing_fields(config, refused),
-        **(_gemma(config) if family in GEMMA else {}),
+        **(_gemma(config) if family in families.GEMMA else {}),
         **({"window_rope_theta": local if windows["attention_window"] else None} if local else {}),
         **({"activation": "swiglu_clamped", "attention_sinks": True} if family == "gpt_oss" else {}),
     }
@@ -215,7 +199,7 @@ def _gpt2(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,
         "norm": "layernorm",
-        "activation": GELU.get(config["activation_function"]),
+        "activation": families.GELU.get(config["activation_function"]),
         "position": "learned",
         "qk_norm": False,
         "qkv_bias": True,
@@ -235,7 +219,7 @@ def _neox(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
         "norm": "layernorm",
-        "activation": GELU.get(config["hidden_act"]),
+        "activation": families.GELU.get(config["hidden_act"]),
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
@@ -258,10 +242,10 @@ def _rotary_share(config: dict[str, Any]) -> float:
 
 def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns the sliding window, and the layers that have it; None = all."""
-    if "sliding_window" not in DEFAULTS[config["model_type"]]:
+    if "sliding_window" not in families.DEFAULTS[config["model_type"]]:
         return {"attention_window": None}
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
-    if config["model_type"] not in WINDOW_BY_LAYER:
+    if config["model_type"] not in families.WINDOW_BY_LAYER:
         return {"attention_window": window}
     layers = range(config["num_hidden_layers"])
     first = config.get("max_window_layers", len(layers))
@@ -299,9 +283,9 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
         refused.append(f"rope_parameters {new} and rope_scaling {old} disagree")
     rope = new or old
     if config["model_type"] == "gpt_oss" and not any(config.get(key) for key in ("rope_parameters", "rope_scaling")):
-        rope = GPT_OSS_YARN
+        rope = families.GPT_OSS_YARN
     kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 and config["model_type"] not in PARTLY_ROTATED:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and config["model_type"] not in families.PARTLY_ROTATED:
         refused.append(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1.0 is supported")
     if kind == "default":
         return theta, RopeScaling()

@@ -24,7 +24,6 @@ def mla_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns the fields of ModelConfig that describe the attention of a DeepSeek family.
 
     Args:
-        config: config.json with the family's defaults.
         refused: takes a line for every setting that our model does not compute.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -96,7 +95,6 @@ def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]
     """Returns the fields of ModelConfig that describe experts and routers.
 
     Args:
-        config: config.json with the family's defaults.
         refused: takes a line for every setting that our model does not compute.
 
     Returns:

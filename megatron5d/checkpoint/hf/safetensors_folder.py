@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron5d.checkpoint.hf.files import INDEX, SINGLE, WEIGHTS, Entry, check_vacant, weight_files, wrong_kind
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import ShardedTensor, overlap
 from megatron5d.topology.shard_spec import ShardSpec
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -212,8 +212,7 @@ def _listing(what: str, names: list[str]) -> str:
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
-    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps. Raises ValueError: those
-    of some parameters do not."""
+    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps."""
     troubles = []
     for spec in specs:
         stacked = any(entry.expert is not None for entry in table[spec.name])
@@ -232,16 +231,11 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
 
 
 def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
-    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements.
-
-    Args:
-        view: the local rectangle, written in place.
-        at: its offset in our global tensor.
-    """
-    begin = [max(pair) for pair in zip(at, entry.our_offset)]
-    end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, entry.our_offset, entry.our_shape)]
-    if any(first >= last for first, last in zip(begin, end)):
+    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements."""
+    shared = overlap(at, view.shape, entry.our_offset, entry.our_shape)
+    if shared is None:
         return 0
+    begin, end = shared
     place = tuple(slice(a - b, c - b) for a, c, b in zip(begin, end, at))
     offset = tuple(a - b for a, b in zip(begin, entry.our_offset))
     shape = tuple(c - a for a, c in zip(begin, end))

@@ -144,7 +144,6 @@ def model_config_of(args: Namespace, rows: int, vocab_size: int | None = None) -
     """Returns the architecture that a checkpoint's arguments describe.
 
     Args:
-        args: saved by Megatron-LM.
         rows: of the stored embedding, with those that pad it.
         vocab_size: tokens; None = as the arguments say, or all rows.
 
@@ -231,7 +230,6 @@ def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None)
 
     Args:
         dtype: of the weights: fp32 or bf16.
-        seq_len: tokens of a sequence.
         tokenizer: a file or folder, as Megatron's `--tokenizer-model`; None = none is named.
 
     Raises:

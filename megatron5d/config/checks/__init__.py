@@ -25,7 +25,6 @@ def run_checks(config: Config, world: int, files: bool = True) -> list[Fault]:
     """Returns what is wrong with a configuration, in the order of CHECKS.
 
     Args:
-        world: number of ranks of the run.
         files: False: checks about files are left out, as for a run that is only planned.
 
     Returns:

@@ -59,12 +59,7 @@ def check_id(knob: str, ending: str = "") -> str:
 
 
 def fault(reason: str, fix: str) -> Fault:
-    """Makes the fault that a check yields; the check adds its id and its keys.
-
-    Args:
-        reason: what is wrong, with the numbers.
-        fix: the nearest legal value, as an override.
-    """
+    """Makes the fault that a check yields; the check adds its id and its keys."""
     return Fault("", (), reason, fix)
 
 

@@ -59,13 +59,7 @@ def _abbreviated(names: list[str]) -> str:
 def _blend_checks(
     knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] = list, needs: tuple[str, ...] = ()
 ) -> tuple[Check, ...]:
-    """Makes the checks of a list of data: weights are numbers above 0, files exist and are not empty.
-
-    Args:
-        knob: such as data.train.
-        prefix: what stands before each weight in examples.
-        read: the list as written -> its `weight prefix` entries.
-    """
+    """Makes the checks of a list of data: weights are numbers above 0, files exist and are not empty."""
 
     @check(knob, id=check_id(knob, "-weights"), needs=needs)
     def weights(c: Config, world: int) -> Faults:

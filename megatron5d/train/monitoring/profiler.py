@@ -27,11 +27,7 @@ Mark = tuple[str, str]
 
 
 class Laps:
-    """Seconds from one call to the next, by what has happened in between; on a GPU the stream's.
-
-    Args:
-        device: on which it happens.
-    """
+    """Seconds from one call to the next, by what has happened in between; on a GPU the stream's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -100,11 +96,7 @@ class WatchedHooks:
 
 
 class Profiler:
-    """Looks at the steps that the configuration names, on the ranks that it names.
-
-    Args:
-        say: speaks on rank 0 alone.
-    """
+    """Looks at the steps that the configuration names, on the ranks that it names."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         config, train = run.config.log, run.config.train

@@ -51,7 +51,6 @@ def compare_step(run: Run, predicted: Prediction, result: StepResult, sent: Mapp
     """Returns what one step has taken and sent beside what was predicted, as text; None where nothing was.
 
     Args:
-        run: on every rank.
         sent: axis -> bytes that this rank has sent in it.
 
     Comm: all_reduce over the world of a number for every pipeline rank, where there are several.
@@ -113,11 +112,7 @@ _MEAN_OF = 20  # steps, whose mean loss stands in the last line
 
 
 class Reporter:
-    """Writes the records of one run; on every rank but 0 it computes and writes nothing.
-
-    Args:
-        run: whose configuration says where to write.
-    """
+    """Writes the records of one run; on every rank but 0 it computes and writes nothing."""
 
     def __init__(self, run: Run, predicted: Prediction) -> None:
         config, progress = run.config, run.progress
@@ -251,9 +246,7 @@ class Reporter:
             self._display.say(text)
 
     def close(self, code: int) -> None:
-        """Args:
-        code: with which this process is going to exit.
-        """
+        """Ends the display and the writers of a process that is going to exit with a code."""
         self._slow_ranks.close()
         self._display.close()
         if self.active and self._losses and not code:

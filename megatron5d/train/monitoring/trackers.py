@@ -34,7 +34,6 @@ class Wandb:
 
     Args:
         config: of the run; `log.wandb` says project, name, group, tags, entity and folder.
-        mode: online or offline.
         run_id: of the run to continue; None starts one.
         facts: of `run_facts`.
 

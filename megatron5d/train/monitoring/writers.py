@@ -130,10 +130,7 @@ class JsonLines:
         print(f"{self._path} was {'replaced' if replaced else 'removed'} under way", file=sys.stderr, flush=True)
 
     def close(self, code: int = 0) -> None:
-        """
-        Raises:
-            OSError: there is no room for the last records.
-        """
+        """Raises OSError where there is no room for the last records."""
         with self._file:
             self._flush()
 
@@ -214,9 +211,6 @@ class Writers:
 
     A file of records is tried again with every record, for a disk that is full today has room tomorrow; a tracker that
     has failed gets nothing more.
-
-    Args:
-        say: a line on the console.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -225,9 +219,7 @@ class Writers:
         self._failing: set[str] = set()
 
     def add(self, name: str, writer: Writer) -> None:
-        """Args:
-        name: a config key and its value, for messages.
-        """
+        """Adds a writer; a config key and its value are its name in messages."""
         self._writers[name] = writer
 
     def write(self, record: dict[str, Any]) -> None:
@@ -252,9 +244,7 @@ class Writers:
             writer.abandon()
 
     def close(self, code: int) -> None:
-        """Args:
-        code: with which this process is going to exit.
-        """
+        """Closes the writers of a process that is going to exit with a code."""
         for name, writer in self._writers.items():
             try:
                 writer.close(code)

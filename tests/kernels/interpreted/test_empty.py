@@ -52,7 +52,6 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
     ),
     "permute": (lambda x: moe.permute(x, moe.permutation(torch.zeros(0, 2, dtype=torch.int64), 4)), [(0, 8)], (0, 8)),
     "unpermute": (lambda x: moe.unpermute(x, moe.permutation(torch.zeros(3, 2).long(), 4)), [(0, 8)], (3, 8)),
-    "top_k": (lambda s: moe.top_k(s, 2), [(0, 8)], (0, 2)),
 }  # fmt: skip
 
 

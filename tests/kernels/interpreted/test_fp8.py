@@ -10,7 +10,7 @@ from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.fp8 import gemm as module
 from megatron5d.kernels.fp8 import norm_swiglu as fp8_fused
 from megatron5d.kernels.fp8.gemm import fp8_matmul
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -184,6 +184,22 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
         torch.testing.assert_close(statistics, (mean, torch.rsqrt(variance + 1e-5)))
     with pytest.raises(ValueError, match="odd"):
         swiglu_quantized(torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("how", [{}, {"powers_of_two": True}, {"dtype": E5M2}])
+@pytest.mark.parametrize("rows, width", [(1, 128), (130, 256), (5, 130)])
+def test_a_gradient_of_swiglu_is_quantised_both_ways_at_once(rows, width, how):
+    """Bit by bit the backward, its quantisation and the transpose of that, one after the other; also of slices."""
+    gate_up, dy = torch.randn(rows, 2 * width + 16).bfloat16(), 1e-3 * torch.randn(rows, width + 8).bfloat16()
+    gate_up, dy = gate_up[:, 8:-8], dy[:, 8:]
+    dy[-1, 3], gate_up[0, -1] = 0.0, torch.nan
+    straight = quantize_rows(kernels.activation_backward(dy, gate_up, None, "swiglu")[0], **how)
+    turned = fp8_transpose(straight, powers_of_two=how.get("powers_of_two", False))
+    got = swiglu_backward_quantized(dy[None], gate_up[None], **how)
+    for mine, wanted in zip(got, (straight, turned)):
+        assert torch.equal(mine.scales, wanted.scales) and mine.scales.stride() == wanted.scales.stride()
+        assert torch.equal(mine.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert got[0].values.float().isnan().sum() == 128
 
 
 @pytest.mark.parametrize("rows, width", [(3, 7), (5, 130)])

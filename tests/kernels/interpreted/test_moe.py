@@ -101,81 +101,104 @@ def test_grouped_fp8_weight_grad(counts):
         grouped_weight_grad_fp8(x, dy, offsets, main)
 
 
+@pytest.mark.parametrize("n, k, experts", [(1, 1, 1), (7, 2, 5), (20, 3, 4), (700, 2, 3), (150, 8, 256), (64, 1, 40)])
+def test_choices_are_sorted_stably(n, k, experts):
+    """Several programs, experts without a choice, and choices that no expert has (they come last)."""
+    chosen = torch.randint(0, experts + 1, (n, k))
+    where = moe.permutation(chosen, experts)
+    order = sorted(range(n * k), key=chosen.flatten().tolist().__getitem__)
+    assert where.choice.tolist() == order and where.token.tolist() == [choice // k for choice in order]
+    assert where.place.flatten()[where.choice].tolist() == list(range(n * k))
+    ends = [int((chosen < expert).sum()) for expert in range(experts + 1)]
+    assert where.offsets.tolist() == ends and where.offsets.dtype == torch.int32
+    plain = moe.permutation_reference(chosen, experts)
+    for name in ("place", "token", "offsets", "choice"):
+        one, other = getattr(where, name), getattr(plain, name)
+        assert torch.equal(one, other) and one.dtype == other.dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "n, k, experts, h", [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129), (3, 2, 300, 8), (1, 1, 1, 4097)]
 )
 def test_permute_and_back(n, k, experts, h, dtype):
-    tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     choices = torch.stack([torch.randperm(experts)[:k] for _ in range(n)])
     where = moe.permutation(choices, experts)
-    x, probs = torch.randn(n, h).to(dtype).requires_grad_(), torch.rand(n, k).requires_grad_()
-    rows = moe.permute(x, where)
+    x, weights = torch.randn(n, h).to(dtype).requires_grad_(), torch.rand(n, k).requires_grad_()
+    rows, by_row = moe.permute_weighted(x, weights, where)
     order = sorted((int(e), t, j) for t in range(n) for j, e in enumerate(choices[t]))
-    assert torch.equal(rows, x[[t for _, t, _ in order]])
-    assert where.offsets.tolist() == [sum(e < b for e, _, _ in order) for b in range(experts + 1)]
-    y = moe.unpermute(rows * 2, where, probs)
-    wide_x, wide_p = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
-    want = 2 * wide_x * wide_p.sum(1, keepdim=True)
-    assert relative(y, want) < tolerance
-    dy = torch.randn(n, h).to(dtype)
-    wanted = torch.autograd.grad(want, (wide_x, wide_p), dy.double())
-    for one, expected in zip(torch.autograd.grad(y, (x, probs), dy), wanted):
-        assert relative(one, expected) < 2 * tolerance
+    assert torch.equal(rows, x[[t for _, t, _ in order]]) and torch.equal(rows, moe.permute(x, where))
+    assert by_row.tolist() == [weights[t, j].item() for _, t, j in order]
+    y = moe.unpermute(rows * 2, where)
+    assert relative(y, 2 * k * x.detach().double()) < (1e-6 if dtype == torch.float32 else 5e-3)
+    dy, drow = torch.randn(n, h).to(dtype), torch.randn(n * k)
+    dx, dweights = torch.autograd.grad((y, by_row), (x, weights), (dy, drow))
+    assert relative(dx, 2 * k * dy.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    for row, (_, t, j) in enumerate(order):
+        assert dweights[t, j] == drow[row]
 
 
 @pytest.mark.parametrize("missing", [0, 5, 40])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_rows_that_never_came_count_as_zeros(weighted, missing):
+def test_rows_that_never_came_count_as_zeros(missing):
     n, k, h = 20, 2, 130
     where = moe.permutation(torch.randint(0, 5, (n, k)), 5)
-    rows, probs = torch.randn(n * k - missing, h).requires_grad_(), torch.rand(n, k).requires_grad_()
-    leaves = (rows, probs) if weighted else (rows,)
-    whole = torch.cat((rows, torch.zeros(missing, h)))[where.place]
-    want = (whole * probs[..., None]).sum(1) if weighted else whole.sum(1)
-    y = moe.unpermute(rows, where, probs if weighted else None)
+    rows = torch.randn(n * k - missing, h).requires_grad_()
+    want = torch.cat((rows, torch.zeros(missing, h)))[where.place].sum(1)
+    y = moe.unpermute(rows, where)
     torch.testing.assert_close(y, want)
     dy = torch.randn(n, h)
-    torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy))
+    torch.testing.assert_close(torch.autograd.grad(y, rows, dy), torch.autograd.grad(want, rows, dy))
 
 
-def test_what_sums_without_weights_keep():
-    """No row: the weights have been applied in the experts."""
+def test_nothing_is_kept_for_the_backward():
+    """No row: the weights are applied in the experts."""
     kept = []
     where = moe.permutation(torch.randint(0, 5, (20, 2)), 5)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        moe.unpermute(torch.randn(40, 8).requires_grad_(), where)
+        moe.unpermute(moe.permute(torch.randn(20, 8).requires_grad_(), where), where)
     assert not kept
 
 
-def test_numbers_of_choices_go_with_their_rows():
-    chosen, values = torch.tensor([[2, 0], [1, 2], [0, 1]]), torch.arange(6.0).view(3, 2).requires_grad_()
-    by_row = moe.permute_choices(values, moe.permutation(chosen, 3))
-    assert by_row.tolist() == [1, 4, 2, 5, 0, 3]
-    (grad,) = torch.autograd.grad(by_row, values, torch.arange(6.0))
-    assert grad.tolist() == [[4, 0], [2, 5], [1, 3]]
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "kind, normalised, scale",
+    [("softmax", False, 1.0), ("softmax", True, 1.0), ("sigmoid", True, 2.5), ("sigmoid", False, 1.0)],
+)
+@pytest.mark.parametrize("n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8)])
+def test_route(n, experts, k, kind, normalised, scale, biased, forced):  # fmt: skip
+    logits, dweights = torch.randn(n, experts).requires_grad_(), torch.randn(n, k)
+    bias = torch.randn(experts) if biased else None
+    given = torch.stack([torch.randperm(experts)[:k] for _ in range(n)]) if forced else None
+    chosen, weights = moe.route(logits, k, kind, normalised, scale, bias, given)
+    wide = logits.detach().double().requires_grad_()
+    scores = wide.softmax(1) if kind == "softmax" else wide.sigmoid()
+    order = (scores if bias is None else scores + bias).topk(k)[1] if given is None else given
+    assert torch.equal(chosen, order)
+    want = scores.gather(1, order)
+    want = scale * (want / want.sum(1, keepdim=True) if normalised else want)
+    assert relative(weights, want) < 1e-6
+    (got,), (expected,) = (
+        torch.autograd.grad(weights, logits, dweights),
+        torch.autograd.grad(want, wide, dweights.double()),
+    )
+    assert (got.double() - expected).norm() <= 2e-6 * expected.norm() + 1e-6
 
 
 @pytest.mark.parametrize("n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8), (3, 129, 129)])
-def test_top_k(n, experts, k):
-    scores = torch.randn(n, experts).requires_grad_()
-    values, indices = moe.top_k(scores, k)
-    want, order = scores.detach().topk(k)
-    assert torch.equal(values, want) and torch.equal(indices, order)
-    dvalues = torch.randn(n, k)
-    (got,) = torch.autograd.grad(values, scores, dvalues)
-    assert torch.equal(got, torch.zeros(n, experts).scatter(1, order, dvalues))
+def test_best(n, experts, k):
+    scores = torch.randn(n, experts)
+    assert torch.equal(moe.best(scores, k), scores.topk(k)[1])
 
 
-def test_top_k_ties_and_impossible_scores():
+def test_ties_and_impossible_scores():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
-    assert moe.top_k(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert moe.best(scores, 3).tolist() == [[1, 2, 0], [0, 1, 2]]
     scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])  # experts that exist, and NaN continues
-    values, indices = moe.top_k(scores, 2)
-    assert indices.tolist() == [[0, 1], [1, 2]] == scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist()
-    assert values.isnan().tolist() == [[True, True], [True, False]] and values[1, 1] == 7
-    with pytest.raises(ValueError, match="cannot choose 5"):
-        moe.top_k(scores, 5)
+    assert moe.best(scores, 2).tolist() == [[0, 1], [1, 2]]
+    assert scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist() == [[0, 1], [1, 2]]
+    chosen, weights = moe.route(scores, 2, "softmax", True, 1.0)
+    assert chosen.tolist() == [[0, 1], [0, 1]] and weights.isnan().all()
 
 
 @pytest.mark.parametrize("last", [0, 5, 16, 17, 40])

@@ -11,6 +11,8 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
+pytestmark = pytest.mark.usefixtures("over_gloo")
+
 WORLD = 4
 
 

@@ -12,6 +12,8 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
+pytestmark = pytest.mark.usefixtures("over_gloo")
+
 WORLD = 3
 SENDS = [[2, 0, 1], [1, 3, 0], [0, 2, 2]]  # rows from rank (line) to rank (column)
 

@@ -17,6 +17,8 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
+pytestmark = pytest.mark.usefixtures("over_gloo")
+
 STARTS = {
     "all_reduce": lambda x, axis: all_reduce(x, axis),
     "shift": lambda x, axis: start_shift(x, axis).wait(),

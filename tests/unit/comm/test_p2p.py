@@ -14,6 +14,8 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, colours, open_channels
 from megatron5d.topology.axis import Axis
 
+pytestmark = pytest.mark.usefixtures("over_gloo")
+
 FORM = TensorMeta((3,), torch.float32)
 
 

@@ -19,6 +19,8 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
+pytestmark = pytest.mark.usefixtures("over_gloo")
+
 CPU = torch.device("cpu")
 
 

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_family
 from megatron5d.checkpoint.hf.families import RENAMED
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
-from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import save_folder
-from megatron5d.checkpoint.hf.weights import load_hf_weights
+from megatron5d.checkpoint.hf.weights import hf_copies, hf_entries, load_hf_weights
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config

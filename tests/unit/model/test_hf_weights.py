@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import read_model_config
-from megatron5d.checkpoint.hf.names import hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder, stored_tensors
-from megatron5d.checkpoint.hf.weights import hf_weights, load_hf_weights, unread
+from megatron5d.checkpoint.hf.weights import hf_entries, hf_weights, load_hf_weights, unread
 from megatron5d.checkpoint.load import PREFIX
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter

@@ -16,6 +16,7 @@ from megatron5d.autograd.recompute import ActivationPolicy, RecomputedParts
 from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel.dispatcher import DirectDispatch
 from megatron5d.model.gpt import GPT
+from megatron5d.model.rope import RotaryTables
 from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.precision import fp8_recipes
 from megatron5d.topology.axis import Axis
@@ -246,3 +247,35 @@ def test_offloaded_inputs_of_recomputed_layers():
     assert kept - left == len(copies) * S * B * 32 * 8 and len(copies) == 2
     stage.backward(0, GRAD)
     assert all(map(torch.equal, grads, [w.grad for phase in stage.phases for w in phase.parameters()]))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_rotary_tables_are_made_once_a_microbatch(mode, monkeypatch):
+    """By forward, recompute and backward of all layers together, one pair for each base; and they go with them."""
+    made = []
+    of = RotaryTables.of
+
+    def noted(self, positions):
+        made.append(of(self, positions))
+        return made[-1]
+
+    monkeypatch.setattr(RotaryTables, "of", noted)
+    config = configured(False)
+    model = dataclasses.replace(
+        config.model, num_layers=4, attention_window=5, window_layers=[0, 2], window_rope_theta=50.0
+    )
+    recompute = RecomputeConfig(mode, ["qkv"]) if mode == "selective" else RecomputeConfig(mode)
+    stage, batch = stage_of(dataclasses.replace(config, model=model, recompute=recompute))
+    for microbatch in range(2):
+        stage.forward(microbatch, None, batch)
+    assert len(made) == 2 * 2
+    assert not torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][0], made[2][0])
+    left = [weakref.ref(table) for tables in made for table in tables]
+    made.clear()
+    stage.backward(0, GRAD)
+    assert not made and [each() is None for each in left] == 4 * [True] + 4 * [False]
+    stage.backward_input(1, GRAD)
+    stage.backward_weight(1)
+    assert not made and all(each() is None for each in left)
+    stage.evaluate(None, batch)
+    assert len(made) == 2 and "_made" not in vars(batch)

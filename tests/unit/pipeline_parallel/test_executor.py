@@ -125,7 +125,7 @@ class Deadly:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
-def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path):
+def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path, over_gloo):
     """Each survivor loses a neighbour, and leaves as soon as it has said so: the dead one is named all the same."""
 
     def on_rank(rank, world):

@@ -25,8 +25,7 @@ from megatron5d.planning.memory_peak import Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Step, empty_trace
 from megatron5d.planning.rank_memory import GIB, Peak, RankMemory, table
 from megatron5d.topology.process import Process
-from megatron5d.train.guard import crash_message
-from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
+from megatron5d.train.guard import MemorySnapshots, crash_message, memory_snapshots
 
 H100 = Target("sm_90")
 

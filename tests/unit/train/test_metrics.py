@@ -201,7 +201,9 @@ def test_a_resumed_run_sends_what_a_killed_process_had_not_written(tmp_path):
     run.close(0)
     file = next(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     deadline = time.monotonic() + 30
-    while file.stat().st_size < 150_000 and time.monotonic() < deadline:
+    sizes = [0]
+    while (sizes[-1] < 150_000 or sizes[-6:-1] != sizes[-5:]) and time.monotonic() < deadline:  # it still writes
+        sizes.append(file.stat().st_size)
         time.sleep(0.1)
     file.write_bytes(file.read_bytes()[:65536])  # what a kill leaves
     kept = [items(record.history.item).get("_step", 0) for record in wandb_records(tmp_path)]
