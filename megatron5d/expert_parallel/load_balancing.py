@@ -39,21 +39,13 @@ AUXILIARY = ("aux", "seq_aux", "global_aux")
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch that one rank routes.
+    """The tokens of a micro-batch that one rank routes."""
 
-    Args:
-        sequence: int64 `[n]`, which sequence of the micro-batch each belongs to.
-        order: int64 `[n]`, place of each in the whole micro-batch.
-        real: bool `[n]`, False for padding; None = all real.
-        num_sequences: of the micro-batch.
-        samples: int64 `[num_sequences]`, in training: their numbers among all of the run.
-    """
-
-    sequence: Tensor
-    order: Tensor
-    real: Tensor | None
-    num_sequences: int
-    samples: Tensor | None = None
+    sequence: Tensor  # int64 `[n]`, which sequence of the micro-batch each belongs to
+    order: Tensor  # int64 `[n]`, place of each in the whole micro-batch
+    real: Tensor | None  # bool `[n]`, False for padding; None = all real
+    num_sequences: int  # of the micro-batch
+    samples: Tensor | None = None  # int64 `[num_sequences]`, in training: their numbers among all of the run
 
     @property
     def turns(self) -> Tensor:

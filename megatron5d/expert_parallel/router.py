@@ -39,16 +39,11 @@ class Jitter:
 
     A factor depends on the seed, the layer, the token's sequence and place in it, and the feature: so it is the same on
     any layout, and when a forward is repeated. Source: Fedus et al. 2021 (arXiv:2101.03961), appendix C.
-
-    Args:
-        amount: factors lie between 1 - amount and 1 + amount.
-        seed: of the run.
-        seq_len: tokens of a sequence.
     """
 
-    amount: float
-    seed: int
-    seq_len: int
+    amount: float  # factors lie between 1 - amount and 1 + amount
+    seed: int  # of the run
+    seq_len: int  # tokens of a sequence
 
     def __call__(self, x: Tensor, name: str, sample: Tensor, position: Tensor) -> Tensor:
         """

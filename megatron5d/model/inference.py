@@ -28,15 +28,10 @@ from megatron5d.topology.process import Process
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: exactly one of the two.
+    """Where a model comes from: exactly one of the two."""
 
-    Args:
-        hf: a Hugging Face folder.
-        checkpoint: a checkpoint of ours, or a directory of them, whose newest whole one is meant.
-    """
-
-    hf: Path | None = None
-    checkpoint: Path | None = None
+    hf: Path | None = None  # a Hugging Face folder
+    checkpoint: Path | None = None  # a checkpoint of ours, or a directory of them, whose newest whole one is meant
 
     def config(self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None) -> Config:
         """Returns the configuration to run the model with.

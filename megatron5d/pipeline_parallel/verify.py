@@ -69,15 +69,10 @@ F, I, W, B = (OPS.index(op) for op in "FIWB")
 
 @dataclass(frozen=True)
 class Verified:
-    """What a correct Program holds at most.
+    """What a correct Program holds at most."""
 
-    Args:
-        peak_activations: `[num_ranks]` in micro-batches of one rank's layers.
-        peak_stash: `[num_ranks]` deferred weight gradients, in the same unit.
-    """
-
-    peak_activations: np.ndarray
-    peak_stash: np.ndarray
+    peak_activations: np.ndarray  # `[num_ranks]` in micro-batches of one rank's layers
+    peak_stash: np.ndarray  # `[num_ranks]` deferred weight gradients, in the same unit
 
 
 def verify(
