@@ -78,7 +78,6 @@ class Room:
 
     Args:
         imbalance: rows that there is room for, in even shares; None = rows are counted.
-        device: of the layers.
     """
 
     MOST_COUNTED_STEPS = 64
@@ -279,7 +278,6 @@ class Dispatcher:
         """Computes all splits from all ranks' counts.
 
         Args:
-            sent_order: of this rank's choices.
             counts: int64 `[ep·etp, E]`.
         """
         ep, etp, local = self.ep, self.etp, self.num_local

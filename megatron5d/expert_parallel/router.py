@@ -87,12 +87,10 @@ class Router(nn.Module):
     """Scores every token's experts.
 
     Args:
-        config: the architecture.
         name: global name of the router.
         tp: ranks that hold the weight and see different tokens.
         biased: there is a bias per expert: a buffer, which balancing changes and no gradient.
         owner: this rank writes the bias to checkpoints.
-        dtype, device: of the weight.
     """
 
     bias: Tensor | None

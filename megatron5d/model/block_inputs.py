@@ -28,7 +28,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """The configuration, this rank's axes, and what its layers use in common."""
+    """What a block's layers are built from, beside `layer`, its global index."""
 
     config: Config  # of the whole run
     mesh: Mesh  # this rank's axes

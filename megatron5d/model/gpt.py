@@ -106,8 +106,7 @@ def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh)
 def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
     """Sets `.overlap` of the weights as `parallel.tp_overlap` says, and returns it.
 
-    Raises:
-        ValueError: on every rank, if `fused` is not possible here.
+    Raises ValueError: on every rank, if `fused` is not possible here.
     """
     mode, tp = config.parallel.tp_overlap, mesh["tp"]
     if mode == "none" or tp.size == 1:
@@ -131,8 +130,6 @@ class GPT(nn.Module):
     """The phases that one rank holds of the model, in the order in which a micro-batch passes them.
 
     Args:
-        config: the whole run's configuration.
-        mesh: this rank's axes.
         device: of the parameters; "meta" allocates nothing.
         stages: what this rank holds, by stage; None = the whole model as stage 0.
         replicas: which pipeline ranks hold parameters together.

@@ -37,7 +37,6 @@ class Source:
         """Returns the configuration to run the model with.
 
         Args:
-            world: number of ranks.
             tp, sp: the layout; dp is what remains of the world.
             dtype: of weights and arithmetic; None = the checkpoint's own, fp32 for a Hugging Face folder.
 
@@ -167,8 +166,7 @@ class Predictor:
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Returns one token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
 
-    Raises:
-        ValueError: a logit is not a number, or infinite.
+    Raises ValueError: a logit is not a number, or infinite.
     """
     if not logits.isfinite().all():
         raise ValueError(

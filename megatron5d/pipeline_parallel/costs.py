@@ -42,8 +42,7 @@ class Costs:
     def of(self, placement: Placement) -> StageCosts:
         """Returns the costs of every stage of `placement`.
 
-        Raises:
-            ValueError: `stage_scale` has another number of stages than the placement.
+        Raises ValueError: `stage_scale` has another number of stages than the placement.
         """
         num_stages = placement.num_stages
         scale = np.ones(num_stages) if self.stage_scale is None else np.array(self.stage_scale, dtype=float)
@@ -64,8 +63,7 @@ class Costs:
 def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
     """Returns the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits is as by default.
 
-    Raises:
-        ValueError: An unknown key, a key twice, or a value that is no finite number of at least 0.
+    Raises ValueError: an unknown key, a key twice, or a value that is no finite number of at least 0.
     """
     names = [field.name for field in fields(Costs) if field.name != "stage_scale"]
     values: dict[str, float] = {}

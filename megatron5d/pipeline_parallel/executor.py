@@ -263,7 +263,6 @@ class Pipeline:
 
     Args:
         program_of: number of micro-batches of a step -> verified Program, always with the same placement.
-        placement: of those Programs.
         stages: the stage of every (direction, stage) that this rank holds.
         axis: pp.
         forms: shape and dtype of what each stage sends to the next, `[s/cp/tp, b, h]`, or several one after the other.

@@ -48,11 +48,7 @@ def schedule_names() -> list[str]:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Returns the schedule called `name`.
-
-    Raises:
-        ValueError: No schedule is called so.
-    """
+    """Returns the schedule called `name`. Raises ValueError: none is."""
     known = _load()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)

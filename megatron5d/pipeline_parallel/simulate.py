@@ -188,11 +188,8 @@ def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray,
 
 
 def first_circle(program: Program) -> list[tuple[int, int]]:
-    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through.
-
-    Args:
-        program: A complete Program, so that whatever an action waits for is made somewhere.
-    """
+    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through,
+    which must be complete: whatever an action waits for is made somewhere."""
     stuck = _run(program, np.zeros(len(program.table.slot_start) - 1), 0.0)[3]
     rank, passed = next(iter(stuck), -1), []
     while stuck and rank not in passed:

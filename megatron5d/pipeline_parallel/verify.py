@@ -26,7 +26,6 @@ class ProgramError(ValueError):
     """A Program is wrong at one place.
 
     Args:
-        program: the Program.
         rank: the rank of the fault.
         position: the slot on that rank; for a missing action, where it would be expected.
         reason: what is wrong, in words.
@@ -81,7 +80,6 @@ def verify(
     """Checks a Program completely and returns its peaks.
 
     Args:
-        program: the Program.
         memory: the most activations a rank may hold, in micro-batches of one rank's layers; one number, or one for
             every rank. None = no cap.
         costs: whose activation sizes to use; None = even stages.

@@ -78,8 +78,7 @@ class Overlap:
     def check(self) -> None:
         """Raises if an exchange failed; called once the device has computed results, before they are used for good.
 
-        Raises:
-            TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
+        Raises TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
         """
 
 
