@@ -36,7 +36,7 @@ class Exposure:
         self._events.append((begin, end))
 
     def during(self, act: Callable[[], T]) -> T:
-        """Returns times `act()` and returns its result."""
+        """Times `act()` and returns its result."""
         with self.timed():
             return act()
 

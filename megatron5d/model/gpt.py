@@ -136,13 +136,9 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device | str = "cpu",
-        stages: Mapping[int, StageSpec] | None = None,
-        replicas: Shared = NOTHING_SHARED,
-    ) -> None:
+        self, config: Config, mesh: Mesh, device: torch.device | str = "cpu",
+        stages: Mapping[int, StageSpec] | None = None, replicas: Shared = NOTHING_SHARED,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)
