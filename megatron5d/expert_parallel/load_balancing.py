@@ -94,7 +94,7 @@ class Balancer:
         shape = (len(self.layers), model.num_experts)
         # choices of this rank's tokens, this step; and those of padding
         self._counts = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64, device=device)
-        self.chosen = self._counts[:, :-1]
+        self.chosen, self._counts_of = self._counts[:, :-1], self._counts.unbind()
         self._one = torch.ones((), dtype=torch.int64, device=device)
         self.plain = torch.zeros(shape, dtype=torch.int64, device=device)  # by the plain scores; global_aux alone
         self.figures = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
@@ -156,7 +156,7 @@ class Balancer:
             if self._counting:
                 self.plain[row] += counts_of(self.plain_choice(logits, experts, tokens), num_experts)
             return
-        self._counts[row].scatter_add_(0, experts.flatten(), self._one.expand(experts.numel()))
+        self._counts_of[row].scatter_add_(0, experts.flatten(), self._one.expand(experts.numel()))
         if dropped is not None:
             self.figures[row, _DROPPED] += dropped
         if self.watched:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
+_INDEX = torch.int64
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 _COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
@@ -110,6 +111,14 @@ def _any(x: Tensor, dim: int, keepdim: bool = False) -> Tensor | None:
     return torch.empty((*x.shape[:dim], *(1,) * keepdim, *x.shape[dim + 1 :]), dtype=torch.bool, device="meta")
 
 
+def _best(x: Tensor, k: int, dim: int = -1, *_: bool) -> tuple[Tensor, Tensor] | None:
+    if not 0 <= k <= x.shape[dim]:
+        return None  # torch has a message
+    dim %= x.ndim
+    values = x.new_empty((*x.shape[:dim], k, *x.shape[dim + 1 :]))
+    return values, torch.empty(values.shape, dtype=torch.int64, device="meta")
+
+
 def _multiplied(x: Tensor, y: Tensor) -> Tensor | None:
     if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-2] or x.dtype != y.dtype:
         return None  # torch has a message
@@ -127,6 +136,13 @@ def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...]
 def _normed_backward(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
     *_, weight, bias, wanted = others
     return tuple(_rolled(each) if wants else None for each, wants in zip((x, weight, bias), wanted))
+
+
+def _attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor]:
+    """Returns the output of torch's CPU flash kernel, and its log-sum-exp."""
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, heads, seq_len = q.shape[:3]
+    return _like(q), torch.empty(batch, seq_len, heads, dtype=lse, device="meta").transpose(1, 2)
 
 
 def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
@@ -147,6 +163,8 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.tril.default: _rolled,
     torch.ops.aten.empty_like.default: _like,
     torch.ops.aten.zeros_like.default: _like,
+    torch.ops.aten.ones_like.default: _like,
+    torch.ops.aten.topk.default: _best,
     torch.ops.aten._softmax.default: lambda x, _, half: None if half else _rolled(x),
     torch.ops.aten.gather.default: lambda x, _, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
     torch.ops.aten.sum.dim_IntList: _reduced,
@@ -158,6 +176,15 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.any.dim: _any,
     torch.ops.aten._to_copy.default: _copied,
     torch.ops.aten.index.Tensor: _indexed,
+    torch.ops.aten.flip.default: lambda x, _: _like(x),
+    torch.ops.aten.index_put.default: lambda x, *_: _like(x),
+    torch.ops.aten.sort.stable: lambda x, **_: (_like(x), _like(x, dtype=torch.int64)),
+    torch.ops.aten.searchsorted.Tensor: lambda x, y, **more: (
+        None if more or x.ndim > 1 else _like(y, dtype=torch.int64)
+    ),
+    torch.ops.aten.take.default: lambda x, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
+    torch.ops.aten.slice_backward.default: lambda dy, sizes, *_: torch.empty(sizes, dtype=dy.dtype, device="meta"),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attended,
     torch.ops.aten.native_layer_norm.default: _normed,
     torch.ops.aten.native_layer_norm_backward.default: _normed_backward,
 }

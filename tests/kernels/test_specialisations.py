@@ -1,4 +1,5 @@
-"""How many rows an expert rank receives changes with every micro-batch; no kernel is compiled anew for it.
+"""After the first step no kernel is compiled anew: for other numbers of rows of experts, which change with every
+micro-batch, for other epochs, rates and steps, nor for an evaluation.
 
 In a process of its own: Triton compiles for a GPU that is not there (kernel_lab/capture.py).
 """
@@ -65,10 +66,66 @@ print(compiled[first:])
 """
 
 
-def test_no_kernel_is_compiled_for_another_number_of_rows():
+LATER = """
+import dataclasses
+import torch
+from kernel_lab.capture import capture
+from kernel_lab.gate_cases import meta
+from layouts import make_rows, micro_batch
+from parity_configs import config_of
+from triton import knobs
+from whole_stage import WholeStage
+from megatron5d.config.schema import PrecisionConfig
+from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
+from megatron5d.model.gpt import GPT
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+
+compiled = []
+knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
+SIZES = {"hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64}
+config = config_of("llama_gqa", gbs=1)
+model = dataclasses.replace(config.model, num_layers=2, **SIZES)
+config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype="bf16", fp8="blockwise"))
+stage = WholeStage(GPT(config, build_mesh(resolve(1), 0), "meta").phases)
+batch = micro_batch(config, make_rows(config, 1)).to("meta")
+weight, flags, addresses = meta(256, 128), meta(2, dtype=torch.int32), meta(2, dtype=torch.int64)
+columns = {name: [meta(512, dtype=torch.float32)] for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+table = TensorTable(**columns, copy=[meta(512)])
+
+
+def step(number, epoch):
+    stage.backward(number, torch.empty_like(stage.forward(number, None, batch)))
+    arrivals = Arrivals(flags, epoch, Patience(900.0, flags.device))
+    all_gather_gemm(meta(2, 64, 128), weight, arrivals, number % 2, False)
+    out = PeerBuffers([meta(64, 256) for _ in range(2)], list(flags.split(1)), addresses, addresses, flags)
+    gemm_reduce_scatter(meta(2, 64, 128), weight, out, epoch, number % 2, False)
+    sum_arrived(meta(2, 64, 256), arrivals)
+    wait_flag(arrivals, number % 2)
+    raise_flags(out.flags, addresses, epoch)
+    squared_norm(table)
+    settings = AdamWSettings(1e-3 / number, 0.9, 0.95, 1e-8, number)
+    adamw_step(table, settings, meta(dtype=torch.float32), meta(1, dtype=torch.float32))
+
+
+with capture("sm_90"):
+    step(1, 1)
+    first = len(compiled)
+    assert first >= 20, compiled
+    stage.evaluate(None, batch)
+    for number, epoch in ((2, 15), (16, 16), (17, 2**20)):
+        step(number, epoch)
+print(compiled[first:])
+"""
+
+
+@pytest.mark.parametrize("script", [COUNTED, LATER], ids=["rows", "steps"])
+def test_no_kernel_is_compiled_after_the_first_step(script):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", COUNTED], cwd=Path(__file__).parents[2], env=environment | {"PYTHONPATH": "tests"},
-        capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment | {"PYTHONPATH": "tests"},
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert run.returncode == 0 and run.stdout.strip() == "[]", run.stdout + run.stderr[-3000:]

@@ -44,6 +44,7 @@ def test_a_refused_configuration_imports_no_torch(wrong):
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt2", "tiny_deepseek", "tiny_qwen3_moe"])
 def test_a_first_step_does_not_import_torchs_compiler(model, tmp_path):
     names = ["torch._dynamo", "torch._inductor", "torch.optim.adamw", "numpy"]
+    names += [] if model in ("tiny_deepseek", "tiny_qwen3_moe") else ["sympy"]  # which torch wants for grouped GEMMs
     said = outcome(one_step(tmp_path, f"model={model}"), names)
     assert said == "left with 0 ['torch.optim.adamw', 'numpy']"  # `import torch` brings these
 
@@ -63,4 +64,4 @@ def test_a_first_step_costs_little_more_than_the_import_of_torch(tmp_path):
     start = ["pretrain.py", *one_step(tmp_path, "model=tiny")]
     rounds = [(cpu_seconds(*start), cpu_seconds("-c", "import torch")) for _ in range(4)]  # by turns: others run, too
     step, torch = map(min, zip(*rounds))
-    assert step < 2.4 * torch  # 2.0 to 2.1 as measured; 2.8 with torch's compiler
+    assert step < 2.1 * torch  # 1.7 to 1.9 as measured; 2.2 with sympy, 2.8 with torch's compiler

@@ -84,6 +84,16 @@ def test_any_strides_and_broadcasts(seed):
         lambda x: torch.ops.aten.amax.default(x),
         lambda x: torch.ops.aten.bmm.default(x, x.transpose(1, 2)),
         lambda x: torch.ops.aten.empty_like.default(x.permute(2, 0, 1), dtype=torch.float64),
+        lambda x: torch.ops.aten.flip.default(x, [0]),
+        lambda x: torch.ops.aten.index_put.default(x, [rows(x)[:, 0]], x[:3], True),
+        lambda x: torch.ops.aten.sort.stable(x, stable=True, dim=-1, descending=True)[0],
+        lambda x: torch.ops.aten.sort.stable(x, stable=True, dim=0)[1],
+        lambda x: torch.ops.aten.ones_like.default(x),
+        lambda x: torch.ops.aten.topk.default(x, 2, 0)[0],
+        lambda x: torch.ops.aten.topk.default(x, 1)[1],
+        lambda x: torch.ops.aten.searchsorted.Tensor(x.new_empty(4), x.new_empty(3, 2)),
+        lambda x: torch.ops.aten.take.default(x, rows(x)),
+        lambda x: torch.ops.aten.slice_backward.default(x, [9, 2, 3], 0, 1, 5, 1),
         lambda x: torch.ops.aten.index.Tensor(x, [rows(x)]),
         lambda x: torch.ops.aten.index.Tensor(x, [rows(x).t()]),
         lambda x: torch.ops.aten.index.Tensor(x.permute(2, 0, 1), [rows(x).t()]),
@@ -119,6 +129,16 @@ def test_the_layer_norm_and_its_gradients(dims, dtype):
         )
         assert [each is None for each in sized] == [not each for each in wanted]
         assert [form(each) for each in sized if each is not None] == [form(each) for each in real if each is not None]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_attention_on_the_cpu(dtype):
+    """As torch says of its own kernel, for `[s, b, a, d]` with heads first, whole and padded."""
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    x = torch.empty(5, 2, 4, 8, dtype=dtype, device="meta").permute(1, 2, 0, 3)
+    for q in (x, torch.nn.functional.pad(x, (0, 8))):
+        sized = output_of(attention, (q, q, q, 0.0, True), {"scale": 0.5})
+        assert [form(each) for each in sized] == [form(each) for each in attention(q, q, q, 0.0, True, scale=0.5)]
 
 
 class Answered(torch.utils._python_dispatch.TorchDispatchMode):
