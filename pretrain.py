@@ -87,9 +87,9 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 
 def _late_faults(config: Config, world: int) -> list[Fault]:
     """Returns what is checked with torch, of a configuration whose model and layout are legal."""
-    from megatron5d.planning.auto_schedule import pipeline_faults
     from megatron5d.planning.fit import memory_faults
     from megatron5d.train.preflight import data_faults, device_faults, glob_faults
+    from megatron5d.train.scheduling.auto_schedule import pipeline_faults
     from megatron5d.train.state import checkpoint_faults
 
     checks = [pipeline_faults, device_faults, data_faults, glob_faults, checkpoint_faults, memory_faults]
@@ -133,10 +133,10 @@ def plan_and_train(config: Config, process: Process, notes: Sequence[str] = ()) 
 
     Comm: that of `agreed_layout` and `train`.
     """
-    from megatron5d.planning.auto_schedule import agreed_layout
     from megatron5d.planning.predict import prediction_of
     from megatron5d.topology.all_ranks import on_every_rank
     from megatron5d.train.loop import train
+    from megatron5d.train.scheduling.auto_schedule import agreed_layout
 
     with StopFlag() as stop:
         layout = agreed_layout(config, process)

@@ -52,21 +52,21 @@ def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
 
 
-def _by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes the reference; on the CPU by torch's own loop over the same GEMMs, where it takes the tensors.
+def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """Multiplies x by `[E, in, out]`; on the CPU by torch's own loop over the reference's GEMMs, where it takes them.
 
     On the meta device, where memory is forecast, it makes what the CPU would: one output and no parts of it.
     """
     plain = x.is_cpu or x.is_meta
-    narrow = plain and x.dtype == weight.dtype != torch.float64 and x.numel() and x.is_contiguous()
-    aligned = narrow and not (weight.shape[1] % 8 or weight.shape[2] % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16)
-    if not aligned or not (weight.is_contiguous() or weight.mT.is_contiguous()):
-        return grouped_matmul_reference(x, weight, offsets)
+    narrow = plain and x.dtype == matrices.dtype != torch.float64 and x.numel() and x.is_contiguous()
+    _, k, n = matrices.shape
+    aligned = narrow and not (k % 8 or n % 8 or x.data_ptr() % 16 or matrices.data_ptr() % 16)
+    if not aligned or matrices.stride() not in ((k * n, n, 1), (k * n, 1, k)):
+        return grouped_matmul_reference(x, matrices.mT, offsets)
     if x.is_meta:
-        return x.new_empty(x.shape[0], weight.shape[1])
-    y = F.grouped_mm(x, weight.mT, offs=offsets[1:].int())
-    last = ends_of(offsets, x.shape[0])[-1]
-    if last < x.shape[0]:
+        return x.new_empty(x.shape[0], n)
+    y = F.grouped_mm(x, matrices, offs=offsets[1:].int())
+    if (last := ends_of(offsets, x.shape[0])[-1]) < x.shape[0]:
         y[last:] = 0
     return y
 
@@ -247,7 +247,7 @@ def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
         return launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
-    return _by_torch(x, weight, offsets)
+    return _by_torch(x, weight.mT, offsets)
 
 
 def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -261,11 +261,12 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         `[rows, k]`.
     """
-    if (library := _library(dy, weight.transpose(1, 2))) is not None:
-        return library.grouped_matmul(dy, weight.transpose(1, 2), offsets)
+    turned = weight.mT
+    if (library := _library(dy, turned)) is not None:
+        return library.grouped_matmul(dy, turned, offsets)
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
         return launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
-    return _by_torch(dy, weight.transpose(1, 2), offsets)
+    return _by_torch(dy, weight, offsets)
 
 
 def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
@@ -325,9 +326,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
-    if dy.dtype != main_grad.dtype:
-        dy, x = dy.to(main_grad.dtype), x.to(main_grad.dtype)
-    main_grad.addmm_(dy.t(), x)
+    main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
 
 
 def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -352,9 +351,11 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
-    if dy.is_meta and dispatch.PLANNED.get() is not None:
+    if dy.dtype == main_grad.dtype:
+        main_grad.addmm_(dy.t(), x)
+    elif dy.is_meta and dispatch.PLANNED.get() is not None:
         return  # one GEMM in place, which allocates nothing
-    if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
+    elif not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x)
     elif dy.is_cuda and main_grad.is_contiguous():
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)

@@ -214,7 +214,8 @@ class _Unpermute(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, dy):
-        return _gather(dy, ctx.where.token[: ctx.num_rows])[0], None
+        token, n = ctx.where.token, ctx.num_rows
+        return _gather(dy, token if n == len(token) else token[:n])[0], None
 
 
 def permute(x: Tensor, where: Permutation) -> Tensor:

@@ -31,7 +31,7 @@ from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
 from megatron5d.pipeline_parallel.search.named import DEFAULT, PAIRS
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.planning.stage_costs import LayerCosts
+from megatron5d.train.scheduling.stage_costs import LayerCosts
 
 SEARCH_S = 10.0
 """Time limit of a search where the options set none."""

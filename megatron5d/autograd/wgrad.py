@@ -53,7 +53,7 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
         dy: `[..., out]`, gradient of the output.
         x: `[..., in]`, input of the layer.
     """
-    accumulate_weight_grad(grad_buffer(weight), dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    accumulate_weight_grad(grad_buffer(weight), dy.flatten(0, -2), x.flatten(0, -2))
 
 
 def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:

@@ -90,7 +90,6 @@ class InFlight:
 
     Args:
         batch: what phases read beside their input.
-        num_phases: of the stage.
     """
 
     def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:
@@ -182,14 +181,23 @@ def _attach(x: Any, grads: list[Tensor | None]) -> Any:
     if not tensors:
         return x
     grads += [None] * len(tensors)
+    if x is tensors[0]:
+        return _PhaseInput.apply(_ANCHOR, grads, x)[0]
     return _with(x, iter(_PhaseInput.apply(_ANCHOR, grads, *tensors)))
 
 
 def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
     """Returns a state without its graph, and adds where its gradients enter that: an edge keeps no values alive."""
     tensors = _floating(y, [])
-    edges += [get_gradient_edge(each) if each.requires_grad else None for each in tensors]
-    return _with(y, iter([each.detach() for each in tensors]))
+    held = None  # an autograd function in Python, which the edge of its first output keeps alive
+    for each in tensors:
+        node = each.grad_fn
+        if node is None or (node is not held and isinstance(node, torch._C._FunctionBase)):
+            edges.append(get_gradient_edge(each) if each.requires_grad else None)
+            held = node
+        else:
+            edges.append(GradientEdge(node, each.output_nr))
+    return y.detach() if isinstance(y, Tensor) and tensors else _with(y, map(Tensor.detach, tensors))
 
 
 def _floating(state: Any, found: list[Tensor]) -> list[Tensor]:
@@ -204,9 +212,9 @@ def _floating(state: Any, found: list[Tensor]) -> list[Tensor]:
 
 
 def _with(state: Any, tensors: Iterator[Tensor]) -> Any:
-    """Returns a state with other floating-point tensors."""
+    """Returns a tuple with other floating-point tensors, and anything else as it is."""
     if not isinstance(state, tuple):
-        return next(tensors, state)
+        return state
     new = []
     for item in state:
         if isinstance(item, Tensor):
@@ -218,11 +226,14 @@ def _with(state: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _backward(edges: list[GradientEdge | None], grads: tuple[Tensor | None, ...]) -> None:
     """Runs backward from a phase's output, without entries that have or require no gradient."""
-    both = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None and grad is not None]
-    roots, given = tuple([edge for edge, _ in both]), tuple([grad for _, grad in both])
+    roots, given = [], []
+    for edge, grad in zip(edges, grads, strict=True):
+        if edge is not None and grad is not None:
+            roots.append(edge)
+            given.append(grad)
     # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
     # long as the pass.
-    _ENGINE.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward(tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:

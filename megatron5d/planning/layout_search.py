@@ -22,7 +22,6 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
-from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
@@ -32,6 +31,7 @@ from megatron5d.planning.work import Unit
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
+from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
 SCHEDULES = (  # (schedule, chunks per rank)

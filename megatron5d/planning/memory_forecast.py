@@ -28,7 +28,6 @@ from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.repeat import find_repeat
-from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.memory_peak import Moment, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, Peak, RankMemory, gemm_workspace, outside_bytes
@@ -39,6 +38,7 @@ from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, micro_batch_counts
+from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 
 @dataclass(frozen=True)

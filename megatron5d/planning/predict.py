@@ -20,13 +20,11 @@ from megatron5d.model.flops import flops_per_token
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.pipeline_parallel.simulate import kept_between_slots, simulate, waiting_shares
-from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import Cluster, cluster_of
 from megatron5d.planning.dp_traffic import Sharding
 from megatron5d.planning.fit import device_bytes, shortage, target_here
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import least_needed, table
-from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost
 from megatron5d.planning.work import message_bytes
 from megatron5d.planning.workload import Workloads
@@ -35,6 +33,8 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
 from megatron5d.train.monitoring.report import Prediction
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
+from megatron5d.train.scheduling.auto_schedule import pipeline_faults, quick_layout
+from megatron5d.train.scheduling.stage_costs import run_costs
 
 
 class Estimator:

@@ -86,7 +86,7 @@ PLANTS = {
     ),
     "reading another run's record": (0, lambda: method_fails("read_bytes", "run.json"), [OTHER], "/a/file"),
     "searching a schedule": (
-        *(0, lambda: raises("megatron5d.planning.auto_schedule.searched")),
+        *(0, lambda: raises("megatron5d.train.scheduling.auto_schedule.searched")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
     ),
 }

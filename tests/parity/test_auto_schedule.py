@@ -26,10 +26,16 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.named import best_named, candidates
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning import auto_schedule as schedule
-from megatron5d.planning.auto_schedule import agreed_layout, known_programs, layout_of, pipeline_faults, searched
-from megatron5d.planning.stage_costs import run_costs
 from megatron5d.topology.process import Process
 from megatron5d.train.pipeline_layout import micro_batch_counts
+from megatron5d.train.scheduling.auto_schedule import (
+    agreed_layout,
+    known_programs,
+    layout_of,
+    pipeline_faults,
+    searched,
+)
+from megatron5d.train.scheduling.stage_costs import run_costs
 
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
 # name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here

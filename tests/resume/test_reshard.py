@@ -37,11 +37,11 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.parity.variants import faults_of
-from megatron5d.planning.auto_schedule import searched_layout
 from megatron5d.tools import convert
 from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
+from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
 STEPS, STOP = 5, 2

@@ -51,12 +51,12 @@ from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.variants import faults_of
-from megatron5d.planning.auto_schedule import searched_layout
 from megatron5d.tools.conversion.examine import in_processes
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout
+from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
 RESHARDED = "resharded"  # key of run.json: what the checkpoint was made of

@@ -19,7 +19,6 @@ from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.memory_peak import Moment
@@ -31,6 +30,7 @@ from megatron5d.tools.report.timeline import estimator_on, memory_over_time, pip
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import sizes_of
+from megatron5d.train.scheduling.auto_schedule import pipeline_faults, quick_layout
 
 SHOWN = ("F", "B")
 

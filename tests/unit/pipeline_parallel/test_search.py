@@ -14,7 +14,7 @@ from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.search import search_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.planning.stage_costs import LayerCosts
+from megatron5d.train.scheduling.stage_costs import LayerCosts
 
 DENSE, EXPERTS, DEAR = "F=1,I=1.2,W=0.8,comm=0.1", "a2aF=0.5,a2aB=0.5", "a2aF=1,a2aB=1,comm=0.1"
 # costs, placement, copies, memory, evaluations, overhead at most; 16 ranks, 64 micro-batches

@@ -9,9 +9,9 @@ from parity_configs import config_of
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.predict import Estimator
+from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 WORLD, COUNT = 16, 8
 H100 = dataclasses.replace(cluster_called("h100"), node=4)

@@ -10,9 +10,9 @@ from parity_configs import config_of
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.planning.auto_schedule import pipeline_faults
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import RankMemory
+from megatron5d.train.scheduling.auto_schedule import pipeline_faults
 
 WORLD = 8
 DRAWN = {

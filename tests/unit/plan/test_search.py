@@ -10,7 +10,6 @@ from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.planning import layout_search as layouts
-from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.dp_traffic import Sharding
 from megatron5d.planning.layout_search import Candidate, LayoutSearch, Proposals, Questions, best
@@ -20,6 +19,7 @@ from megatron5d.planning.rank_memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
+from megatron5d.train.scheduling.auto_schedule import pipeline_faults, quick_layout
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)
 

@@ -24,7 +24,6 @@ from megatron5d.pipeline_parallel.schedule_csv import read_program, write_progra
 from megatron5d.pipeline_parallel.search.named import best_named, candidates, placement_called
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 from megatron5d.pipeline_parallel.verify import ProgramError
-from megatron5d.planning.stage_costs import run_costs
 from megatron5d.topology.all_ranks import on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.pipeline_layout import (
@@ -35,6 +34,7 @@ from megatron5d.train.pipeline_layout import (
     sequences_at_once,
     verified,
 )
+from megatron5d.train.scheduling.stage_costs import run_costs
 
 if TYPE_CHECKING:  # numba takes a second to import
     from megatron5d.pipeline_parallel.search.search import SearchResult
