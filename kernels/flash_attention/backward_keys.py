@@ -35,27 +35,10 @@ def uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def _collect_queries(
-    dk,
-    dv,
-    k,
-    v,
-    sources,
-    layouts,
-    rows,
-    batch,
-    head,
-    span,
-    sizes,
-    mask,
-    k_at,
-    k_document,
-    FLAGS: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
+    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     REACH: tl.constexpr,
-):
+):  # fmt: skip
     """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
     num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
