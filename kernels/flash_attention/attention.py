@@ -158,20 +158,10 @@ def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = True, documents: Tensor | None = None,
+    k_documents: Tensor | None = None, window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    q_positions: Tensor | None = None, k_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes scaled dot-product attention with grouped heads, and its log-sum-exp.
 
     Args:
@@ -205,22 +195,10 @@ def attention(
 
 
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True,
+    documents: Tensor | None = None, k_documents: Tensor | None = None, window: int | None = None,
+    softcap: float = 0.0, q_positions: Tensor | None = None, k_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the share of dq, and the dk and dv, that come from these keys, given the *global* out and lse.
 
     Args:

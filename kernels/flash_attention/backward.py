@@ -43,18 +43,9 @@ PADDING = 128  # of the rows' statistics; a multiple of every block of queries
 
 @jit
 def _delta_kernel(
-    dout_ptr,
-    out_ptr,
-    lse_ptr,
-    peak_ptr,
-    delta_ptr,
-    num_queries,
-    padded,
-    num_batch,
-    dim,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-):
+    dout_ptr, out_ptr, lse_ptr, peak_ptr, delta_ptr, num_queries, padded, num_batch, dim,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Makes for some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from contiguous `[s, b, a, d]`.
 
     A query that saw nothing, or lies past the end, gets lse +inf: probability 0.
@@ -76,28 +67,10 @@ def _delta_kernel(
 
 @jit
 def _collect_keys(
-    dq,
-    q,
-    dout,
-    sources,
-    layouts,
-    lse,
-    delta,
-    batch,
-    k_head,
-    span,
-    num_keys,
-    sizes,
-    mask,
-    q_at,
-    q_document,
-    FLAGS: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask, q_at, q_document,
+    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     REACH: tl.constexpr,
-):
+):  # fmt: skip
     """Adds what the keys of a span give to dq: its edges where MASKED, else what lies between them."""
     _, _, _, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
@@ -128,29 +101,11 @@ def _collect_keys(
 
 @jit(do_not_specialize=["num_keys"])  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
 def _query_kernel(
-    q_source,
-    dout_source,
-    k_source,
-    v_source,
-    layouts,
-    rows,
-    mask,
-    dq_ptr,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    q_source, dout_source, k_source, v_source, layouts, rows, mask, dq_ptr, spans_ptr, span_stride, sizes, num_keys,
+    num_batch, group, dims, natural_scale,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     REACH: tl.constexpr,
-):
+):  # fmt: skip
     sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]

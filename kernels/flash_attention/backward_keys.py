@@ -34,27 +34,10 @@ def uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def _collect_queries(
-    dk,
-    dv,
-    k,
-    v,
-    sources,
-    layouts,
-    rows,
-    batch,
-    head,
-    span,
-    sizes,
-    mask,
-    k_at,
-    k_document,
-    FLAGS: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
+    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     REACH: tl.constexpr,
-):
+):  # fmt: skip
     """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
     num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
@@ -175,32 +158,11 @@ def _collect_head(
 
 @jit
 def _key_value_kernel(
-    q_source,
-    dout_source,
-    k_source,
-    v_source,
-    layouts,
-    rows,
-    mask,
-    outputs,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    parts_ptr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    REACH: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    CUT: tl.constexpr,
-):
+    q_source, dout_source, k_source, v_source, layouts, rows, mask, outputs, spans_ptr, span_stride, sizes,
+    num_keys, num_batch, group, dims, natural_scale, parts_ptr,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    REACH: tl.constexpr, ENTRIES: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
     """Computes one share: the end of a block of keys, whole blocks, the beginning of a block; or, not CUT, a block."""
     sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
@@ -270,24 +232,10 @@ def _key_value_kernel(
 
 @jit
 def _sum_parts_kernel(
-    outputs,
-    spans_ptr,
-    span_stride,
-    sizes,
-    num_keys,
-    num_batch,
-    group,
-    dims,
-    natural_scale,
-    parts_ptr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    outputs, spans_ptr, span_stride, sizes, num_keys, num_batch, group, dims, natural_scale, parts_ptr,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    ENTRIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Adds up some rows of the block that begins in this program's share and ends in a later one, if there is one."""
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)

@@ -11,15 +11,9 @@ _LOADED = 2048  # tokens that a program looks at together
 
 @jit
 def visible(
-    q_at,
-    k_at,
-    q_document,
-    k_document,
-    window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-):
+    q_at, k_at, q_document, k_document, window,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Returns the mask of a tile; positions and documents broadcast against each other, in either orientation."""
     if not CAUSAL:
         seen = (q_at == q_at) & (k_at == k_at)
@@ -68,18 +62,10 @@ def documents(pointer, batch, index, count, BEYOND: tl.constexpr, GIVEN: tl.cons
 
 @jit
 def key_range(
-    spans_ptr,
-    span_stride,
-    batch,
-    block,
-    num_keys,
-    window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    spans_ptr, span_stride, batch, block, num_keys, window,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SPANS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Returns what a block of queries meets: the keys [start, stop); all its queries see all of [left, right)."""
     if HAS_SPANS:
         span = spans_ptr + batch * span_stride + block * 4
@@ -105,18 +91,10 @@ def key_range(
 
 @jit
 def query_range(
-    spans_ptr,
-    span_stride,
-    batch,
-    block,
-    num_queries,
-    window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    spans_ptr, span_stride, batch, block, num_queries, window,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SPANS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Returns what a block of keys meets: the queries [start, stop); all of [left, right) see all its keys."""
     if HAS_SPANS:
         span = spans_ptr + batch * span_stride + block * 4
@@ -180,22 +158,11 @@ def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.con
 
 @jit
 def _spans_kernel(
-    own,
-    other,
-    spans_ptr,
-    own_count,
-    other_count,
-    window,
-    QUERIES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    HAS_OTHER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OTHER_BLOCK: tl.constexpr,
+    own, other, spans_ptr, own_count, other_count, window,
+    QUERIES: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_OWN: tl.constexpr, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Finds what a block of queries (or of keys) may meet: from the first to past the last block of the other side.
 
     Between them, from the first to past the last block that it sees entirely, if all blocks between are such.

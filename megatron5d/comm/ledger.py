@@ -36,7 +36,7 @@ class Exposure:
         self._events.append((begin, end))
 
     def during(self, act: Callable[[], T]) -> T:
-        """Returns times `act()` and returns its result."""
+        """Calls `act()` and returns its result; adds up its time."""
         with self.timed():
             return act()
 

@@ -228,7 +228,8 @@ class ContextAttention:
         self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Args:
+        """
+        Args:
             q: `[s/cp, b, a/tp, d]`.
             k: `[s/cp, b, g/tp, d]`.
             v: `[s/cp, b, g/tp, dv]`.

@@ -75,15 +75,9 @@ class Planner:
     """
 
     def __init__(
-        self,
-        layout: SequenceLayout,
-        rank: int,
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        some_whole: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, layout: SequenceLayout, rank: int, *, causal: bool = True, window: int | None = None,
+        some_whole: bool = False, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self.layout, self.rank, self.causal, self.window, self.device = layout, rank, causal, window, device
         self.some_whole = some_whole
         self._undivided = self._plan(None)
@@ -166,15 +160,9 @@ def attend_block(merge: Merge, plan: ContextPlan, source: int, q: Tensor, k: Ten
 
 
 def block_gradients(
-    plan: ContextPlan,
-    source: int,
-    saved: tuple[Tensor, ...],
-    dout: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
+    plan: ContextPlan, source: int, saved: tuple[Tensor, ...], dout: Tensor, k: Tensor, v: Tensor, dq: Tensor,
     **score: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Adds the share of dq that comes from one block, in place, and returns the block's dk and dv.
 
     Args:

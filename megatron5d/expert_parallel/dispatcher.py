@@ -39,17 +39,11 @@ from megatron5d.topology.axis import Axis
 
 @dataclass
 class PlannedLoad:
-    """What is assumed of the rows that a rank receives.
+    """What is assumed of the rows that a rank receives."""
 
-    Args:
-        load: rows that it receives, in even shares.
-        limit: rows that it may receive at most, in even shares (the experts' capacity).
-        sent: fraction of the choices that is sent at all.
-    """
-
-    load: float = 1.0
-    limit: float = math.inf
-    sent: float = 1.0
+    load: float = 1.0  # rows that it receives, in even shares
+    limit: float = math.inf  # rows that it may receive at most, in even shares (the experts' capacity)
+    sent: float = 1.0  # fraction of the choices that is sent at all
 
     def counts(self, num_choices: int, ep: Axis, etp: Axis, num_local: int) -> Tensor:
         """Counts of rows from every rank to every expert, in which this rank receives `load` times an even share.
@@ -84,7 +78,6 @@ class Room:
 
     Args:
         imbalance: rows that there is room for, in even shares; None = rows are counted.
-        device: of the layers.
     """
 
     MOST_COUNTED_STEPS = 64
@@ -285,7 +278,6 @@ class Dispatcher:
         """Computes all splits from all ranks' counts.
 
         Args:
-            sent_order: of this rank's choices.
             counts: int64 `[ep·etp, E]`.
         """
         ep, etp, local = self.ep, self.etp, self.num_local

@@ -46,7 +46,6 @@ class Experts(nn.Module):
     """The experts of one layer that this rank holds, each cut over etp.
 
     Args:
-        config: the architecture.
         name: global name, `layers.{i}.experts`.
         ep: axis over which the experts are distributed.
         etp: axis that cuts the inner dim of each.

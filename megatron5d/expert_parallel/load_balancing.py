@@ -39,21 +39,13 @@ AUXILIARY = ("aux", "seq_aux", "global_aux")
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch that one rank routes.
+    """The tokens of a micro-batch that one rank routes."""
 
-    Args:
-        sequence: int64 `[n]`, which sequence of the micro-batch each belongs to.
-        order: int64 `[n]`, place of each in the whole micro-batch.
-        real: bool `[n]`, False for padding; None = all real.
-        num_sequences: of the micro-batch.
-        samples: int64 `[num_sequences]`, in training: their numbers among all of the run.
-    """
-
-    sequence: Tensor
-    order: Tensor
-    real: Tensor | None
-    num_sequences: int
-    samples: Tensor | None = None
+    sequence: Tensor  # int64 `[n]`, which sequence of the micro-batch each belongs to
+    order: Tensor  # int64 `[n]`, place of each in the whole micro-batch
+    real: Tensor | None  # bool `[n]`, False for padding; None = all real
+    num_sequences: int  # of the micro-batch
+    samples: Tensor | None = None  # int64 `[num_sequences]`, in training: their numbers among all of the run
 
     @property
     def turns(self) -> Tensor:
@@ -88,7 +80,6 @@ class Balancer:
         layers: global indices of the MoE layers here.
         cp_tp: ranks that share a micro-batch's tokens.
         stage: ranks that hold these layers and see other tokens.
-        device: of the figures.
     """
 
     def __init__(
@@ -198,7 +189,6 @@ class Balancer:
             layer: global index.
             logits: `[n, E]`.
             experts: int64 `[n, k]` as in `observe`.
-            tokens: of these rows.
 
         Comm: all_reduce cp_tp of E counts a sequence, waited for in the backward.
         """
@@ -218,7 +208,6 @@ class Balancer:
         Args:
             row: of the layer among those held here.
             logits: `[n, E]`.
-            tokens: of these rows.
             counting: of int64 `[b, E]` plain choices per sequence of the whole micro-batch.
         """
         assert self._num_tokens is not None, "start_step sets the scale of auxiliary gradients"
@@ -268,10 +257,9 @@ class Balancer:
     def layer_figures(self, world: Axis) -> dict[str, float]:
         """Figures for the log, per layer, over the step's global batch.
 
-        Returns:
-            `moe/layer_{i}/{figure}`: load (busiest expert's count / mean), entropy (nats a token), dropped (share of
-            the choices), dead_experts (a count), bias_range (largest - smallest), logit_norm (root mean square of a
-            token's norm).
+        Returns `moe/layer_{i}/{figure}`: load (busiest expert's count / mean), entropy (nats a token), dropped (share
+        of the choices), dead_experts (a count), bias_range (largest - smallest), logit_norm (root mean square of a
+        token's norm).
 
         Comm: all_reduce over the world of E + 5 numbers for every block of the model.
         """

@@ -26,8 +26,6 @@ class RoutingFile:
     """The experts of every token, of which a rank reads or writes those that it routes.
 
     Args:
-        path: of the file.
-        model: the architecture.
         seq_len: tokens of a sample.
         samples: of the run, for which a new file is made (or one of the same shape continued); None = read it.
 
@@ -68,8 +66,7 @@ class RoutingFile:
     def chosen(self, block: int, tokens: Tokens) -> Tensor:
         """Returns int64 `[n, k]`, the experts of this rank's tokens in a block.
 
-        Raises:
-            ValueError: the file has no such sample, or no such expert.
+        Raises ValueError: the file has no such sample, or no such expert.
         """
         sample, position = self._rows(tokens)
         if len(self._experts) <= int(sample.max()):

@@ -39,16 +39,11 @@ class Jitter:
 
     A factor depends on the seed, the layer, the token's sequence and place in it, and the feature: so it is the same on
     any layout, and when a forward is repeated. Source: Fedus et al. 2021 (arXiv:2101.03961), appendix C.
-
-    Args:
-        amount: factors lie between 1 - amount and 1 + amount.
-        seed: of the run.
-        seq_len: tokens of a sequence.
     """
 
-    amount: float
-    seed: int
-    seq_len: int
+    amount: float  # factors lie between 1 - amount and 1 + amount
+    seed: int  # of the run
+    seq_len: int  # tokens of a sequence
 
     def __call__(self, x: Tensor, name: str, sample: Tensor, position: Tensor) -> Tensor:
         """
@@ -92,12 +87,10 @@ class Router(nn.Module):
     """Scores every token's experts.
 
     Args:
-        config: the architecture.
         name: global name of the router.
         tp: ranks that hold the weight and see different tokens.
         biased: there is a bias per expert: a buffer, which balancing changes and no gradient.
         owner: this rank writes the bias to checkpoints.
-        dtype, device: of the weight.
     """
 
     bias: Tensor | None

@@ -62,12 +62,7 @@ class AttentionCore(nn.Module):
 
 
 class AttentionBranch(nn.Module):
-    """What the kinds of attention have in common: a residual branch, the first of a block.
-
-    Args:
-        shared: what it is built from.
-        layer: global index of the block.
-    """
+    """What the kinds of attention have in common: a residual branch, the first of a block."""
 
     kind = "attention"
     parts = KEEP_ALL  # `qkv` and `attention` may be recomputed
@@ -88,12 +83,7 @@ class AttentionBranch(nn.Module):
 
 
 class SelfAttention(AttentionBranch):
-    """Phase: x + out(attention(qkv(norm(x)))).
-
-    Args:
-        shared: what it is built from.
-        layer: global index of the block.
-    """
+    """Phase: x + out(attention(qkv(norm(x))))."""
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__(shared, layer)

@@ -15,12 +15,7 @@ from megatron5d.model.mlp import MLP
 
 
 class TransformerBlock(nn.Module):
-    """One block; its children are its phases, in order.
-
-    Args:
-        shared: what it is built from.
-        layer: its global index.
-    """
+    """One block; its children are its phases, in order. `layer`, here and in them, is its global index."""
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()

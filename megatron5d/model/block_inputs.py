@@ -28,19 +28,12 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """The configuration, this rank's axes, and what its layers use in common.
+    """What a block's layers are built from, beside `layer`, its global index."""
 
-    Args:
-        config: of the whole run.
-        mesh: this rank's axes.
-        device: of the parameters.
-        balancer: of this rank's MoE layers; None for a dense model.
-    """
-
-    config: Config
-    mesh: Mesh
-    device: torch.device | str
-    balancer: Balancer | None = None
+    config: Config  # of the whole run
+    mesh: Mesh  # this rank's axes
+    device: torch.device | str  # of the parameters
+    balancer: Balancer | None = None  # of this rank's MoE layers; None for a dense model
 
     @property
     def model(self) -> ModelConfig:

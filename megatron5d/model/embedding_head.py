@@ -150,17 +150,11 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Term:
-    """What one entry of the last stage's sums is for.
+    """What one entry of the last stage's sums is for."""
 
-    Args:
-        name: of the logged figure: the average, over the terms of one name that have targets, of their means.
-        count_index: of the number that divides the sum, in MicroBatch.target_counts.
-        coefficient: of the logged figure in the objective.
-    """
-
-    name: str
-    count_index: int = 0
-    coefficient: float = 0.0
+    name: str  # of the logged figure: the average, over the terms of one name that have targets, of their means
+    count_index: int = 0  # of the number that divides the sum, in MicroBatch.target_counts
+    coefficient: float = 0.0  # of the logged figure in the objective
 
 
 def loss_terms(config: Config) -> list[Term]:

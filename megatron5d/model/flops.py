@@ -11,12 +11,8 @@ from megatron5d.config.schema import ModelConfig
 
 
 def parameter_count(model: ModelConfig, active: bool = False) -> int:
-    """Parameters of the whole model, tied and shared ones once, vocabulary padding not counted.
-
-    Args:
-        model: the architecture.
-        active: count only the experts that one token is sent to.
-    """
+    """Parameters of the whole model, tied and shared ones once, vocabulary padding not counted; `active`: of the
+    experts only those that one token is sent to."""
     h, v = model.hidden_size, model.vocab_size
     norm = 2 * h if model.norm == "layernorm" else h
     branch = norm * (2 if model.block_norm == "both" else 1)
@@ -35,12 +31,7 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Returns FLOPs of one training step (forward and backward) per token.
-
-    Args:
-        model: the architecture.
-        seq_len: tokens of a sequence.
-    """
+    """Returns FLOPs of one training step (forward and backward) per token of a sequence."""
     return sum(layer_flops(model, i, seq_len) for i in range(model.num_layers)) + end_flops(model, seq_len)
 
 

@@ -106,8 +106,7 @@ def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh)
 def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
     """Sets `.overlap` of the weights as `parallel.tp_overlap` says, and returns it.
 
-    Raises:
-        ValueError: on every rank, if `fused` is not possible here.
+    Raises ValueError: on every rank, if `fused` is not possible here.
     """
     mode, tp = config.parallel.tp_overlap, mesh["tp"]
     if mode == "none" or tp.size == 1:
@@ -131,21 +130,15 @@ class GPT(nn.Module):
     """The phases that one rank holds of the model, in the order in which a micro-batch passes them.
 
     Args:
-        config: the whole run's configuration.
-        mesh: this rank's axes.
         device: of the parameters; "meta" allocates nothing.
         stages: what this rank holds, by stage; None = the whole model as stage 0.
         replicas: which pipeline ranks hold parameters together.
     """
 
     def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device | str = "cpu",
-        stages: Mapping[int, StageSpec] | None = None,
-        replicas: Shared = NOTHING_SHARED,
-    ) -> None:
+        self, config: Config, mesh: Mesh, device: torch.device | str = "cpu",
+        stages: Mapping[int, StageSpec] | None = None, replicas: Shared = NOTHING_SHARED,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)

@@ -28,21 +28,15 @@ from megatron5d.topology.process import Process
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: exactly one of the two.
+    """Where a model comes from: exactly one of the two."""
 
-    Args:
-        hf: a Hugging Face folder.
-        checkpoint: a checkpoint of ours, or a directory of them, whose newest whole one is meant.
-    """
-
-    hf: Path | None = None
-    checkpoint: Path | None = None
+    hf: Path | None = None  # a Hugging Face folder
+    checkpoint: Path | None = None  # a checkpoint of ours, or a directory of them, whose newest whole one is meant
 
     def config(self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None) -> Config:
         """Returns the configuration to run the model with.
 
         Args:
-            world: number of ranks.
             tp, sp: the layout; dp is what remains of the world.
             dtype: of weights and arithmetic; None = the checkpoint's own, fp32 for a Hugging Face folder.
 
@@ -172,8 +166,7 @@ class Predictor:
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Returns one token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
 
-    Raises:
-        ValueError: a logit is not a number, or infinite.
+    Raises ValueError: a logit is not a number, or infinite.
     """
     if not logits.isfinite().all():
         raise ValueError(

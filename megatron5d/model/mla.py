@@ -37,12 +37,7 @@ from megatron5d.tensor_parallel.linear import (
 
 
 class MultiLatentAttention(AttentionBranch):
-    """Phase: x + out(attention(q, k, v)).
-
-    Args:
-        shared: what it is built from.
-        layer: global index of the block.
-    """
+    """Phase: x + out(attention(q, k, v))."""
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__(shared, layer)

@@ -52,12 +52,7 @@ class FeedForward(nn.Module):
 
 
 class MLP(nn.Module):
-    """Phase: x + feed_forward(norm(x)).
-
-    Args:
-        shared: what it is built from.
-        layer: global index of the block.
-    """
+    """Phase: x + feed_forward(norm(x))."""
 
     kind = "mlp"
 

@@ -74,12 +74,7 @@ def _codec(fp8: bool) -> Codec | None:
 
 
 class MoEDispatch(nn.Module):
-    """Phase: hidden states `[s/cp/tp, b, h]` -> MoEState, the tokens under way to their experts.
-
-    Args:
-        shared: what it is built from.
-        layer: global index of the block.
-    """
+    """Phase: hidden states `[s/cp/tp, b, h]` -> MoEState, the tokens under way to their experts."""
 
     kind = "dispatch"
     parts = KEEP_ALL  # `norm` may be recomputed, and `permute`, which ends in the next phase
@@ -152,12 +147,7 @@ class MoEDispatch(nn.Module):
 
 
 class MoEExperts(nn.Module):
-    """Phase: MoEState -> MoEState, the experts' outputs under way back.
-
-    Args:
-        shared: what it is built from.
-        layer: global index of the block.
-    """
+    """Phase: MoEState -> MoEState, the experts' outputs under way back."""
 
     kind = "experts"
 

@@ -242,9 +242,8 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
 
     `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that it gives says so.
 
-    Raises:
-        ValueError: the layout does not fit the stages or the model, or leaves a rank without anything to do; or
-            `recompute.stage_layers` counts for other stages.
+    Raises ValueError: the layout does not fit the stages or the model, or leaves a rank without anything to do; or
+    `recompute.stage_layers` counts for other stages.
     """
     pipeline, num_stages, counts = config.pipeline, placement.num_stages, config.recompute.stage_layers
     if counts is not None and len(counts) != num_stages:
@@ -304,9 +303,7 @@ def shared_parameters(placement: Placement, specs: Sequence[StageSpec], model: M
     """Returns which pipeline ranks hold parameters together.
 
     Args:
-        placement: of the stages.
         specs: what each of them holds.
-        model: the architecture.
 
     Raises:
         ValueError: copies of a stage lie on ranks that do not mirror each other.

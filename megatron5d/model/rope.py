@@ -92,7 +92,6 @@ class RotaryTables:
         dim: rotary dims dr of a head.
         theta, scaling: as in ModelConfig.
         dtype: of the model; tables are fp32, fp64 for fp64.
-        device: of the model.
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device) -> None:

@@ -10,22 +10,15 @@ from megatron5d.pipeline_parallel.program import OPS, Placement
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times and memory of every stage, modelled or measured, in any one unit of time.
+    """Times and memory of every stage, modelled or measured, in any one unit of time."""
 
-    Args:
-        compute: `[len(OPS), num_stages]` compute time of each op on each stage.
-        a2a: `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide.
-        comm: latency of a message between neighbouring stages on different ranks; one number, or `[num_stages]`, of
-            each stage with the next.
-        activation: `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers.
-        stash: `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same unit.
-    """
-
-    compute: np.ndarray
-    a2a: np.ndarray
+    compute: np.ndarray  # `[len(OPS), num_stages]` compute time of each op on each stage
+    a2a: np.ndarray  # `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide
+    # latency of a message between neighbouring stages on different ranks; one number, or `[num_stages]`, of each stage
+    # with the next
     comm: float | np.ndarray
-    activation: np.ndarray
-    stash: np.ndarray
+    activation: np.ndarray  # `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers
+    stash: np.ndarray  # `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same unit
 
     def plain(self) -> np.ndarray:
         """Returns `[len(OPS), num_stages]` the time of an action that nothing overlaps."""
@@ -34,31 +27,22 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch through one rank's share (1/num_ranks) of the model; they divide over its chunks.
+    """Times of one micro-batch through one rank's share (1/num_ranks) of the model; they divide over its chunks."""
 
-    Args:
-        F: compute of a forward.
-        I: compute of a backward of the input.
-        W: compute of a backward of the weights; a full backward B costs I + W.
-        comm: latency of a message between neighbouring stages on different ranks; it delays the receiver only.
-        a2aF: all-to-all inside F.
-        a2aB: all-to-all inside I, or inside B.
-        stage_scale: time and activations of each stage relative to an even split; None = all 1.
-    """
-
-    F: float = 1.0
-    I: float = 1.0
-    W: float = 1.0
+    F: float = 1.0  # compute of a forward
+    I: float = 1.0  # compute of a backward of the input
+    W: float = 1.0  # compute of a backward of the weights; a full backward B costs I + W
+    # latency of a message between neighbouring stages on different ranks; it delays the receiver only
     comm: float = 0.0
-    a2aF: float = 0.0
-    a2aB: float = 0.0
+    a2aF: float = 0.0  # all-to-all inside F
+    a2aB: float = 0.0  # all-to-all inside I, or inside B
+    # time and activations of each stage relative to an even split; None = all 1
     stage_scale: tuple[float, ...] | None = None
 
     def of(self, placement: Placement) -> StageCosts:
         """Returns the costs of every stage of `placement`.
 
-        Raises:
-            ValueError: `stage_scale` has another number of stages than the placement.
+        Raises ValueError: `stage_scale` has another number of stages than the placement.
         """
         num_stages = placement.num_stages
         scale = np.ones(num_stages) if self.stage_scale is None else np.array(self.stage_scale, dtype=float)
@@ -79,8 +63,7 @@ class Costs:
 def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
     """Returns the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits is as by default.
 
-    Raises:
-        ValueError: An unknown key, a key twice, or a value that is no finite number of at least 0.
+    Raises ValueError: an unknown key, a key twice, or a value that is no finite number of at least 0.
     """
     names = [field.name for field in fields(Costs) if field.name != "stage_scale"]
     values: dict[str, float] = {}

@@ -27,8 +27,6 @@ def draw_text(program: Program, result: Simulation, width: int = 160, coloured: 
     The later half of the stages, or the second direction, is in small letters.
 
     Args:
-        program: the Program.
-        result: its simulation.
         width: columns that the makespan is spread over.
         coloured: whether to colour the ops with terminal codes.
     """
@@ -50,11 +48,7 @@ def draw_text(program: Program, result: Simulation, width: int = 160, coloured: 
 def draw_svg(program: Program, result: Simulation, width: int = 1600, row: int = 26) -> str:
     """Returns the Program as an SVG picture; the pointer shows each action and its times.
 
-    Args:
-        program: the Program.
-        result: its simulation.
-        width: pixels of the makespan.
-        row: pixels of one rank's line.
+    `width` is the pixels of the makespan, `row` those of one rank's line.
     """
     scale = width / result.makespan if result.makespan else 0.0
     left, top = 60, 50

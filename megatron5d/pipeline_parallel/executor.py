@@ -94,15 +94,10 @@ class Executor:
     """
 
     def __init__(
-        self,
-        program: Program,
-        rank: int,
-        stages: Mapping[tuple[int, int], Stage],
-        channels: Mapping[Flow, SendChannel | ReceiveChannel],
-        name: str = "",
-        training: bool = True,
+        self, program: Program, rank: int, stages: Mapping[tuple[int, int], Stage],
+        channels: Mapping[Flow, SendChannel | ReceiveChannel], name: str = "", training: bool = True,
         waits: Exposure | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.program, self.rank, self.name = program, rank, name or f"pipeline rank {rank}"
         self.training, self._waits = training, waits
         # bfs runs all micro-batches through one chunk before the next one takes any: their outputs have to be kept
@@ -263,7 +258,6 @@ class Pipeline:
 
     Args:
         program_of: number of micro-batches of a step -> verified Program, always with the same placement.
-        placement: of those Programs.
         stages: the stage of every (direction, stage) that this rank holds.
         axis: pp.
         forms: shape and dtype of what each stage sends to the next, `[s/cp/tp, b, h]`, or several one after the other.
@@ -273,14 +267,9 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        program_of: Callable[[int], Program],
-        placement: Placement,
-        stages: Mapping[tuple[int, int], Stage],
-        axis: Axis,
-        forms: Sequence[TensorMeta],
-        timeout_s: float | None = None,
-    ) -> None:
+        self, program_of: Callable[[int], Program], placement: Placement, stages: Mapping[tuple[int, int], Stage],
+        axis: Axis, forms: Sequence[TensorMeta], timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.placement, self.axis, self.forms, device = placement, axis, forms, forms[0].device
         self._program_of, self._stages = program_of, stages
         lines = flows(Program("channels", placement, (), ()))

@@ -93,12 +93,7 @@ def flows(program: Program) -> list[Flow]:
 
 
 def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
-    """Yields the slots of `rank` with the receives to post before and the sends to issue after each.
-
-    Args:
-        program: A verified Program.
-        rank: the pipeline rank.
-    """
+    """Yields a rank's slots of a verified Program, the receives to post before and the sends to issue after each."""
     line = program.ranks[rank]
     inputs = [tuple(filter(None, (input_of(program, action) for action in slot))) for slot in line]
     for position, slot in enumerate(line):
@@ -173,12 +168,7 @@ def _exchanged(program: Program) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def completed_sends(program: Program, rank: int) -> CompletedSends:
-    """Returns which sends of `rank` each action's input proves to be complete.
-
-    Args:
-        program: a verified Program.
-        rank: the pipeline rank that sends.
-    """
+    """Returns which sends of `rank` in a verified Program each action's input proves to be complete."""
     import numpy as np
 
     if program.num_ranks == 1:

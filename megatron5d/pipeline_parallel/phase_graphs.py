@@ -92,7 +92,6 @@ class StageGraphs:
         """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
 
         Args:
-            phases: of the stage.
             batch: what they read; padding and documents have shapes that each micro-batch decides, and no graphs.
             split: its backward runs as I and W.
         """
@@ -112,9 +111,7 @@ class Slot(InFlight):
     """The memory and the graphs of one micro-batch in flight.
 
     Args:
-        graphs: of the stage.
         batch: the first micro-batch; the static copy of it is what graphs read.
-        num_phases: of the stage.
         free: the slots of this form that are free.
     """
 

@@ -36,15 +36,11 @@ Slot = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage.
+    """Which rank holds which stage."""
 
-    Args:
-        route: `route[direction][stage]` is the rank; one direction, or two where every stage has two copies.
-        num_ranks: pipeline ranks, each of which holds equally many stages.
-    """
-
+    # `route[direction][stage]` is the rank; one direction, or two where every stage has two copies
     route: tuple[tuple[int, ...], ...]
-    num_ranks: int
+    num_ranks: int  # pipeline ranks, each of which holds equally many stages
 
     @property
     def num_stages(self) -> int:
@@ -121,18 +117,12 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What every pipeline rank does in one step, as an ordered list of slots.
+    """What every pipeline rank does in one step, as an ordered list of slots."""
 
-    Args:
-        name: what the Program is called in tables and messages.
-        placement: which rank holds which stage.
-        direction: the direction of each micro-batch; all 0 where every stage has one copy.
-        ranks: `ranks[r]` is the tuple of slots of rank r; a slot is one Action or two overlapped ones.
-    """
-
-    name: str
-    placement: Placement
-    direction: tuple[int, ...]
+    name: str  # what the Program is called in tables and messages
+    placement: Placement  # which rank holds which stage
+    direction: tuple[int, ...]  # the direction of each micro-batch; all 0 where every stage has one copy
+    # `ranks[r]` is the tuple of slots of rank r; a slot is one Action or two overlapped ones
     ranks: tuple[tuple[Slot, ...], ...]
 
     def __hash__(self) -> int:  # not of every action

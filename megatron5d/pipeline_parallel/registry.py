@@ -18,19 +18,12 @@ Generator = Callable[..., Program]
 
 @dataclass(frozen=True)
 class Schedule:
-    """One registered generator.
+    """One registered generator."""
 
-    Args:
-        name: what `pipeline.schedule` calls it.
-        generator: the function that makes its Programs.
-        chunks: stages per rank and copy where the user names none.
-        any_chunks: whether the user may name another number of them (two or more).
-    """
-
-    name: str
-    generator: Generator
-    chunks: int
-    any_chunks: bool
+    name: str  # what `pipeline.schedule` calls it
+    generator: Generator  # the function that makes its Programs
+    chunks: int  # stages per rank and copy where the user names none
+    any_chunks: bool  # whether the user may name another number of them (two or more)
 
 
 REGISTERED: dict[str, Schedule] = {}
@@ -55,11 +48,7 @@ def schedule_names() -> list[str]:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Returns the schedule called `name`.
-
-    Raises:
-        ValueError: No schedule is called so.
-    """
+    """Returns the schedule called `name`. Raises ValueError: none is."""
     known = _load()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)

@@ -85,14 +85,11 @@ class _Line:
 
 
 def find_repeat(program: Program, rank: int) -> Repeat | None:
-    """Finds the slots that do the same as those before them: the same passes, and messages posted, sent and proven.
+    """Finds the slots of a verified Program that repeat those before them: in passes, and in messages posted, sent and
+    proven.
 
     The period before them does the same too, and so does the one after them: what looks a few slots back or ahead sees
     no difference.
-
-    Args:
-        program: a verified Program.
-        rank: the pipeline rank.
     """
     line = _Line(program, rank)
     middle = len(line.slots) // 2

@@ -90,7 +90,6 @@ class InFlight:
 
     Args:
         batch: what phases read beside their input.
-        num_phases: of the stage.
     """
 
     def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:

@@ -46,7 +46,6 @@ def read_program(text: str, name: str, num_ranks: int | None = None, num_microba
     """Returns the Program that a CSV describes, complete or not: `verify` judges it.
 
     Args:
-        text: the file's contents.
         name: what the Program is called in messages, such as the file's name.
         num_ranks: pp, where known; otherwise the number of rows.
         num_microbatches: where known; otherwise the highest micro-batch + 1.

@@ -17,31 +17,18 @@ F, I, W, B = (OPS.index(op) for op in "FIWB")
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step of a Program costs; times in the unit of the costs, per rank where an array.
+    """What one step of a Program costs; times in the unit of the costs, per rank where an array."""
 
-    Args:
-        makespan: from the first action's start to the last one's end.
-        overhead: makespan − the compute of the busiest rank.
-        bubble: overhead / makespan.
-        work: `[num_ranks]` compute without all-to-alls and without waiting.
-        exposed_a2a: `[num_ranks]` time in which a rank's compute stood still for an all-to-all.
-        exposed_p2p: `[num_ranks]` time in which a rank waited for a message already on its way.
-        peak_activations: `[num_ranks]` in micro-batches of one rank's layers.
-        peak_stash: `[num_ranks]` the most that deferred weight gradients held at once, in the same unit.
-        start: `[num_slots]` start of every slot, in the order of `Program.table`.
-        end: `[num_slots]` end of every slot.
-    """
-
-    makespan: float
-    overhead: float
-    bubble: float
-    work: np.ndarray
-    exposed_a2a: np.ndarray
-    exposed_p2p: np.ndarray
-    peak_activations: np.ndarray
-    peak_stash: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
+    makespan: float  # from the first action's start to the last one's end
+    overhead: float  # makespan − the compute of the busiest rank
+    bubble: float  # overhead / makespan
+    work: np.ndarray  # `[num_ranks]` compute without all-to-alls and without waiting
+    exposed_a2a: np.ndarray  # `[num_ranks]` time in which a rank's compute stood still for an all-to-all
+    exposed_p2p: np.ndarray  # `[num_ranks]` time in which a rank waited for a message already on its way
+    peak_activations: np.ndarray  # `[num_ranks]` in micro-batches of one rank's layers
+    peak_stash: np.ndarray  # `[num_ranks]` the most that deferred weight gradients held at once, in the same unit
+    start: np.ndarray  # `[num_slots]` start of every slot, in the order of `Program.table`
+    end: np.ndarray  # `[num_slots]` end of every slot
 
 
 def simulate(program: Program, costs: Costs | StageCosts) -> Simulation:
@@ -201,11 +188,8 @@ def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray,
 
 
 def first_circle(program: Program) -> list[tuple[int, int]]:
-    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through.
-
-    Args:
-        program: A complete Program, so that whatever an action waits for is made somewhere.
-    """
+    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through,
+    which must be complete: whatever an action waits for is made somewhere."""
     stuck = _run(program, np.zeros(len(program.table.slot_start) - 1), 0.0)[3]
     rank, passed = next(iter(stuck), -1), []
     while stuck and rank not in passed:

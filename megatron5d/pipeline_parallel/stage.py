@@ -124,9 +124,7 @@ class Pass:
     """An action on its way through a stage, step by step.
 
     Args:
-        stage: whose phases run.
         op: F, B, I or W.
-        saved: of the micro-batch.
         state: F: the stage's input, and at the end its output. B and I: the gradient of its output, and at the end
             that of its input; None where it has none.
     """

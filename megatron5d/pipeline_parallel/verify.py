@@ -26,7 +26,6 @@ class ProgramError(ValueError):
     """A Program is wrong at one place.
 
     Args:
-        program: the Program.
         rank: the rank of the fault.
         position: the slot on that rank; for a missing action, where it would be expected.
         reason: what is wrong, in words.
@@ -69,15 +68,10 @@ F, I, W, B = (OPS.index(op) for op in "FIWB")
 
 @dataclass(frozen=True)
 class Verified:
-    """What a correct Program holds at most.
+    """What a correct Program holds at most."""
 
-    Args:
-        peak_activations: `[num_ranks]` in micro-batches of one rank's layers.
-        peak_stash: `[num_ranks]` deferred weight gradients, in the same unit.
-    """
-
-    peak_activations: np.ndarray
-    peak_stash: np.ndarray
+    peak_activations: np.ndarray  # `[num_ranks]` in micro-batches of one rank's layers
+    peak_stash: np.ndarray  # `[num_ranks]` deferred weight gradients, in the same unit
 
 
 def verify(
@@ -86,7 +80,6 @@ def verify(
     """Checks a Program completely and returns its peaks.
 
     Args:
-        program: the Program.
         memory: the most activations a rank may hold, in micro-batches of one rank's layers; one number, or one for
             every rank. None = no cap.
         costs: whose activation sizes to use; None = even stages.

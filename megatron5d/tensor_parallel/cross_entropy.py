@@ -92,23 +92,14 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class SlicedLoss:
-    """Token losses of a linear head whose logits never exist as a whole.
+    """Token losses of a linear head whose logits never exist as a whole."""
 
-    Args:
-        vocab: which rows of the vocabulary this rank holds.
-        tp: axis that cuts it.
-        sp: hidden states arrive cut along the sequence.
-        tokens: how many tokens have logits at a time, rounded down to whole sequence positions, at least one.
-        z_coef: coefficient of the z-loss.
-        softcap: logits z become softcap·tanh(z/softcap); 0 = they stay.
-    """
-
-    vocab: VocabRange
-    tp: Axis
-    sp: bool
-    tokens: int
-    z_coef: float = 0.0
-    softcap: float = 0.0
+    vocab: VocabRange  # which rows of the vocabulary this rank holds
+    tp: Axis  # axis that cuts it
+    sp: bool  # hidden states arrive cut along the sequence
+    tokens: int  # how many tokens have logits at a time, rounded down to whole sequence positions, at least one
+    z_coef: float = 0.0  # coefficient of the z-loss
+    softcap: float = 0.0  # logits z become softcap·tanh(z/softcap); 0 = they stay
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now) -> tuple[Tensor, Tensor]:
         """Returns what `vocab_parallel_cross_entropy` returns for the logits of x.

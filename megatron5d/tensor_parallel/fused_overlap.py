@@ -23,7 +23,6 @@ class Fused(Overlap):
 
     Args:
         tp: ranks that share linear layers; together they make the same GEMMs in the same order.
-        device: of the activations.
         timeout_s: `parallel.timeout_s`.
 
     Raises:

@@ -144,7 +144,6 @@ def column_pieces(
     Args:
         blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; a cut never goes through a block.
         inner: the remaining dims, `(in,)` for a weight and `()` for a bias.
-        tp: the axis that cuts.
         copies: the tp ranks that hold copies of one block, where a part has fewer blocks than ranks (KV heads).
 
     Returns:
@@ -270,9 +269,7 @@ def replicated_parameter(
     """Returns a parameter of which every tp rank holds a whole copy (norms, output biases, position tables).
 
     Args:
-        shape: of the parameter.
         name: global name.
-        tp: the axis of copies.
         partial_grad: each rank sees only part of its gradient (of a share of the sequence), to be summed over tp.
         init, decay: as in ShardSpec.
         factory: dtype and device.

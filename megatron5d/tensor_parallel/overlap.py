@@ -22,15 +22,10 @@ from megatron5d.topology.axis import Axis
 
 @dataclass(frozen=True)
 class Gemm:
-    """A linear layer's GEMM for some of the tokens, forward or backward.
+    """A linear layer's GEMM for some of the tokens, forward or backward."""
 
-    Args:
-        weight: `[out, in]`.
-        backward: False computes outputs, `[..., in]` -> `[..., out]`; True gradients of inputs, `[..., out]` ->
-            `[..., in]`.
-    """
-
-    weight: Tensor
+    weight: Tensor  # `[out, in]`
+    # False computes outputs, `[..., in]` -> `[..., out]`; True gradients of inputs, `[..., out]` -> `[..., in]`
     backward: bool = False
 
     def __call__(self, operand: Operand) -> Tensor:
@@ -83,8 +78,7 @@ class Overlap:
     def check(self) -> None:
         """Raises if an exchange failed; called once the device has computed results, before they are used for good.
 
-        Raises:
-            TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
+        Raises TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
         """
 
 

@@ -50,13 +50,7 @@ def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 
 def _from_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Program:
-    """Returns the Program of a block.
-
-    Args:
-        name: of the schedule.
-        block: `[rank][pass]` the units of the first micro-batch.
-        num_microbatches: of one step.
-    """
+    """Returns the Program of a block: `[rank][pass]` the units of the first micro-batch."""
     times = [[[unit + PERIOD * i for i in range(num_microbatches)] for unit in line] for line in block]
     times = _without_idling(_squeezed([[*line, _weights(line)] for line in times]))
     times = _squeezed([line[:WEIGHT] for line in times])

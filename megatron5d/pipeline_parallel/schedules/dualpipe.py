@@ -68,8 +68,7 @@ def dualpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     Bubble (p/2 − 1)(F&B + B − 3W), B = I + W; activations p + 1; two copies of the parameters.
     Source: DeepSeek-V3 (2412.19437), §3.2.1, Table 2; phase counts as in github.com/deepseek-ai/DualPipe.
 
-    Raises:
-        ValueError: An odd number of ranks or of micro-batches, or fewer than two micro-batches per rank.
+    Raises ValueError: an odd number of ranks or of micro-batches, or fewer than two micro-batches per rank.
     """
     if num_ranks % 2:
         raise ValueError(
@@ -99,8 +98,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     activations p + 1/2.
     Source: github.com/deepseek-ai/DualPipe (DualPipeV); the "cut in half" of Sea AI Lab's analysis.
 
-    Raises:
-        ValueError: Fewer than two micro-batches per rank.
+    Raises ValueError: fewer than two micro-batches per rank.
     """
     _check_microbatches("dualpipe_v", num_ranks, num_microbatches, even=False)
 

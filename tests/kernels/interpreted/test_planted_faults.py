@@ -141,7 +141,7 @@ FAULTS = {
         "_launch((q, k), (q, k), cos, sin, False, interleaved)",
         "_launch((q, k), (q, k.clone()), cos, sin, False, interleaved)",
     ),
-    "not rotated back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
+    "not rotated back": ("rope", rope_of_projection, "row, half, True, HALF)", "row, half, False, HALF)"),
     "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),
     "wrong padding": (
         "vocab_cross_entropy",
