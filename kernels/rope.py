@@ -8,7 +8,6 @@ The gradient is the rotation by the negative angle.
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import FirstOrderFunction, jit, next_power_of_2, statistics_dtype, tl
@@ -23,19 +22,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated if x.shape[-1] == dr else torch.cat((rotated, x[..., dr:]), dim=-1)
 
 
-_COLUMNS = WeakIdKeyDictionary()  # cos -> its tables by column: all layers that are given the same make them once
-
-
 def _by_column(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns tables `[s, b|1, 1, dr]` of each rotary dim, the sine with its sign."""
-    given, known = (cos._version, sin._version, interleaved, dtype), _COLUMNS.get(cos)
+    """Returns tables `[s, b|1, 1, dr]` of each rotary dim, the sine with its sign.
+
+    They stay on cos: all layers that are given the same make them once.
+    """
+    given, known = (cos._version, sin._version, interleaved, dtype), getattr(cos, "by_column", None)
     if known is None or known[0] is not sin or known[1] != given:
         c, s = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
         if interleaved:
             made = c.repeat_interleave(2, -1), torch.stack((-s, s), -1).flatten(-2)
         else:
             made = torch.cat((c, c), -1), torch.cat((-s, s), -1)
-        _COLUMNS[cos] = known = sin, given, made
+        cos.by_column = known = sin, given, made  # type: ignore[attr-defined]
     return known[2]
 
 

@@ -94,12 +94,18 @@ class MicroBatch:
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns `make()`, called once for each key: what phases compute from the micro-batch alone, and share.
 
-        A stage keeps a copy of the micro-batch without such results, so they live until its backward.
+        A stage keeps a copy of the micro-batch, without such results, so they live until its backward.
         """
         made = self.__dict__.setdefault("_made", {})
         if key not in made:
             made[key] = make()
         return made[key]
+
+    def __copy__(self) -> MicroBatch:
+        twin = object.__new__(MicroBatch)
+        twin.__dict__.update(self.__dict__)
+        twin.__dict__.pop("_made", None)
+        return twin
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> MicroBatch:
         """Returns the same micro-batch on another device."""
