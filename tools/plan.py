@@ -15,6 +15,7 @@ Exit code 2: a refused configuration or bad input; 1: it would not fit.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shlex
 import sys
@@ -93,6 +94,7 @@ def _add_cluster(command: OptionParser) -> None:
 if __name__ == "__main__":
     print_anywhere()
     _parser().parse_args()  # answers --help and refuses bad options before the seconds that the imports below take
+    gc.set_threshold(100_000, 20, 100)  # Programs are many small tuples, which nothing refers back to
 
 from tqdm import tqdm
 

@@ -231,8 +231,7 @@ def _spans(
 def key_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
     """Makes for each block of queries `[b|1, query blocks, 4]` int32 what `key_range` gives; zeros if it sees no key.
 
-    Args:
-        inputs: int32 positions of queries and keys, documents of queries and keys.
+    `inputs` are int32: positions of queries and keys, documents of queries and keys.
     """
     q_at, k_at, q_documents, k_documents = inputs
     return _spans(rule, (q_at, q_documents), (k_at, k_documents), (s, t), (block_m, block_n), True)

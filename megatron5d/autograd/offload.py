@@ -25,11 +25,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """A copy of a tensor on the host; its construction starts the copy.
-
-    Args:
-        tensor: any shape; it is read after the work that is queued now.
-    """
+    """A copy of a tensor on the host; its construction starts the copy, after the work that is queued by then."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device

@@ -39,11 +39,7 @@ from megatron5d.kernels.dispatch import FirstOrderFunction
 
 
 class RecomputedParts:
-    """Which parts of a layer are recomputed. Layers run each of their parts through it.
-
-    Args:
-        names: as in `recompute.parts`; empty = nothing is recomputed.
-    """
+    """Which parts of a layer are recomputed, as in `recompute.parts`. Layers run each of their parts through it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)

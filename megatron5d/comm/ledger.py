@@ -69,11 +69,7 @@ class Traffic:
 
 
 class Ledger:
-    """The recorder that axes are built with; `totals[axis, op]` is a Traffic.
-
-    Args:
-        device: on which waits are measured, while `timing` is set.
-    """
+    """The recorder that axes are built with; `totals[axis, op]` is a Traffic. `timing` measures waits on `device`."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.totals: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)

@@ -209,11 +209,7 @@ class KVFormat(Protocol):
 
 
 class ConcatenatedKV:
-    """A block is keys and values themselves, `[t, b, g, d+dv]`.
-
-    Args:
-        key_dim, value_dim: d and dv.
-    """
+    """A block is keys and values themselves, `[t, b, g, d+dv]`; d is `key_dim`, dv `value_dim`."""
 
     def __init__(self, key_dim: int, value_dim: int) -> None:
         self.key_dim, self.value_dim = key_dim, value_dim

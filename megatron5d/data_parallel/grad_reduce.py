@@ -34,11 +34,8 @@ class BucketReduction:
         self.remaining = sum(passes[phase] for phase in self.phases)
 
     def arrived(self, ends_microbatch: bool) -> bool:
-        """Counts the weight gradient of a phase, and says whether a reduction is due.
-
-        Args:
-            ends_microbatch: it is the last of a micro-batch.
-        """
+        """Counts the weight gradient of a phase (`ends_microbatch`: the last of a micro-batch), and says whether a
+        reduction is due."""
         self.remaining -= 1
         return not self.bucket.frozen and (self.remaining == 0 or (self._per_microbatch and ends_microbatch))
 

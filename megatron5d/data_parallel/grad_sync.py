@@ -137,11 +137,8 @@ class GradSync:
                 self._start_turns()
 
     def _finish_shard_sums(self, everything: bool = False) -> None:
-        """Finishes sums over shard axes and starts those over replicas.
-
-        Args:
-            everything: also those that may be left until the end of the step.
-        """
+        """Finishes sums over shard axes and starts those over replicas; with `everything` also those that may be left
+        until the end of the step."""
         for reduction in self._under_way:
             if everything or reduction.finishes_early:
                 reduction.finish_shard_sum()

@@ -266,11 +266,8 @@ class Band:
 
 
 def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
-    """Divides a flat range of a stack into bands of about `_CHUNK` elements, none of which crosses into a new matrix.
-
-    Args:
-        stack: (matrices, rows of one, columns).
-    """
+    """Divides a flat range of a stack (matrices, rows of one, columns) into bands of about `_CHUNK` elements, none of
+    which crosses into a new matrix."""
     count, rows, columns = stack
     if rows % GROUP == 0:  # a block row lies in one matrix: the stack is one tall matrix
         count, rows = 1, count * rows

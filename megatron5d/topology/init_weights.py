@@ -63,11 +63,7 @@ def normal(key: int, index: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
-    """Fills a local parameter as its ShardSpec says; padding rows become zero.
-
-    Args:
-        parameter: made by `new_parameter`.
-    """
+    """Fills a parameter that `new_parameter` made as its ShardSpec says; padding rows become zero."""
     parameter.zero_()
     for piece in spec_of(parameter).pieces:
         rows = parameter[piece.row : piece.row + piece.shape[0]] if piece.shape else parameter

@@ -237,11 +237,7 @@ def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes Linux kill this forked process when its parent dies; ends it where that has happened already.
-
-    Args:
-        parent: pid of the process that forked this one.
-    """
+    """Makes Linux kill this process when `parent`, which forked it, dies; ends it where that has happened already."""
     with suppress(AttributeError):  # another system, which leaves orphans
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -47,8 +47,7 @@ class Mesh(Mapping[str, Axis]):
 def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[str, tuple[int, ...]]:
     """Returns the global ranks of every process group of `rank`, by axis name.
 
-    Args:
-        num_kv_heads: of the model, for `tp_kv`; None = each rank has KV heads of its own.
+    `num_kv_heads` of the model are for `tp_kv`; None = each rank has KV heads of its own.
     """
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
