@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ class TokenShare:
     def __init__(self, tp: Axis, sp: bool) -> None:
         self.tp, self.sp = tp, sp and tp.size > 1
         self._tokens_of_whole = cache(self._tokens_at)
-        self._last: tuple[Any, ...] = (None,)
+        self._last: tuple[Any, ...] = (lambda: None,)  # a batch, which lives no longer for it; its tokens
 
     def take(self, x: Tensor) -> Tensor:
         """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp rounded up.
@@ -47,8 +48,8 @@ class TokenShare:
 
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
         """Returns which tokens those are that `take` takes from hidden states of a shape; worked out once a batch."""
-        if self._last[0] is not batch or self._last[1] != shape:
-            self._last = batch, shape, self._of_batch(shape, batch)
+        if self._last[0]() is not batch or self._last[1] != shape:
+            self._last = ref(batch), shape, self._of_batch(shape, batch)
         return self._last[2]
 
     def _of_batch(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
