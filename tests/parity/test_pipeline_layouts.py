@@ -138,7 +138,7 @@ def test_full_recompute(schedule):
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "1f1b"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_under_torchs_own_checks(schedule, zero, monkeypatch):
+def test_under_torchs_own_checks(schedule, zero, monkeypatch, over_gloo):
     """They make every collective blocking: mirrored ranks must not start one while the other waits for a message."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     check(schedule, 2, 4, dp=2, zero=zero, tied=True)

@@ -64,7 +64,7 @@ def test_pipelines_with_more_beside(schedule):
 
 @pytest.mark.parametrize("checks", ["OFF", "DETAIL"])
 @pytest.mark.parametrize(("schedule", "parallel"), [("dualpipe", PER_STEP), ("zb_h1", MIXED), ("zb_v", {"zero": 2})])
-def test_with_and_without_torchs_checks(schedule, parallel, checks, monkeypatch):
+def test_with_and_without_torchs_checks(schedule, parallel, checks, monkeypatch, over_gloo):
     """torch's checks make every collective blocking; without them gathers and reductions really run beside others."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", checks)
     pipeline.check(schedule, 2, 4, dp=2, tied=True, **parallel)

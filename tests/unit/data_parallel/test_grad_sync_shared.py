@@ -47,7 +47,7 @@ def finished(sync, units, order, rank):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("checked", [False, True])
-def test_mirrored_ranks_reduce_in_one_order(zero, checked):
+def test_mirrored_ranks_reduce_in_one_order(zero, checked, over_gloo):
     def on_rank(rank, world):
         if checked:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
