@@ -274,7 +274,9 @@ class Group(dist.ProcessGroup):
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts=None) -> _Work:
         work = self._start(f"all_gather {_form(x)}", x, lambda got: _fill(out, got))
-        _spoil(out, x)
+        for place, part in enumerate(out.view(self.size(), -1).unbind()):
+            if place != self.rank():  # its own is there already where x is a view or a copy of it
+                _spoil(part)
         return work
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts=None) -> _Work:
