@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a forked rank must not inherit a thread pool
@@ -104,6 +105,8 @@ def _parse_files_once(conf) -> None:
 
 def pytest_collection_finish():
     """What is there by now stays: collecting garbage among it would copy, after each fork, the pages it is on."""
+    if "megatron5d.parity.local_ranks" in sys.modules:  # by whatever test: all join their ranks in the same way
+        import_module("ranks")
     if "omegaconf" in sys.modules:
         _parse_files_once(sys.modules["omegaconf"].OmegaConf)
     gc.enable()
