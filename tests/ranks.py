@@ -4,7 +4,8 @@ The fixture `over_gloo` is for tests of what gloo does; with `MEGATRON5D_GLOO=1`
 """
 
 import os
-from pipes import Pipes
+
+from pipe_group import Pipes
 
 import pretrain
 from megatron5d.parity import local_ranks

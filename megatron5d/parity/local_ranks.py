@@ -22,7 +22,7 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._dynamo  # noqa: F401 (meta tensors and dispatch modes import it, which takes a second: not in each rank)
@@ -46,10 +46,11 @@ _GRACE_S = 0.3  # for others to report once a cause is known
 _ECHO_GRACE_S = 10.0  # for the cause to arrive once an echo of it is known
 
 
-class Transport(Protocol):
+class Transport:
     """Joins ranks that are forked to a process group; made before, in their parent."""
 
-    def __init__(self, world: int, folder: Path, timeout: float) -> None: ...
+    def __init__(self, world: int, folder: Path, timeout: float) -> None:
+        self.world, self.folder, self.timeout = world, folder, timeout
 
     def connect(self, rank: int) -> None:
         """Makes this process, newly forked, a rank of the world's group."""
@@ -58,38 +59,27 @@ class Transport(Protocol):
         """Ends in a rank, before its value is reported."""
 
     def mismatch(self) -> str | None:
-        """Returns in the parent, once all ranks have ended, where their calls differ."""
+        """Returns in the parent, once all ranks have ended, where their calls differ, if that is known."""
+        return None
 
     def close(self) -> None:
         """Ends in the parent."""
 
 
-class Gloo:
-    """Ranks as a launcher makes them."""
-
-    def __init__(self, world: int, folder: Path, timeout: float) -> None:
-        self.world, self.store = world, str(folder / "store")
-        self.timeout = datetime.timedelta(seconds=max(timeout, 1.0) + 60)  # the parent's own timeout comes first
+class Gloo(Transport):
+    """Ranks as a launcher makes them; calls are not compared."""
 
     def connect(self, rank: int) -> None:
         """Joins the world's group, over a file."""
         use_batch_scheduling()
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
         dist.set_debug_level_from_env()
-        store = dist.FileStore(self.store, self.world)
-        dist.init_process_group("gloo", rank=rank, world_size=self.world, store=store, timeout=self.timeout)
-
-    def finish(self) -> None:
-        """Does nothing."""
-
-    def mismatch(self) -> None:
-        """Knows of none: gloo does not compare calls."""
-
-    def close(self) -> None:
-        """Does nothing."""
+        store = dist.FileStore(str(self.folder / "store"), self.world)
+        patience = datetime.timedelta(seconds=max(self.timeout, 1.0) + 60)  # the parent's own timeout comes first
+        dist.init_process_group("gloo", rank=rank, world_size=self.world, store=store, timeout=patience)
 
 
-transport: type[Transport] = Gloo  # the suite has one of its own, which compares what ranks call (tests/pipes.py)
+transport: type[Transport] = Gloo  # the suite has one of its own, which compares what ranks call (tests/pipe_group.py)
 
 
 class RankFailure(AssertionError):

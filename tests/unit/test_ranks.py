@@ -3,11 +3,11 @@
 import os
 import signal
 import time
-from pipes import Pipes
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipe_group import Pipes
 from ranks import RankFailure, run_ranks
 
 from megatron5d.parity import local_ranks
