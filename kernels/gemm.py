@@ -41,13 +41,8 @@ def expert_lanes(count: int) -> int:
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
-    """Returns the offsets on the host; even ones where they have no values (meta). On the CPU they are read once."""
-    if offsets.is_meta:
-        return [rows * e // (len(offsets) - 1) for e in range(len(offsets))]
-    ends = getattr(offsets, "ends", None) or offsets.tolist()
-    if offsets.is_cpu:
-        offsets.ends = ends  # type: ignore[attr-defined]
-    return ends
+    """Returns the offsets on the host; even ones where they have no values (meta)."""
+    return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
