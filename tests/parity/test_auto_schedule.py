@@ -25,14 +25,15 @@ from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.named import best_named, candidates
 from megatron5d.pipeline_parallel.simulate import simulate
-from megatron5d.planning import auto_schedule as schedule
 from megatron5d.topology.process import Process
 from megatron5d.train.pipeline_layout import micro_batch_counts
+from megatron5d.train.scheduling import auto_schedule
 from megatron5d.train.scheduling.auto_schedule import (
     agreed_layout,
     known_programs,
     layout_of,
     pipeline_faults,
+    prediction,
     searched,
 )
 from megatron5d.train.scheduling.stage_costs import run_costs
@@ -119,7 +120,7 @@ def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
     assert found.config.pipeline.balance == "late" and found.programs[32].copies == 2
     plan = layout_of(found, 8)
     assert list(plan.layers) == [3, 4, 4, 4, 5, 5, 5, 0]
-    said = schedule.prediction(found.config, found.programs[32], found.results[32])
+    said = prediction(found.config, found.programs[32], found.results[32])
     assert "pipeline.balance=late" in said
 
 
@@ -129,7 +130,7 @@ def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
 
     def plan(rank, world):
         if rank > 0:
-            monkeypatch.setattr(schedule, "searched", None)
+            monkeypatch.setattr(auto_schedule, "searched", None)
         found = agreed_layout(config, Process(rank, world, rank, "cpu"))
         return found.program_of(5), found.layers, found.note
 
