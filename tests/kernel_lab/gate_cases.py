@@ -229,7 +229,9 @@ ATTENTION = {
     "256": (256, 256, {}),
 }
 ATTENTION_NIGHTLY = {
+    "48": (48, 48, {}),
     "96": (96, 96, {}),
+    "96-window": (96, 96, {"window": 1024}),
     "64-full-float16": (64, 64, {"causal": False, "dtype": torch.float16}),
     "128-window": (128, 128, {"window": 1024}),
     "64-window-sinks": (64, 64, {"window": 128, "sinks": meta(16, grad=True)}),
