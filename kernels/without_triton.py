@@ -52,11 +52,3 @@ class _Language:
 
 
 tl = _Language()
-
-
-def cdiv(x: int, y: int) -> int:
-    return -(-x // y)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
