@@ -75,12 +75,8 @@ def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule=
 
 def overrides_between(before, after):
     """What differs between two layouts, as on a command line."""
-    words = []
-    for key in (key for key in leaves() if key.startswith(GROUPS)):
-        value = value_of(after, key)
-        if value != value_of(before, key):
-            words.append(f"{key}={json.dumps(value)}")
-    return words
+    keys = [key for key in leaves() if key.startswith(GROUPS) and value_of(after, key) != value_of(before, key)]
+    return [f"{key}={json.dumps(value_of(after, key))}" for key in keys]
 
 
 def reshard(source, out, config, world, before, *words):
@@ -161,24 +157,11 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """The curve of a run that nobody stopped, on one process: made once for all layouts of a model and an optimiser."""
-    curves = {}
-
-    def of(config):
-        config = dataclasses.replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
-        if (key := repr((config.model, config.optim, config.moe))) not in curves:
-            folder = tmp_path_factory.mktemp("straight")
-            assert train_on_ranks(moved(config, folder), 1) == [0]
-            curves[key] = curve(folder / "log.jsonl")
-        return curves[key]
-
-    return of
+_CURVES: dict[str, list] = {}  # of runs that nobody stopped, on one process, by what they train
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name.replace(" ", "-"))
-def test_offline_is_online(tmp_path, corpus, straight, one, other):
+def test_offline_is_online(tmp_path, corpus, one, other):
     (model, world, schedule, parallel), (_, ranks, schedule_2, parallel_2) = LAYOUTS[one], LAYOUTS[other]
     balance = ["bias"] if model is SPARSE else ["none"]
     optim = "muon" if one.startswith("zero") else "adamw"
@@ -193,7 +176,11 @@ def test_offline_is_online(tmp_path, corpus, straight, one, other):
     assert reshard(tmp_path / "checkpoints", offline.checkpoint.dir, config, ranks, saved, "--workers", "2") == 0
     assert_loads_without_resharding(offline, ranks, config)
     assert train_on_ranks(offline, ranks) == [0] * ranks
-    for got, expected in zip(curve(tmp_path / "offline" / "log.jsonl"), straight(config)[STOP:], strict=True):
+    if (key := repr((config.model, config.optim, config.moe))) not in _CURVES:
+        alone = dataclasses.replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
+        assert train_on_ranks(moved(alone, tmp_path / "straight"), 1) == [0]
+        _CURVES[key] = curve(tmp_path / "straight" / "log.jsonl")
+    for got, expected in zip(curve(tmp_path / "offline" / "log.jsonl"), _CURVES[key][STOP:], strict=True):
         assert got == pytest.approx(expected, rel=1e-10), one
 
 
