@@ -4,9 +4,11 @@
 
 Rows: dense, moe (a layer, forward and backward); tp (a dense layer under tp 2 with sp, in a group that sends nothing);
 layer_norm, attention, linear, rope; gpt2_fp32, gpt2_bf16 (a training step of 14 M parameters, the only rows with
-arithmetic worth its name). No names: all of them. The figure is CPU seconds, ours / theirs, above 1 where we are
-slower. Sides are measured by turns in one process with one thread, and the least of all rounds counts: it is what a
-busy machine changes least. Peers that are not installed are left out. Exit code 2 for bad input.
+arithmetic worth its name); gpu_dense, gpu_moe (a layer's launches on a GPU, in bf16), gpu_dense_graphs, gpu_moe_graphs
+(the same under train.cuda_graph=phases). No names: all of them, those of a GPU where there is one. The figure is CPU
+seconds, ours / theirs, above 1 where we are slower. Sides are measured by turns in one process with one thread, and the
+least of all rounds counts: it is what a busy machine changes least. Peers that are not installed are left out. Exit
+code 2 for bad input.
 """
 
 import argparse
@@ -24,12 +26,14 @@ if not __package__:  # a script of a checkout
 from megatron5d.config.command_line import print_anywhere
 
 OPERATIONS = ("layer_norm", "attention", "linear", "rope")
-ROWS = ("dense", "moe", "tp", *OPERATIONS, "gpt2_fp32", "gpt2_bf16")
+ON_CPU = ("dense", "moe", "tp", *OPERATIONS, "gpt2_fp32", "gpt2_bf16")
+ON_GPU = ("gpu_dense", "gpu_dense_graphs", "gpu_moe", "gpu_moe_graphs")
+ROWS = ON_CPU + ON_GPU
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)} (default: all)")
+    parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)} (default: all that can run)")
     parser.add_argument("--rounds", type=int, default=20, help="of each side (default 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
@@ -49,12 +53,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron5d.comm.ledger import Ledger
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.kernels import apply_rope, attention, layer_norm
 from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.gpt import GPT
+from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.tensor_parallel.linear import local_linear
 from megatron5d.tools import bench_train
@@ -69,25 +76,34 @@ LAYER = [
     "model.num_kv_heads=4", "model.head_dim=8", "train.seq_len=8", "train.mbs=1", "train.gbs=1", "precision.dtype=fp32",
 ]  # fmt: skip
 EXPERTS = ["model=tiny_mixtral", "model.num_experts=4", "model.top_k=2", "model.moe_ffn_hidden_size=64"]
+GPU_LAYER = [
+    "model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=64", "train.seq_len=128",
+    "precision.dtype=bf16", "kernels.attention=triton", "moe.exchange=planned",
+]  # fmt: skip
 GPT2 = [
     "model=tiny_gpt2", "model.num_layers=6", "model.hidden_size=384", "model.ffn_hidden_size=1536", "model.num_heads=6",
     "model.num_kv_heads=6", "model.head_dim=64", "model.vocab_size=8192", "train.seq_len=128", "train.mbs=2",
     "train.gbs=2", "optim.clip=1.0",
 ]  # fmt: skip
+CPU = torch.device("cpu")
 TIMED_S = 0.02  # of a round, at least, but for steps
 
 
-def our_layer(config: Config, world: int = 1) -> Callable[[], object]:
+def our_layer(config: Config, world: int = 1, device: torch.device = CPU, graphs: bool = False) -> Callable[[], object]:
     """Returns forward and backward of a block as a stage runs them, into main gradients as in training."""
-    model = GPT(config, build_mesh(sizes_of(config, world)))
+    model = GPT(config, build_mesh(sizes_of(config, world)), device)
     model.initialize(0)
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-    stage = Stage(list(model.layers["0"].children()))
-    batch = make_micro_batch(torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64))
-    x, dy = torch.randn(2, config.train.seq_len // config.parallel.tp, config.train.mbs, config.model.hidden_size)
+    replayed = StageGraphs(Ledger()) if graphs else None
+    stage = Stage(list(model.layers["0"].children()), graphs=replayed)
+    batch = make_micro_batch(torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)).to(device)
+    shape = 2, config.train.seq_len // config.parallel.tp, config.train.mbs, config.model.hidden_size
+    x, dy = torch.randn(shape, device=device, dtype=DTYPES[config.precision.dtype])
 
     def run() -> None:
+        if replayed is not None:
+            replayed.start_step()
         for op, given in (("F", x), ("B", dy)):
             action = stage.begin(op, 0, given, batch)
             while action.advance():
@@ -181,7 +197,7 @@ def layer(*options: str) -> Sides:
     s, h = config.train.seq_len, config.model.hidden_size
     sides = {"ours": our_layer(config)}
     if find_spec("transformers"):
-        whole = bench_train.transformers_model(config, torch.device("cpu")).model
+        whole = bench_train.transformers_model(config, CPU).model
         tables = whole.rotary_emb(torch.zeros(1, s, h), torch.arange(s)[None])
         sides["transformers"] = recorded(partial(whole.layers[0], position_embeddings=tables), torch.randn(1, s, h))
     return sides | {"plain torch": recorded(PlainBlock(config), torch.randn(s, 1, h))}
@@ -195,6 +211,16 @@ def sharded_layer() -> Sides:
     config = load_config([*LAYER, "parallel.tp=2", "parallel.sp=true"])
     x = torch.randn(config.train.seq_len // 2, 1, config.model.hidden_size)
     return {"ours": our_layer(config, 2), "by hand": recorded(PlainBlock(config, 2), x)}
+
+
+def gpu_layer(kind: str, graphs: bool) -> Sides:
+    """Makes a block on the GPU, ours and a plain one; on a stream of its own, as graphs need."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    device, config = torch.device("cuda"), load_config([*LAYER, *(EXPERTS if kind == "moe" else ()), *GPU_LAYER])
+    plain = PlainBlock(config).to(device, torch.bfloat16)
+    plain.cos, plain.sin = (table.to(device, torch.bfloat16) for table in (plain.cos, plain.sin))
+    x = torch.randn(config.train.seq_len, 1, config.model.hidden_size, device=device, dtype=torch.bfloat16)
+    return {"ours": our_layer(config, device=device, graphs=graphs), "plain torch": recorded(plain, x)}
 
 
 def operation(name: str) -> Sides:
@@ -220,7 +246,7 @@ def operation(name: str) -> Sides:
 
 def training_step(dtype: str) -> Sides:
     """Makes a step of a small GPT-2, transformers' under autocast for bf16, with torch's fused AdamW."""
-    config, device = load_config([*GPT2, f"precision.dtype={dtype}"]), torch.device("cpu")
+    config, device = load_config([*GPT2, f"precision.dtype={dtype}"]), CPU
     rows = next(bench_train.tokens(config))
     sides: Sides = {"ours": partial(bench_train.ours(config, device), rows)}
     if find_spec("transformers"):
@@ -234,6 +260,9 @@ def sides_of(row: str) -> Sides:
         return operation(row)
     if row.startswith("gpt2_"):
         return training_step(row.removeprefix("gpt2_"))
+    if row in ON_GPU:
+        _, kind, *graphs = row.split("_")
+        return gpu_layer(kind, bool(graphs))
     return sharded_layer() if row == "tp" else layer(*(EXPERTS if row == "moe" else ()))
 
 
@@ -268,11 +297,14 @@ def ratios(row: str, rounds: int) -> dict[str, float]:
 def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
+    if not torch.cuda.is_available() and (rows := [row for row in arguments.rows if row in ON_GPU]):
+        print(f"bench_host.py: {', '.join(rows)}: torch finds no GPU; other rows need none", file=sys.stderr)
+        return 2
     found = {}
-    for row in arguments.rows or ROWS:
+    for row in arguments.rows or (ROWS if torch.cuda.is_available() else ON_CPU):
         found[row] = ratios(row, arguments.rounds)
         if not arguments.json:
-            print(f"{row:11}", *(f"{value:6.2f} of {name}" for name, value in found[row].items()), flush=True)
+            print(f"{row:16}", *(f"{value:6.2f} of {name}" for name, value in found[row].items()), flush=True)
     if arguments.json:
         print(json.dumps(found))
     return 0

@@ -54,3 +54,10 @@ def test_an_unknown_row_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "rope" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_row_of_a_gpu_is_refused_without_one(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_host.py", "gpu_moe"])
+    assert main() == 2
+    assert "gpu_moe: torch finds no GPU" in capsys.readouterr().err
