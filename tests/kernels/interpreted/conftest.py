@@ -30,7 +30,7 @@ if not PLACE.startswith("sm_"):
     collect_ignore += ["test_emulated_gpu.py", "test_emulated_random.py"]
 
 
-OF_ONE_GPU = re.compile(rb"mma|cp\.async\.bulk|tcgen05|tensormap|redux\.sync\.\w+\.f32")
+OF_ONE_GPU = re.compile(rb"mma|cp\.async\.bulk|tcgen05|tensormap|redux\.sync\.[\w.]+\.f32")
 
 
 @pytest.fixture(autouse=True)
