@@ -61,5 +61,5 @@ def test_mixtures_over_tp_and_ep(model):
 @pytest.mark.parametrize("model", SPARSE)
 def test_mixtures_in_all_five_dimensions(model):
     schedule = "1f1b" if model == "one_norm_window" else "dualpipe"
-    config = sparse(model, schedule, layers=4, tp=2, sp=True, cp=2, pp=2, ep=4, etp=1, zero=1)
+    config = sparse(model, schedule, tp=2, sp=True, cp=2, pp=2, ep=4, etp=1, zero=1)
     assert_parity(config, world=16, ignored=0.5)
