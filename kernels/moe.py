@@ -90,7 +90,7 @@ def _count_kernel(experts_ptr, counts_ptr, count, EXPERTS: tl.constexpr, BLOCK: 
     tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), total)
 
 
-@jit(do_not_specialize=["count", "programs"])  # which change with every batch of tokens
+@jit(do_not_specialize=["count", "programs", "num_experts", "k"])  # which change with every batch of tokens
 def _place_kernel(
     experts_ptr, counts_ptr, place_ptr, choice_ptr, token_ptr, offsets_ptr, count, programs, num_experts, k,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -330,7 +330,8 @@ def _launch_route(logits: Tensor, k: int, kind: str, normalised: bool, scale: fl
     experts = torch.empty(n, k, dtype=torch.int64, device=logits.device) if forced is None else forced.contiguous()
     weights = torch.empty(n, k, dtype=logits.dtype, device=logits.device)
     inputs = (logits, logits if bias is None else bias, experts, weights, num_experts, logits.stride(0), scale)
-    flags = {"KIND": kind, "NORMALISED": normalised, "BIASED": bias is not None, "FORCED": forced is not None}
+    flags = {"KIND": kind, "NORMALISED": normalised, "FORCED": forced is not None}
+    flags["BIASED"] = bias is not None and forced is None
     _route_kernel[(n,)](*inputs, **flags, **_lanes(num_experts, k, logits))
     return experts, weights
 

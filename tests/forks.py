@@ -21,8 +21,8 @@ class Fork:
 
     def __init__(self, run: Callable[[], Any], folder: Path, env: dict[str, str] | None = None) -> None:
         self._said, self._told = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - `wait` closes them
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             os._exit(self._become(run, folder, os.environ.copy() if env is None else env))
 
     def _become(self, run: Callable[[], Any], folder: Path, env: dict[str, str]) -> int:
@@ -45,7 +45,7 @@ class Fork:
 
     def wait(self) -> CompletedProcess[str]:
         """Returns its exit code, and what it has written."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         texts = []
         for file in (self._said, self._told):
             file.seek(0)

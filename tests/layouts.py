@@ -10,20 +10,21 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
-import ranks  # noqa: F401 (has every collective compared between ranks)
 import reference_gpt
 import reference_muon
 import torch
+from ranks import run_ranks
 
 from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
 from megatron5d.parity.differences import tensor_differences
-from megatron5d.parity.run import make_rows, micro_batch, perturb, short_run
+from megatron5d.parity.run import make_rows, micro_batch, perturb, train_on_rank
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import sizes_of
+from megatron5d.train.scheduling.auto_schedule import searched_layout
 
 __all__ = ["assert_parity", "layout_run", "make_rows", "micro_batch", "perturb", "reference_run", "worst_relative"]
 
@@ -119,15 +120,18 @@ def _reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
 
 def layout_run(config: Config, world: int, rows: torch.Tensor, steps: int):
     """The real thing on `world` ranks: its Outcome, and every rank's gradients and weights as rectangles."""
-    records = short_run(config, world, rows, steps, phases=False)
-    for record in records[1:]:
-        same = (record.figures, record.layers) == (records[0].figures, records[0].layers)
-        assert same, "ranks disagree about loss or gradient norm"
-    plain = ("loss", "z_loss", "grad_norm", "num_targets")
-    losses, z_losses, norms, targets = ([f[name] for f in records[0].figures] for name in plain)
-    routers = [{k: v for k, v in f.items() if k not in plain} for f in records[0].figures]
-    outcome = Outcome(losses, z_losses, norms, {}, {}, routers, records[0].layers, targets)
-    return outcome, [record.gradients[0] for record in records], [record.weights[-1] for record in records]
+    layout = searched_layout(config, world)
+
+    def what_is_compared(rank: int, world: int):  # of all that a rank has: sending it takes time as well
+        record = train_on_rank(rank, world, config, layout, rows, steps, False, None, phases=False)
+        return (record.figures, record.layers), record.gradients[0], record.weights[-1]
+
+    told, gradients, weights = zip(*run_ranks(what_is_compared, world), strict=True)
+    assert all(each == told[0] for each in told), "ranks disagree about loss or gradient norm"
+    (figures, layers), plain = told[0], ("loss", "z_loss", "grad_norm", "num_targets")
+    losses, z_losses, norms, targets = ([f[name] for f in figures] for name in plain)
+    routers = [{k: v for k, v in f.items() if k not in plain} for f in figures]
+    return Outcome(losses, z_losses, norms, {}, {}, routers, layers, targets), gradients, weights
 
 
 def worst_relative(rectangles, truth: dict[str, torch.Tensor]) -> tuple[float, str]:

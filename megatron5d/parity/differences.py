@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
+from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,24 +117,22 @@ def tensor_differences(
             by_name[name].append((rank, offset, values))
     least = max([1e-30, *(floor * whole.abs().max().item() for whole in truth.values() if whole.numel())])
     for name, whole in truth.items():
-        scale, worst, ranks = max(whole.abs().max().item(), least), Difference(quantity, name), set[int]()
+        scale, worst, found = max(whole.abs().max().item(), least), Difference(quantity, name), []
         missing = torch.ones(whole.shape, dtype=torch.bool)
         for rank, offset, values in by_name[name]:
-            if values.numel() == 0:
-                continue
-            missing[index_of(offset, values)] = False
-            off = (values - whole[index_of(offset, values)]).abs() / scale
-            off = off.nan_to_num(nan=inf, posinf=inf)
-            relative = off.max().item()
-            if relative > tolerance:
-                ranks.add(rank)
-            if relative > worst.relative or worst.rank is None:
-                at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)]
-                position = tuple(o + i for o, i in zip(offset, at))
-                worst = replace(worst, relative=relative, rank=rank, position=position, got=values[tuple(at)].item())
+            if values.numel():
+                missing[index_of(offset, values)] = False
+                off = ((values - whole[index_of(offset, values)]).abs() / scale).nan_to_num(nan=inf, posinf=inf)
+                found.append((off.max().item(), rank, offset, values, off))
+        if found:
+            relative, rank, offset, values, off = max(found, key=itemgetter(0))
+            at = tuple(map(int, np.unravel_index(int(off.argmax()), off.shape)))
+            position = tuple(o + i for o, i in zip(offset, at))
+            worst = Difference(quantity, name, relative, rank, (), position, values[at].item())
         if missing.any():
             worst = Difference(quantity, name, inf, None, (), tuple(missing.nonzero()[0].tolist()), float("nan"))
-        yield replace(worst, ranks=tuple(sorted(ranks)), expected=whole[worst.position].item())
+        ranks = sorted({rank for relative, rank, *_ in found if relative > tolerance})
+        yield replace(worst, ranks=tuple(ranks), expected=whole[worst.position].item())
 
 
 Tensors = tuple[int, str, list[Rectangles], Rectangles]

@@ -224,11 +224,11 @@ def short_run(
         RankFailure: a rank failed.
     """
     layout = searched_layout(config, world)
-    train = partial(_train_on_rank, phases=phases)
+    train = partial(train_on_rank, phases=phases)
     return run_ranks(train, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
 
 
-def _train_on_rank(
+def train_on_rank(
     rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
     choices: Choices | None, *, phases: bool,
 ) -> RankRecord:  # fmt: skip

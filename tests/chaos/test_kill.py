@@ -18,7 +18,7 @@ from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from pretrain import plan_and_train
 
-STEPS, EVERY, WORLD = 12, 2, 4
+STEPS, EVERY, WORLD = 8, 2, 4
 EXPERIMENT = [
     *("model=tiny", "model.vocab_size=97", "model.num_kv_heads=2", "train.gbs=4", "train.mbs=1", "train.seq_len=16"),
     *("optim.lr=1e-2", "optim.warmup_steps=2", f"train.steps={STEPS}", f"checkpoint.every={EVERY}"),

@@ -24,6 +24,7 @@ INSTRUCTIONS = {
     "system release": r"\bMEMBAR\S*\.SYS",
 }
 BESIDE = "exp2 beside wgmma"
+COUNTED_IN_PTX = re.compile(r"mma|cp\.async|\.sys\b")  # without one of these there are none of INSTRUCTIONS either
 REGISTERS_OF_SM, WARPS_OF_SM, SHARED_OF_SM = 65536, 64, 228 * 1024
 MORE_IS_BETTER = ("ctas",)
 _CLOSED = re.compile(r"\b[HIQ]GMMA.*gsb0")
@@ -114,7 +115,8 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
     if architecture.startswith("gfx"):
         registers, stack, listing = _amd(asm["amdgcn"])
     else:
-        registers, stack, listing = _nvidia(asm["cubin"], disassemble)
+        counted = disassemble and COUNTED_IN_PTX.search(asm["ptx"]) is not None
+        registers, stack, listing = _nvidia(asm["cubin"], counted)
     counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
     counts[BESIDE] = _beside(listing)
     shared, ptx = launch.compiled.metadata.shared, asm.get("ptx", "")

@@ -47,12 +47,14 @@ class Case:
         promises: target -> instructions that at least one kernel of the case must contain.
         targets: where it must compile.
         nightly: compiled only when all cases are asked for.
+        alike: for sm_100 compiled nightly only: its PTX is that for sm_90, with arithmetic packed in pairs.
     """
 
     run: Callable[[], object]
     promises: dict[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = ALL
     nightly: bool = False
+    alike: bool = False
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
@@ -264,7 +266,7 @@ CASES: dict[str, Case] = {
     **_ahead_cases(),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "fp8-weight-grad": Case(_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
-    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
+    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8, alike=True),
     "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its GEMMs take the plain path there
     "grouped": Case(
         _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
@@ -275,13 +277,13 @@ CASES: dict[str, Case] = {
     ),
     "overlap": Case(lambda: _overlap(8, False), OVERLAP),
     "overlap-transposed": Case(lambda: _overlap(4, True), OVERLAP),
-    "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8),
+    "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8, alike=True),
     "moe": Case(_moe),
-    "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),
+    "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16), alike=True),
     "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),
-    "pointwise": Case(_pointwise),
-    "rope-128": Case(lambda: _rope(128, 128, False)),
-    "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True)),
+    "pointwise": Case(_pointwise, alike=True),
+    "rope-128": Case(lambda: _rope(128, 128, False), alike=True),
+    "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True), alike=True),
     "vocabulary": Case(_vocabulary),
-    **{f"norms-{width}": Case(partial(_norms, width)) for width in (128, 4096, 8192, 16384, 53248)},
+    **{f"norms-{width}": Case(partial(_norms, width), alike=True) for width in (128, 4096, 8192, 16384, 53248)},
 }

@@ -10,9 +10,13 @@ not made of plain integers goes the interpreter's own way.
 
 import inspect
 import math
+import warnings
+from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import triton.language as tl
+from triton.compiler import code_generator
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -125,14 +129,22 @@ def _broadcast_once(self, a, b):
     return (a, b) if same else _broadcast(self, a, b)
 
 
-def make_types_once() -> None:
-    """Replaces how the interpreter makes types; call once, before the first kernel runs."""
+def make_types_of_compiler_once() -> None:
+    """Replaces how types are made while a kernel is translated, a third of that stage; its result is the same."""
     core.block_type.__init__ = _block_type
     core.tensor.__init__ = _tensor
     core.dtype.__eq__ = _is_equal
     TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value = _type_of_result, _broadcast_once
     core.tuple.__init__ = _tuple
     core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
+    code_generator.inspect = SimpleNamespace(**vars(inspect) | {"signature": cache(inspect.signature)})
+    quiet = {"catch_warnings": nullcontext, "simplefilter": lambda *_: None}  # set anew for every node of a tree
+    code_generator.warnings = SimpleNamespace(**vars(warnings) | quiet)
+
+
+def make_types_once() -> None:
+    """Replaces how the interpreter makes types; call once, before the first kernel runs."""
+    make_types_of_compiler_once()
     interpreter._get_np_dtype = _np_dtype
     for package in (tl, tl.math, core, core.tensor, core.tensor_descriptor_base):
         _builtins(package)  # now: a kernel that another thread has begun would hide what it has patched, for good

@@ -26,6 +26,7 @@ def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if EVERYTHING else 900)  # with an empty cache, beside other tests
 def test_every_kernel_is_within_its_budget(tmp_path):
     out = tmp_path / "reports.json"

@@ -1,6 +1,9 @@
 """Run the files of `interpreted/` where kernels can run: interpreted, compiled for a GPU that is emulated, on a GPU.
 
-Several files share a process: to start one takes longer than some of them.
+Several files share a process: to start one takes longer than some of them. Most of the time is Triton's compiler, which
+an empty cache makes a fresh clone wait for: sm_100 is spared the tests marked `alike`, whose kernels differ from those
+of sm_90 in packed arithmetic alone, unless MEGATRON5D_ALL_KERNELS=1; and lines, which only the message of a fault would
+name, are not compiled in.
 """
 
 import os
@@ -14,38 +17,55 @@ import torch
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-FILES = sorted(str(p) for p in (HERE / "interpreted").glob("test_*.py"))
-PROCESSES = 3
+FILES = sorted((HERE / "interpreted").glob("test_*.py"))
+EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
+SECONDS_A_PROCESS = 60
+# of a core: interpreted, and emulated with an empty cache; files that are not here take a few
+INTERPRETED = {"fp8": 55, "moe": 40, "flash_attention": 45, "benchmarks": 30, "planted_faults": 30, "pointwise": 25}
+INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10, "overlap": 10}
+EMULATED = {"flash_attention": 80, "fp8": 65, "emulated_gpu": 35, "normalization": 30, "moe": 25, "pointwise": 25}
+EMULATED |= {"layers": 20, "fp8_tensor": 15, "closeness": 10, "emulated_random": 10}
+ALIKE = ("normalization", "pointwise", "fp8_tensor", "shares", "multi_tensor")  # every test
+NOT_ALIKE = EMULATED | {"fp8": 20, "moe": 20} | dict.fromkeys(ALIKE, 0)
 # the interpreter itself; faults that a GPU would not survive; processes that share the host's memory
-NOT_COMPILED = ("test_interpreter_repair.py", "test_planted_faults.py", "test_overlap.py")
-NOT_EMULATED = (*NOT_COMPILED, "test_benchmarks.py")
-ONLY_EMULATED = ("test_emulated_gpu.py", "test_emulated_random.py")
+NOT_COMPILED = ("interpreter_repair", "planted_faults", "overlap")
+NOT_EMULATED = (*NOT_COMPILED, "benchmarks")
+ONLY_EMULATED = ("emulated_gpu", "emulated_random")
 
 
-def shares(place: str, left_out: tuple[str, ...], marks=()) -> list:
-    files = [file for file in FILES if not file.endswith(left_out)]
-    parts = [files[i::PROCESSES] for i in range(PROCESSES)]
-    names = ["+".join(Path(file).stem for file in part) for part in parts]
+def shares(place: str, left_out: tuple[str, ...], seconds: dict[str, int], marks=()) -> list:
+    """Cases of the same length, more or less; the longest first."""
+    costs = {file: seconds.get(file.stem.removeprefix("test_"), 5) for file in FILES}
+    costs = {file: cost for file, cost in costs.items() if file.stem.removeprefix("test_") not in left_out}
+    parts: list[list[Path]] = [[] for _ in range(-(-sum(costs.values()) // SECONDS_A_PROCESS))]
+    for file in sorted(costs, key=lambda file: -costs[file]):
+        min(parts, key=lambda part: sum(costs[each] for each in part)).append(file)
+    parts.sort(key=lambda part: -sum(costs[file] for file in part))
+    names = ["+".join(file.stem for file in part) for part in parts]
     return [pytest.param(place, part, id=f"{place}-{name}", marks=marks) for part, name in zip(parts, names)]
 
 
-SHARES = shares("interpreter", ONLY_EMULATED)
-EMULATED = ["sm_90", "sm_100"] + ["sm_80", "sm_120"] * (os.environ.get("MEGATRON5D_ALL_KERNELS") == "1")
+SHARES = shares("interpreter", ONLY_EMULATED, INTERPRETED)
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulated GPU is built by g++")
-for emulated in EMULATED:
-    SHARES += shares(emulated, NOT_EMULATED, COMPILER)
+for emulated in ["sm_90", "sm_100"] + ["sm_80", "sm_120"] * EVERYTHING:
+    seconds = NOT_ALIKE if emulated == "sm_100" and not EVERYTHING else EMULATED
+    SHARES += shares(emulated, NOT_EMULATED, seconds, COMPILER)
 if torch.cuda.is_available():
-    SHARES += shares("gpu", NOT_COMPILED + ONLY_EMULATED)
+    SHARES += shares("gpu", NOT_COMPILED + ONLY_EMULATED, EMULATED)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place, files", SHARES)
 def test_passes(place, files):
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment |= {"TRITON_INTERPRET": "1"} if place == "interpreter" else {"MEGATRON5D_KERNELS": place}
+    command += ["-m", "not alike"] if place == "sm_100" and not EVERYTHING else []
+    lines = {} if place in ("interpreter", "gpu") else {"TRITON_DISABLE_LINE_INFO": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | lines
+    where = {"TRITON_INTERPRET": "1"} if place == "interpreter" else {"MEGATRON5D_KERNELS": place}
     run = subprocess.run(
-        [*command, *files], cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=1800
+        [*command, *files], cwd=HERE.parents[1], env=environment | where, capture_output=True, text=True, timeout=1800
     )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    again = f"MEGATRON5D_KERNELS={place} python -m pytest FILE names the lines of faults\n" if lines else ""
+    assert run.returncode == 0, again + run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

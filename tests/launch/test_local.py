@@ -6,12 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from forks import Fork
 from torch.distributed import TCPStore
 
 import pretrain
@@ -70,11 +72,13 @@ def environment_of(folder):
 class Launch:
     """A running launcher with the toy program, in its own session."""
 
-    def __init__(self, folder, what, ranks=3, options=()):
-        self.folder, self.ranks = folder, ranks
+    ranks = 3
+
+    def __init__(self, folder, what, options=()):
+        self.folder = folder
         environment = environment_of(folder) | {"CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
-            ["bash", "launch/local.sh", str(ranks), *options, str(folder), what],
+            ["bash", "launch/local.sh", str(self.ranks), *options, str(folder), what],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -82,6 +86,9 @@ class Launch:
             text=True,
             start_new_session=True,
         )
+
+    def send(self, number):
+        os.kill(self.process.pid, number)
 
     def end(self, timeout=200):
         """(exit code, output); the launcher and its ranks are gone afterwards."""
@@ -100,8 +107,40 @@ class Launch:
     def wait_until_ready(self):
         deadline = time.monotonic() + 150
         while len(list(self.folder.glob("ready*"))) < self.ranks:
-            assert time.monotonic() < deadline and self.process.poll() is None
+            assert time.monotonic() < deadline
+            assert os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
             time.sleep(0.05)
+
+
+class Forked(Launch):
+    """The same launcher in a fork of this process: without the seconds of a core that its imports take."""
+
+    def __init__(self, folder, what):
+        import torch.distributed.checkpoint  # noqa: F401 - which every launcher would import
+
+        self.folder = folder
+        environment = environment_of(folder) | {"OMP_NUM_THREADS": "1"}
+        arguments = ["--program", environment["PROGRAM"], str(self.ranks), str(folder), what]
+
+        def run():
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.argv, tempfile.tempdir = ["fork.py", *arguments], None
+            sys.stderr = sys.stdout
+            os.dup2(1, 2)
+            runpy.run_path("launch/fork.py", run_name="__main__")
+
+        self.process = Fork(run, ROOT, environment)
+
+    def end(self):
+        try:
+            done = self.process.wait()
+        except BaseException:  # the test's time is over
+            os.kill(self.process.pid, signal.SIGKILL)
+            raise
+        for pid in self.pids():
+            assert not is_running(pid)
+        return done.returncode, done.stdout
 
 
 def is_running(pid):
@@ -122,13 +161,13 @@ def test_all_ranks_run_and_meet(tmp_path):
 
 
 def test_refused_configuration_is_exit_code_2(tmp_path):
-    code, output = Launch(tmp_path, "refuse").end()
+    code, output = Forked(tmp_path, "refuse").end()
     assert code == 2
     assert "failed first" not in output
 
 
 def test_the_raising_rank_is_told_with_its_traceback_and_nobody_elses(tmp_path):
-    code, output = Launch(tmp_path, "raise").end()
+    code, output = Forked(tmp_path, "raise").end()
     assert code == 1
     assert "ValueError: the cause" in output
     assert "Connection closed" not in output
@@ -136,21 +175,21 @@ def test_the_raising_rank_is_told_with_its_traceback_and_nobody_elses(tmp_path):
 
 
 def test_a_rank_that_says_why_it_ends_is_quoted_without_calls(tmp_path):
-    code, output = Launch(tmp_path, "tell").end()
+    code, output = Forked(tmp_path, "tell").end()
     assert code == 1
     assert "all that there is to say\nlaunch: rank 1 failed first (exit code 1)" in output
     assert "Traceback" not in output
 
 
 def test_a_killed_rank_takes_the_others_with_it(tmp_path):
-    code, output = Launch(tmp_path, "die").end()
+    code, output = Forked(tmp_path, "die").end()
     assert code == 128 + signal.SIGKILL
     assert "rank 2 failed first (killed by SIGKILL: by somebody, or by the kernel" in output.splitlines()[-1]
 
 
 def test_ranks_that_notice_nothing_are_ended_too(tmp_path):
     start = time.monotonic()
-    code, output = Launch(tmp_path, "hang").end()
+    code, output = Forked(tmp_path, "hang").end()
     assert code == 1
     assert "rank 1 failed first" in output
     assert time.monotonic() - start < 200
@@ -158,9 +197,9 @@ def test_ranks_that_notice_nothing_are_ended_too(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_every_rank_and_75_comes_back(tmp_path, number):
-    launch = Launch(tmp_path, "wait")
+    launch = Forked(tmp_path, "wait")
     launch.wait_until_ready()
-    launch.process.send_signal(number)
+    launch.send(number)
     code, output = launch.end()
     assert code == 75
     assert sorted(output.splitlines()) == [f"rank {r} saved on {number.name}" for r in range(3)]
@@ -243,25 +282,25 @@ def test_a_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(mon
 def test_the_folder_of_a_killed_launcher_goes_with_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     left = lambda: list(tmp_path.glob("megatron5d_launch_*"))  # noqa: E731
-    first = Launch(tmp_path, "wait")
+    first = Forked(tmp_path, "wait")
     first.wait_until_ready()
-    first.process.kill()
+    first.send(signal.SIGKILL)
     first.end()
     (killed,) = left()
     os.utime(killed / "lock", (0, 0))
     for name in tmp_path.glob("ready*"):
         name.unlink()
-    second = Launch(tmp_path, "wait")
+    second = Forked(tmp_path, "wait")
     second.wait_until_ready()
-    assert Launch(tmp_path, "finish").end()[0] == 0 and len(left()) == 1  # that of the second is in use
-    second.process.kill()
+    assert Forked(tmp_path, "finish").end()[0] == 0 and len(left()) == 1  # that of the second is in use
+    second.send(signal.SIGKILL)
     second.end()
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    launch = Launch(tmp_path, "wait")
+    launch = Forked(tmp_path, "wait")
     launch.wait_until_ready()
-    launch.process.kill()
+    launch.send(signal.SIGKILL)
     assert launch.end()[0] == -signal.SIGKILL
 
 
@@ -276,7 +315,7 @@ def test_fresh_interpreters_as_gpus_need_them(tmp_path):
 def test_torchrun_passes_usr1_on(tmp_path):
     launch = Launch(tmp_path, "wait", options=["--torchrun"])
     launch.wait_until_ready()
-    launch.process.send_signal(signal.SIGUSR1)
+    launch.send(signal.SIGUSR1)
     _, output = launch.end()
     assert (tmp_path / "rank2").read_text().split()[1] == "3"
     assert all(f"rank {r} saved on SIGUSR1" in output for r in range(3)), output
@@ -335,8 +374,12 @@ runpy.run_path("launch/fork.py", run_name="__main__")
 
 def test_as_the_first_process_of_a_container_it_passes_over_the_orphans_of_ranks(tmp_path):
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    command = [sys.executable, "-c", FIRST_PROCESS, str(tmp_path / "orphan.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+    def first_process():
+        sys.argv = ["-c", str(tmp_path / "orphan.py")]
+        exec(FIRST_PROCESS, {})
+
+    done = Fork(first_process, ROOT).wait()
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -33,21 +33,21 @@ def sparse(model, schedule="1f1b", **options):
 
 @pytest.mark.parametrize("model", SPARSE)
 def test_dense_in_four_dimensions_with_a_split_backward(model):
-    config = composed(model, "zb_h1", tp=2, sp=True, cp=2, pp=2, zero=1)
+    config = composed(model, "zb_h1", tp=2, sp=True, cp=2, pp=2, zero=1, mbs=2)
     assert_parity(config, world=8, ignored=0.5)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("model", SPARSE)
 def test_recompute(model, recompute):
-    config = composed(model, tp=2, mbs=2, recompute=RecomputeConfig(recompute, parts=["norm", "qkv", "activation"]))
+    config = composed(model, tp=2, mbs=4, recompute=RecomputeConfig(recompute, parts=["norm", "qkv", "activation"]))
     assert_parity(config, world=2)
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "two_level"])
 def test_windows_by_layer_over_context(method):
     inner = {"cp_inner": 2} if method == "two_level" else {}
-    config = composed("one_norm_window", cp=4 if method != "ulysses" else 2, cp_method=method, mbs=2, layers=3, **inner)
+    config = composed("one_norm_window", cp=4 if method != "ulysses" else 2, cp_method=method, mbs=4, layers=3, **inner)
     data = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=9), data=data)
     assert_parity(config, world=config.parallel.cp)
@@ -55,11 +55,11 @@ def test_windows_by_layer_over_context(method):
 
 @pytest.mark.parametrize("model", SPARSE)
 def test_mixtures_over_tp_and_ep(model):
-    assert_parity(sparse(model, tp=2, ep=2, etp=1, mbs=2), world=2)
+    assert_parity(sparse(model, tp=2, ep=2, etp=1, mbs=4), world=2)
 
 
 @pytest.mark.parametrize("model", SPARSE)
 def test_mixtures_in_all_five_dimensions(model):
     schedule = "1f1b" if model == "one_norm_window" else "dualpipe"
-    config = sparse(model, schedule, layers=4, tp=2, sp=True, cp=2, pp=2, ep=4, etp=1, zero=1)
+    config = sparse(model, schedule, tp=2, sp=True, cp=2, pp=2, ep=4, etp=1, zero=1)
     assert_parity(config, world=16, ignored=0.5)

@@ -25,19 +25,19 @@ def documents(config):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", ["llama_gqa", "softcaps_window", "gpt2_style"])
 def test_context_parallel_alone(method, model):
-    assert_parity(config_of(model, cp=4, mbs=2, **METHODS[method]), world=4)
+    assert_parity(config_of(model, cp=4, mbs=4, **METHODS[method]), world=4)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_documents_with_tensor_parallel(method):
     cp = 4 if method == "two_level" else 2
-    assert_parity(documents(config_of("llama_gqa", cp=cp, tp=2, sp=True, mbs=2, **METHODS[method])), world=2 * cp)
+    assert_parity(documents(config_of("llama_gqa", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])), world=2 * cp)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_with_data_parallel(method, zero):
-    assert_parity(config_of("odd_vocab_tied", cp=2, zero=zero, **METHODS[method]), world=4, ignored=0.8)
+    assert_parity(config_of("odd_vocab_tied", cp=2, zero=zero, mbs=2, **METHODS[method]), world=4, ignored=0.8)
 
 
 def test_all_at_once():
@@ -47,4 +47,4 @@ def test_all_at_once():
 
 @pytest.mark.parametrize(("model", "method"), [("full", "ring"), ("full_window_sinks", "two_level")])
 def test_masks_that_look_behind(model, method):
-    assert_parity(documents(config_of(model, cp=4, mbs=2, **METHODS[method])), world=4, steps=2)
+    assert_parity(documents(config_of(model, cp=4, mbs=4, **METHODS[method])), world=4, steps=2)

@@ -1,4 +1,7 @@
-"""N ranks equal one: loss, every gradient, gradient norm and weights after two steps, in fp64 to 1e-10."""
+"""N ranks equal one: loss, every gradient, gradient norm and weights after two steps, in fp64 to 1e-10.
+
+Two micro-batches a rank are enough to accumulate; test_gradient_accumulation has more, and so have pipelines.
+"""
 
 import dataclasses
 
@@ -18,12 +21,12 @@ def test_tensor_parallel(model, tp, sp):
 @pytest.mark.parametrize("overlap", ["chunked", "fused"])
 @pytest.mark.parametrize(("model", "tp"), [("odd_vocab_tied", 2), ("mla", 2), ("gpt2_style", 4)])
 def test_tensor_parallel_in_chunks(model, tp, overlap):
-    assert_parity(config_of(model, tp=tp, sp=True, tp_overlap=overlap, mbs=2), world=tp)
+    assert_parity(config_of(model, tp=tp, sp=True, tp_overlap=overlap, mbs=4), world=tp)
 
 
 @pytest.mark.parametrize("overlap", ["chunked", "fused"])
 def test_chunks_with_a_split_backward(overlap):
-    config = config_of("llama_gqa", tp=2, sp=True, tp_overlap=overlap, pp=2, cp=2, zero=1)
+    config = config_of("llama_gqa", tp=2, sp=True, tp_overlap=overlap, pp=2, cp=2, zero=1, mbs=2)
     assert_parity(dataclasses.replace(config, pipeline=PipelineConfig("zb_h1")), world=8)
 
 
@@ -31,13 +34,13 @@ def test_chunks_with_a_split_backward(overlap):
 @pytest.mark.parametrize("dp", [2, 4])
 @pytest.mark.parametrize("model", ["odd_vocab_tied", "gpt2_style"])
 def test_data_parallel(model, dp, zero):
-    assert_parity(config_of(model, zero=zero), world=dp)
+    assert_parity(config_of(model, zero=zero, mbs=4 // dp), world=dp)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_tensor_and_data_parallel(model, zero):
-    assert_parity(config_of(model, tp=2, sp=True, zero=zero), world=4)
+    assert_parity(config_of(model, tp=2, sp=True, zero=zero, mbs=2), world=4)
 
 
 def test_more_ranks_than_kv_heads_with_data_parallel():
@@ -51,7 +54,7 @@ def test_hybrid_sharding(zero):
 
 @pytest.mark.parametrize("order", [["tp", "dp", "cp", "pp"], ["dp", "tp", "pp", "cp"]])
 def test_any_order_of_axes(order):
-    assert_parity(config_of("llama_gqa", tp=2, sp=True, zero=1, order=order), world=4)
+    assert_parity(config_of("llama_gqa", tp=2, sp=True, zero=1, order=order, mbs=2), world=4)
 
 
 @pytest.mark.parametrize("mbs", [1, 2, 4])
@@ -66,21 +69,22 @@ def test_unequal_numbers_of_targets_per_rank():
 
 
 def test_z_loss():
-    assert_parity(config_of("odd_vocab_tied", tp=2, sp=True, zero=1, train={"z_loss": 0.05}), world=4)
+    assert_parity(config_of("odd_vocab_tied", tp=2, sp=True, zero=1, mbs=2, train={"z_loss": 0.05}), world=4)
 
 
 def test_documents_packed_in_one_sequence():
     data = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
-    config = config_of("llama_gqa", tp=2, sp=True, data=data)
+    config = config_of("llama_gqa", tp=2, sp=True, mbs=2, data=data)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=11))  # many documents
     assert_parity(config, world=4)
 
 
 def test_full_recompute():
-    assert_parity(config_of("gpt2_style", tp=2, sp=True, zero=1, recompute=RecomputeConfig("full", 1)), world=4)
+    config = config_of("gpt2_style", tp=2, sp=True, zero=1, mbs=2, recompute=RecomputeConfig("full", 1))
+    assert_parity(config, world=4)
 
 
 def test_decay_exclusion_and_no_clipping():
-    config = config_of("llama_gqa", optim={"decay_exclude": ["embedding.*"]}, tp=2, zero=1)
+    config = config_of("llama_gqa", optim={"decay_exclude": ["embedding.*"]}, tp=2, zero=1, mbs=2)
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, clip=0.0))
     assert_parity(config, world=4)

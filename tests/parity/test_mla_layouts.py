@@ -28,30 +28,30 @@ def documents(config):
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("model", ["mla", "mla_wide_latents", "mla_plain_q", "mla_window_softcap", "gqa_sinks"])
 def test_tensor_parallel(model, sp):
-    assert_parity(config_of(model, tp=2, sp=sp, mbs=2), world=2)
+    assert_parity(config_of(model, tp=2, sp=sp, mbs=4), world=2)
 
 
 @pytest.mark.parametrize("model", ["mla_plain_q", "mla_window_softcap"])
 def test_one_rank(model):
-    assert_parity(documents(config_of(model, mbs=2)), world=1)
+    assert_parity(documents(config_of(model, mbs=4)), world=1)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", ["mla", "mla_window_softcap"])
 def test_context_parallel(model, method):
-    assert_parity(config_of(model, cp=4, mbs=2, **METHODS[method]), world=4)
+    assert_parity(config_of(model, cp=4, mbs=4, **METHODS[method]), world=4)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_documents_with_tensor_parallel(method):
     """tp = 2 leaves two heads a rank: Ulysses can then go over two ranks."""
     cp = 2 if METHODS[method]["cp_method"] == "ulysses" else 4
-    assert_parity(documents(config_of("mla", cp=cp, tp=2, sp=True, mbs=2, **METHODS[method])), world=2 * cp)
+    assert_parity(documents(config_of("mla", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])), world=2 * cp)
 
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_packed_documents_on_two_and_two(sp):
-    assert_parity(documents(config_of("mla_plain_q", cp=2, tp=2, sp=sp, mbs=2, cp_compress_kv=sp)), world=4)
+    assert_parity(documents(config_of("mla_plain_q", cp=2, tp=2, sp=sp, mbs=4, cp_compress_kv=sp)), world=4)
 
 
 def test_recomputed_sharded_accumulated():
@@ -63,4 +63,4 @@ def test_recomputed_sharded_accumulated():
 
 @pytest.mark.parametrize("method", ["ring", "two_level"])
 def test_sinks_over_context(method):
-    assert_parity(config_of("gqa_sinks", cp=4, mbs=2, **METHODS[method]), world=4)
+    assert_parity(config_of("gqa_sinks", cp=4, mbs=4, **METHODS[method]), world=4)

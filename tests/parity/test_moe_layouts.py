@@ -71,7 +71,7 @@ def config_of(model="mixtral", balance="all", *, gbs=8, mbs=1, moe=None, recompu
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("balance", BALANCES)
 def test_one_rank(model, balance):
-    assert_parity(config_of(model, balance, mbs=2), world=1, steps=2)
+    assert_parity(config_of(model, balance, mbs=4), world=1, steps=2)
 
 
 LAYOUTS = {
@@ -204,7 +204,7 @@ def test_an_odd_number_of_tokens_over_tp_without_sp():
 
 @pytest.mark.parametrize("pattern", [{"moe_layers": [0, 2]}, {"moe_interval": 2}, {"first_k_dense": 2}])
 def test_dense_layers_between(pattern):
-    config = config_of("mixtral", layers=3, ep=2)
+    config = config_of("mixtral", layers=3, ep=2, mbs=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **pattern))
     assert_parity(config, world=2, steps=2)
 

@@ -35,7 +35,7 @@ DENSE = {
 @pytest.mark.parametrize("case", DENSE)
 def test_dense(case):
     model, world, parallel = DENSE[case]
-    assert_parity(with_muon(config_of(model, **parallel)), world=world)
+    assert_parity(with_muon(config_of(model, mbs=1 if world == 8 else 2, **parallel)), world=world)
 
 
 def test_everything_of_two_dims():

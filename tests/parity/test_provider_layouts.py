@@ -15,10 +15,10 @@ from megatron5d.config.schema import DataConfig, KernelsConfig
 CUDNN = {"attention": "cudnn", "deterministic": False}
 FA4 = {"attention": "fa4"}
 CASES = {
-    "ring": ("llama_gqa", {"cp": 2, "tp": 2, "sp": True, "mbs": 2}, 4),
-    "ulysses": ("llama_gqa", {"cp": 2, "cp_method": "ulysses"}, 2),
-    "documents": ("llama_gqa", {"cp": 2, "mbs": 2}, 2),
-    "latent": ("mla", {"cp": 2, "tp": 2}, 4),
+    "ring": ("llama_gqa", {"cp": 2, "tp": 2, "sp": True, "mbs": 4}, 4),
+    "ulysses": ("llama_gqa", {"cp": 2, "cp_method": "ulysses", "mbs": 4}, 2),
+    "documents": ("llama_gqa", {"cp": 2, "mbs": 4}, 2),
+    "latent": ("mla", {"cp": 2, "tp": 2, "mbs": 4}, 4),
     "pipeline": ("gqa_sinks", {"tp": 2, "pp": 2, "zero": 1, "gbs": 4}, 4),
 }
 # what the model is besides: head dims that a library takes, documents, experts

@@ -94,7 +94,7 @@ def moe(experts, capacity=None, **parallel):
 
 
 CASES = {
-    "tp2 sp, cp2 ring": (4, config_of("mqa_qk_norm", gbs=4, tp=2, sp=True, cp=2), [*SELECTIVE, ALL, *FULL, SLICED]),
+    "tp2 sp, cp2 ring": (4, config_of("mqa_qk_norm", mbs=4, tp=2, sp=True, cp=2), [*SELECTIVE, ALL, *FULL, SLICED]),
     "gpt2, tp2, zb_h1": (
         4, scheduled(config_of("gpt2_style", gbs=4, tp=2, pp=2), "zb_h1", 4), [*SELECTIVE, ALL, *FULL, SLICED],
     ),

@@ -44,7 +44,7 @@ from megatron5d.train.build import build_run
 from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
-STEPS, STOP = 5, 2
+STEPS, STOP = 4, 2
 GROUPS = ("parallel.", "pipeline.", "recompute.", "train.")
 DENSE = ModelConfig(
     vocab_size=96, num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=8
@@ -75,12 +75,8 @@ def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule=
 
 def overrides_between(before, after):
     """What differs between two layouts, as on a command line."""
-    words = []
-    for key in (key for key in leaves() if key.startswith(GROUPS)):
-        value = value_of(after, key)
-        if value != value_of(before, key):
-            words.append(f"{key}={json.dumps(value)}")
-    return words
+    keys = [key for key in leaves() if key.startswith(GROUPS) and value_of(after, key) != value_of(before, key)]
+    return [f"{key}={json.dumps(value_of(after, key))}" for key in keys]
 
 
 def reshard(source, out, config, world, before, *words):
@@ -161,6 +157,9 @@ PAIRS = [
 ]
 
 
+_CURVES: dict[str, list] = {}  # of runs that nobody stopped, on one process, by what they train
+
+
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name.replace(" ", "-"))
 def test_offline_is_online(tmp_path, corpus, one, other):
     (model, world, schedule, parallel), (_, ranks, schedule_2, parallel_2) = LAYOUTS[one], LAYOUTS[other]
@@ -176,11 +175,12 @@ def test_offline_is_online(tmp_path, corpus, one, other):
     offline = moved(config, tmp_path / "offline")
     assert reshard(tmp_path / "checkpoints", offline.checkpoint.dir, config, ranks, saved, "--workers", "2") == 0
     assert_loads_without_resharding(offline, ranks, config)
-    straight = dataclasses.replace(moved(saved, tmp_path / "straight"), train=train)
-    for each, count in ((straight, world), (offline, ranks)):
-        assert train_on_ranks(each, count) == [0] * count
-    want = curve(tmp_path / "straight" / "log.jsonl")[STOP:]
-    for got, expected in zip(curve(tmp_path / "offline" / "log.jsonl"), want, strict=True):
+    assert train_on_ranks(offline, ranks) == [0] * ranks
+    if (key := repr((config.model, config.optim, config.moe))) not in _CURVES:
+        alone = dataclasses.replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
+        assert train_on_ranks(moved(alone, tmp_path / "straight"), 1) == [0]
+        _CURVES[key] = curve(tmp_path / "straight" / "log.jsonl")
+    for got, expected in zip(curve(tmp_path / "offline" / "log.jsonl"), _CURVES[key][STOP:], strict=True):
         assert got == pytest.approx(expected, rel=1e-10), one
 
 

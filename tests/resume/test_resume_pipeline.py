@@ -44,6 +44,7 @@ def corpus(tmp_path_factory):
 
 def run(folder, corpus, layout, stop_after=0):
     world, schedule, parallel, *layers = LAYOUTS[layout]
+    mbs = 1 + (world == parallel.get("pp", 1) * parallel.get("tp", 1))  # four micro-batches on every layout
     sets = [f"again {corpus}", f"other 2 {corpus}_other", f"other {corpus}"]
     config = Config(
         model=ModelConfig(
@@ -52,7 +53,7 @@ def run(folder, corpus, layout, stop_after=0):
         ),
         parallel=ParallelConfig(**parallel),
         pipeline=PipelineConfig(schedule, *layers),
-        train=TrainConfig(steps=STEPS, gbs=8, seq_len=8, eval_every=2, eval_batches=2, stop_after=stop_after),
+        train=TrainConfig(steps=STEPS, gbs=8, mbs=mbs, seq_len=8, eval_every=2, eval_batches=2, stop_after=stop_after),
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype="fp64"),
         data=DataConfig(train=[corpus], split="9,1", prefetch=0, valid_sets=sets),

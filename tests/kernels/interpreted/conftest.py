@@ -1,7 +1,9 @@
 """Kernels run interpreted, emulated or on a GPU; each place has processes of its own (`../test_in_processes.py`)."""
 
 import os
+import re
 
+import pytest
 import torch
 
 from megatron5d.kernels import tuning
@@ -26,6 +28,24 @@ else:
     collect_ignore_glob = ["test_*.py"]
 if not PLACE.startswith("sm_"):
     collect_ignore += ["test_emulated_gpu.py", "test_emulated_random.py"]
+
+
+OF_ONE_GPU = re.compile(rb"mma|cp\.async\.bulk|tcgen05|tensormap|redux\.sync\.[\w.]+\.f32")
+
+
+@pytest.fixture(autouse=True)
+def checked_to_be_alike(request, monkeypatch):
+    """What a test marked `alike` compiles for an emulated GPU, another one has the instructions for, too."""
+    if PLACE.startswith("sm_") and request.node.get_closest_marker("alike"):
+        from triton.runtime import driver
+
+        load = driver.active.utils.load_binary
+
+        def checked(name, text, *rest):
+            assert not OF_ONE_GPU.search(text), f"{name} differs from GPU to GPU: this test is not `alike`"
+            return load(name, text, *rest)
+
+        monkeypatch.setattr(driver.active.utils, "load_binary", checked)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -30,7 +30,8 @@ def _shifted_kernel(x_ptr, y_ptr, count, SHIFT: tl.constexpr, BLOCK: tl.constexp
     tl.store(y_ptr + lane, tl.load(x_ptr + lane + SHIFT, lane < count, other=0.0), lane < count)
 
 
-def test_other_memory_is_refused_with_its_line():
+def test_other_memory_is_refused_with_its_line(monkeypatch):
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
     x, y = torch.randn(100), torch.zeros(100)
     _shifted_kernel[(1,)](x, y, 100, 0, 128)
     assert torch.equal(x, y)

@@ -19,7 +19,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_reference,
 )
 
-pytestmark = pytest.mark.fp8
+pytestmark = [pytest.mark.fp8, pytest.mark.alike]
 
 
 def same(got, want):

@@ -101,6 +101,7 @@ def test_grouped_fp8_weight_grad(counts):
         grouped_weight_grad_fp8(x, dy, offsets, main)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("n, k, experts", [(1, 1, 1), (7, 2, 5), (20, 3, 4), (700, 2, 3), (150, 8, 256), (64, 1, 40)])
 def test_choices_are_sorted_stably(n, k, experts):
     """Several programs, experts without a choice, and choices that no expert has (they come last)."""
@@ -117,6 +118,7 @@ def test_choices_are_sorted_stably(n, k, experts):
         assert torch.equal(one, other) and one.dtype == other.dtype
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "n, k, experts, h", [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129), (3, 2, 300, 8), (1, 1, 1, 4097)]
@@ -138,6 +140,7 @@ def test_permute_and_back(n, k, experts, h, dtype):
         assert dweights[t, j] == drow[row]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("missing", [0, 5, 40])
 def test_rows_that_never_came_count_as_zeros(missing):
     n, k, h = 20, 2, 130
@@ -150,6 +153,7 @@ def test_rows_that_never_came_count_as_zeros(missing):
     torch.testing.assert_close(torch.autograd.grad(y, rows, dy), torch.autograd.grad(want, rows, dy))
 
 
+@pytest.mark.alike
 def test_nothing_is_kept_for_the_backward():
     """No row: the weights are applied in the experts."""
     kept = []
@@ -201,6 +205,7 @@ def test_ties_and_impossible_scores():
     assert chosen.tolist() == [[0, 1], [0, 1]] and weights.isnan().all()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("last", [0, 5, 16, 17, 40])
 def test_rows_past_the_last_expert_are_cleared(last):
     """As after a library's grouped GEMM, which leaves there what there was; nothing else is touched."""

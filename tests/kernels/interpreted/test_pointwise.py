@@ -8,6 +8,7 @@ import torch
 from megatron5d import kernels
 from megatron5d.kernels.activation import GATED, KINDS, activation_reference, weighted_activation
 
+pytestmark = pytest.mark.alike
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 

@@ -7,16 +7,18 @@ import torch
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
 from megatron5d.kernels.flash_attention.backward_keys import LEAST_QUERIES, _shares
 
+pytestmark = pytest.mark.alike
 PROCESSORS = 132  # of an H100
 BLOCK_M, BLOCK_N = 32, 128  # heads of 128 on Hopper
 HEADS = {"Llama 3 8B": (32, 8), "Llama 3 70B": (64, 8), "Qwen3 30B-A3B": (32, 4)}
 
 
-@jit
+@jit(do_not_specialize=["queries", "heads", "blocks"])
 def _shares_kernel(
-    out_ptr, sizes, blocks, shares, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    out_ptr, queries, heads, blocks, shares, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
+    sizes = queries, queries, heads, 1.0, 0.0, 0
     before, tiles, share = _shares(out_ptr, 0, sizes, blocks, 1, shares, FLAGS, BLOCK_M, BLOCK_N, ENTRIES)
     tl.store(out_ptr + tl.arange(0, ENTRIES), before + tiles)
     tl.store(out_ptr + ENTRIES, share)
@@ -56,8 +58,8 @@ def test_no_processor_works_longer_than_need_be(model, tokens):
                 tiles = tiles_of(s, t, causal) * local
                 entries = next_power_of_2(blocks)
                 out = torch.zeros(entries + 1, dtype=torch.int32)
-                sizes, flags = (s, s, local, 1.0, 0.0, 0), (causal, False, False, False, False, False, False)
-                _shares_kernel[(1,)](out, sizes, blocks, PROCESSORS, flags, BLOCK_M, BLOCK_N, entries)
+                flags = (causal, False, False, False, False, False, False)
+                _shares_kernel[(1,)](out, s, local, blocks, PROCESSORS, flags, BLOCK_M, BLOCK_N, entries)
                 *ends, share = out.tolist()
                 assert ends[:blocks] == tiles.cumsum().tolist()
                 ideal = max(tiles.sum() / PROCESSORS, LEAST_QUERIES.value // BLOCK_M)

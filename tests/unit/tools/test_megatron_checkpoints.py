@@ -60,6 +60,7 @@ WRITTEN = {  # tp, pp, ep, and the format
     "fused": (1, 1, 1, "torch_dist"),
     "mixtral": (1, 2, 2, "torch_dist"), "deepseek": (1, 1, 2, "torch_dist"), "presoftmax": (1, 1, 1, "torch_dist"),
 }  # fmt: skip
+STEPPED = ARGS["tied"] | {"consumed_train_samples": 56, "optimizer": "adam"}
 TOKENS = [[(5 * i * i + 3 * i + row) % 61 for i in range(16)] for row in range(2)]
 
 
@@ -101,6 +102,8 @@ def theirs(tmp_path_factory) -> Path:
     for keys in ("parameters", "buckets"):
         folder = str(home / f"optimizer-{keys}")
         jobs.append({"do": "write", "folder": folder, "format": "torch_dist", "optimizer": keys, **sparse})
+    made = {"format": "torch_dist", "optimizer": "parameters", "args": STEPPED, "tp": 1, "pp": 1, "ep": 1}
+    jobs.append({"do": "write", "folder": str(home / "before-step"), **made})
     megatron_core(home, jobs)
     return home
 
@@ -114,7 +117,11 @@ def ours(theirs) -> Path:
         converted("to-megatron", "--checkpoint", theirs / "ours" / name, "--out", theirs / "back" / name)
         out = str(theirs / "back" / f"{name}.npy")
         jobs.append({"do": "logits", "folder": str(theirs / "back" / name), "tokens": TOKENS, "out": out})
-    megatron_core(theirs, jobs)
+    converted("from-megatron", "--megatron", theirs / "before-step", "--out", theirs / "ours" / "before-step")
+    back = theirs / "back" / "before-step"
+    converted("to-megatron", "--checkpoint", theirs / "ours" / "before-step", "--out", back, "--optimizer")
+    step = {"folder": str(back), "out": str(theirs / "after-step"), "lr": 0.5, "weight_decay": 0.5}
+    megatron_core(theirs, [*jobs, {"do": "step", "tp": 1, "ep": 1, "dp": 2, **step}])
     return theirs / "ours"
 
 
@@ -220,17 +227,10 @@ def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_pa
     assert whole_checkpoint(tmp_path / "weights", "").name == "step-00000000"
 
 
-def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(tmp_path):
+def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(theirs, ours, tmp_path):
     """It reads what to-megatron --optimizer writes; its next step, which from-megatron reads, is Adam's."""
-    args = ARGS["tied"] | {"consumed_train_samples": 56, "optimizer": "adam"}
-    made = {"format": "torch_dist", "optimizer": "parameters", "args": args, "tp": 1, "pp": 1, "ep": 1}
-    megatron_core(tmp_path, [{"do": "write", "folder": str(tmp_path / "theirs"), **made}])
-    converted("from-megatron", "--megatron", tmp_path / "theirs", "--out", tmp_path / "ours")
-    converted("to-megatron", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "back", "--optimizer")
-    step = {"folder": str(tmp_path / "back"), "out": str(tmp_path / "stepped"), "lr": 0.5, "weight_decay": 0.5}
-    megatron_core(tmp_path, [{"do": "step", "tp": 1, "ep": 1, "dp": 2, **step}])
-    converted("from-megatron", "--megatron", tmp_path / "stepped", "--out", tmp_path / "after")
-    folder, after = (whole_checkpoint(tmp_path / name, "") for name in ("ours", "after"))
+    converted("from-megatron", "--megatron", theirs / "after-step", "--out", tmp_path / "after")
+    folder, after = (whole_checkpoint(path, "") for path in (ours / "before-step", tmp_path / "after"))
     assert after.name == "step-00000008"
     config = saved_config(folder)
     before, found = whole_tensors(folder), whole_tensors(after)
