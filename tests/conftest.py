@@ -30,6 +30,7 @@ settings.load_profile("suite")
 SEED = int(os.environ.get("MEGATRON5D_SEED", "0"))  # another one gives every test other random tensors
 torch.manual_seed(SEED)  # of tensors made on import
 
+SHORT_FIRST = 300  # tests that a worker runs before its first long one
 LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25  # of Linux since 6.1
 RUNNING, NEXT = Path(__file__), Path(__file__).parents[1] / ".pytest.ini"  # files that every worker has to lock
 
@@ -65,8 +66,9 @@ def pytest_runtest_setup(item):
 def pytest_collection_modifyitems(config, items):
     """Those that must be alone come first: others wait for them once, and workers share what is left evenly.
 
-    Each worker of pytest-xdist begins with as many neighbours in the list: those that run for minutes are spread over
-    the places where they begin, a little behind the tests that others wait for.
+    Each worker of pytest-xdist begins with as many neighbours in the list. Those that run for minutes are spread over
+    the places where they begin, behind more short tests than the lonely ones leave others time for: each of these would
+    wait for a long one.
     """
     if os.environ.get("MEGATRON5D_FULL") != "1":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
@@ -75,9 +77,8 @@ def pytest_collection_modifyitems(config, items):
     if workers := getattr(config, "workerinput", {}).get("workercount"):
         long = [item for item in items if item.get_closest_marker("long")]
         others = [item for item in items if not item.get_closest_marker("long")]
-        begin = 2 + sum(item.get_closest_marker("alone") is not None for item in others)
         for n, item in enumerate(long):
-            others.insert(n % workers * len(others) // workers + begin + n // workers, item)
+            others.insert(n % workers * len(others) // workers + SHORT_FIRST + n // workers, item)
         items[:] = others
 
 
@@ -93,7 +94,8 @@ def _into_large_pages() -> None:
             found = re.match(r"(\w+)-(\w+) rw-p 0+ 00:00 0 +(\[heap\])?$", line)
             first, last = (-(-int(found[1], 16) // LARGE_PAGE), int(found[2], 16) // LARGE_PAGE) if found else (0, 0)
             if first < last:
-                madvise(first * LARGE_PAGE, (last - first) * LARGE_PAGE, MADV_COLLAPSE)  # refused: nothing is lost
+                madvise(first * LARGE_PAGE, (last - first) * SHORT_FIRST = 300  # tests that a worker runs before its first long one
+LARGE_PAGE, MADV_COLLAPSE)  # refused: nothing is lost
 
 
 def _parse_files_once(conf) -> None:

@@ -27,14 +27,13 @@ from megatron5d.train.monitoring.stragglers import RECORDS, SlowRanks, peers
 from megatron5d.train.state import Progress
 from pretrain import plan_and_train
 
-pytestmark = pytest.mark.alone
-
 WORLD, SLOW = 4, 1
 SLEEP_S, LONGER_S = 0.1, 0.5  # of every rank's forward of a micro-batch, and of the slow one's
 SLOW_STEPS, STEPS = range(2, 7), 14  # more records than it takes: other work on this machine may disturb some
 MODEL = ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("parallel", [{"tp": 2, "sp": True, "zero": 3}, {"pp": 2}], ids=["tp2-dp2", "pp2-dp2"])
 def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, parallel):
     """Neither its neighbours on tp nor the other stages, though their steps take as long. Evaluations do not count."""
@@ -138,6 +137,7 @@ def test_one_long_stop_is_told_at_once(judged):
     assert judged(*EVEN, longest=short)[1] == judged(*EVEN)[1] == []
 
 
+@pytest.mark.alone
 def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, monkeypatch):
     """Whatever it waited for itself when it was stopped."""
     monkeypatch.setattr(slow_ranks, "STALL_S", 2.0)
