@@ -22,7 +22,6 @@ MOST = {  # ours ÷ peer; about half as much again as is measured
 }
 
 
-@pytest.mark.alone
 def test_ratios_hold():
     """In a process of its own: Megatron-Core changes what torch.load admits. No file: workers would import it again."""
     program = "import sys; from megatron5d.tools.bench_data import main; sys.exit(main())"
