@@ -94,8 +94,7 @@ def _into_large_pages() -> None:
             found = re.match(r"(\w+)-(\w+) rw-p 0+ 00:00 0 +(\[heap\])?$", line)
             first, last = (-(-int(found[1], 16) // LARGE_PAGE), int(found[2], 16) // LARGE_PAGE) if found else (0, 0)
             if first < last:
-                madvise(first * LARGE_PAGE, (last - first) * SHORT_FIRST = 300  # tests that a worker runs before its first long one
-LARGE_PAGE, MADV_COLLAPSE)  # refused: nothing is lost
+                madvise(first * LARGE_PAGE, (last - first) * LARGE_PAGE, MADV_COLLAPSE)  # refused: nothing is lost
 
 
 def _parse_files_once(conf) -> None:

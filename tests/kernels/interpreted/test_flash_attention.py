@@ -76,7 +76,12 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+ON_ONE_GPU = ("two_sided_window", "documents_full", "positions")  # "all_at_once" and others are of the same code
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=[pytest.mark.hopper] * (rule in ON_ONE_GPU)) for rule in RULES]
+)
 def test_every_rule(rule):
     check(*inputs(), **RULES[rule])
 
@@ -85,6 +90,7 @@ TWO = torch.tensor([[0] * 400 + [1] * 120])
 ZIGZAG = torch.cat((torch.arange(0, 260), torch.arange(780, 1040)))
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("rule", [
     {"window": 270}, {"causal": False, "window": 270},
     {"documents": TWO}, {"causal": False, "documents": TWO, "window": 270},
@@ -227,6 +233,7 @@ def by_pointers(monkeypatch):
     monkeypatch.setattr(tuning, "select", pointed)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("shape", [{}, {"s": 1}, {"s": 65, "t": 33, "d": 48, "dv": 24}])
 def test_by_pointers(shape, by_pointers):
     check(*inputs(**shape))
