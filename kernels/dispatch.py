@@ -39,7 +39,7 @@ _NUM_PROCESSORS_PLANNED = 132  # of an H100; it sizes partial sums of a few mega
 
 
 def cdiv(x: int, y: int) -> int:
-    """Returns x / y rounded up, on the host: a tenth of the time of Triton's, which also serves kernels."""
+    """Returns x / y rounded up, on the host, where Triton's own, made for kernels too, takes microseconds."""
     return -(-x // y)
 
 

@@ -90,7 +90,7 @@ def _count_kernel(experts_ptr, counts_ptr, count, EXPERTS: tl.constexpr, BLOCK: 
     tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), total)
 
 
-@jit(do_not_specialize=["count", "programs", "num_experts", "k"])  # which change with every batch of tokens
+@jit(do_not_specialize=["count", "programs", "num_experts", "k"])  # one binary for all batches and routers
 def _place_kernel(
     experts_ptr, counts_ptr, place_ptr, choice_ptr, token_ptr, offsets_ptr, count, programs, num_experts, k,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

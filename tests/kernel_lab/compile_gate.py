@@ -25,7 +25,7 @@ import torch
 from kernel_lab.binary import MORE_IS_BETTER, SHARED_LIMIT, examine
 from kernel_lab.capture import TARGETS, capture
 from kernel_lab.gate_cases import CASES
-from kernel_lab.interpreter_types import make_types_of_compiler_once
+from kernel_lab.interpreter_types import translate_faster
 from triton.runtime.cache import triton_key
 
 from megatron5d.kernels import tuning
@@ -140,7 +140,7 @@ def _warm_up() -> None:
     """Does what every child would do again, and take longer for than to compile."""
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
-    make_types_of_compiler_once()
+    translate_faster()
     triton_key()  # a hash of the whole compiler, part of each key of its cache
     torch.empty(2, 2, device="meta", requires_grad=True).float().sum(0).sum().backward()  # torch's meta kernels
 

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from kernel_lab.binary import SHARED_LIMIT
 from kernel_lab.bounds import allowed, storages
-from kernel_lab.interpreter_types import make_types_of_compiler_once
+from kernel_lab.interpreter_types import translate_faster
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -217,7 +217,7 @@ def install(name: str, seed: int = 0) -> _Driver:
         name: the architecture: sm_80, sm_90, sm_100 or sm_120.
         seed: of what is left to chance: the order of blocks and of warps, and what completes late.
     """
-    make_types_of_compiler_once()
+    translate_faster()
     emulated = _Driver(name, seed)
     driver.set_active(emulated)
     assembled_by = CUDABackend.hash

@@ -129,8 +129,8 @@ def _broadcast_once(self, a, b):
     return (a, b) if same else _broadcast(self, a, b)
 
 
-def make_types_of_compiler_once() -> None:
-    """Replaces how types are made while a kernel is translated, a third of that stage; its result is the same."""
+def translate_faster() -> None:
+    """Spares the translation of a kernel a third of its time: types, signatures and filters that are made anew."""
     core.block_type.__init__ = _block_type
     core.tensor.__init__ = _tensor
     core.dtype.__eq__ = _is_equal
@@ -138,13 +138,13 @@ def make_types_of_compiler_once() -> None:
     core.tuple.__init__ = _tuple
     core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
     code_generator.inspect = SimpleNamespace(**vars(inspect) | {"signature": cache(inspect.signature)})
-    quiet = {"catch_warnings": nullcontext, "simplefilter": lambda *_: None}  # set anew for every node of a tree
+    quiet = {"catch_warnings": nullcontext, "simplefilter": lambda *_: None}
     code_generator.warnings = SimpleNamespace(**vars(warnings) | quiet)
 
 
 def make_types_once() -> None:
     """Replaces how the interpreter makes types; call once, before the first kernel runs."""
-    make_types_of_compiler_once()
+    translate_faster()
     interpreter._get_np_dtype = _np_dtype
     for package in (tl, tl.math, core, core.tensor, core.tensor_descriptor_base):
         _builtins(package)  # now: a kernel that another thread has begun would hide what it has patched, for good
