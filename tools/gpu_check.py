@@ -4,9 +4,10 @@
     bash launch/gpu_check.sh --minutes 60 --write     more rows and tuning; their results go into kernels/configs/
 
 Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so that what matters
-most is there first: the device; whether torch adds a GEMM into the main gradient in place; every kernel and library
-beside the plain path; compute-sanitizer on the kernels that overlap; the rows of tools/bench_kernels.py by importance;
-whole steps of tools/bench_train.py; and the tuner with the time that is left. Each result is written at once, and what
+most is there first: the device; every kernel and library beside the plain path, and compute-sanitizer on the kernels
+that overlap at the same time; what a copy and a GEMM reach, and whether torch adds a GEMM into the main gradient in
+place; the rows of tools/bench_kernels.py by importance; whole steps of tools/bench_train.py; and the tuner with the
+time that is left. Each result is written at once, and what
 crashes or hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
 """
 
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ from megatron5d.config.schema import TrainConfig
 from megatron5d.kernels import choice, dispatch
 from megatron5d.kernels.gemm import accumulate_weight_grad_triton
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
+from megatron5d.tools.bench.harness import copy_gb_s, device_is_lost, gemm_tflop_s, in_turn, median_ms
 from megatron5d.tools.bench_kernels import because, measure, with_libraries, write_orders
 from megatron5d.tools.tune_kernels import SPACE, results
 
@@ -69,8 +71,15 @@ ADDMM = {"14336x4096x8192": (14336, 4096, 8192), "4096x1792x8192": (4096, 1792, 
 PACKAGES = ("triton", "flash-attn-4", "transformers", "hydra-core", "liger-kernel")
 
 
-def ended(command: Sequence[str], until: float, lines: int = 1) -> tuple[int | None, str]:
-    """Runs a program in a session of its own.
+def started(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Starts a program in a session of its own; its output is for `ended`."""
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def ended(program: subprocess.Popen[str], until: float, lines: int = 1) -> tuple[int | None, str]:
+    """Waits for a program.
 
     Args:
         until: of `time.monotonic()`; then it and what it has started are killed.
@@ -79,28 +88,37 @@ def ended(command: Sequence[str], until: float, lines: int = 1) -> tuple[int | N
     Returns:
         (its code or None if it was killed, lines).
     """
-    left = until - time.monotonic()
-    if left <= 0:
-        return None, "not reached: the time is up"
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as program:
-        try:
-            said, code = program.communicate(timeout=left)[0], program.returncode
-        except BaseException as error:
-            os.killpg(program.pid, signal.SIGKILL)
-            said, code = program.communicate()[0], None
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+    try:
+        said, code = program.communicate(timeout=max(0.0, until - time.monotonic()))[0], program.returncode
+    except BaseException as error:
+        killed(program)
+        said, code = program.communicate()[0], None
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
     return code, "\n".join([line for line in said.splitlines() if line.strip()][-lines:])
 
 
-def sanitizer(tool: str, command: Sequence[str], until: float) -> dict[str, Any]:
-    """Runs a program under compute-sanitizer and counts what it finds."""
-    program = shutil.which("compute-sanitizer")
+def killed(program: subprocess.Popen[str]) -> None:
+    """Kills a program that may have ended, and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+def sanitizers(rows: Sequence[str]) -> dict[str, subprocess.Popen[str]]:
+    """Starts compute-sanitizer on the kernels of rows: `<tool>: <row>` -> its process."""
+    program, script = shutil.which("compute-sanitizer"), str(TOOLS / "gpu_check.py")
     if program is None:
-        return {"unavailable": "compute-sanitizer is not on the PATH"}
-    _, said = ended([program, "--tool", tool, *command], min(until, time.monotonic() + 90), lines=20)
+        return {}
+    return {
+        f"{tool}: {row}": started([program, "--tool", tool, sys.executable, script, "--run", row])
+        for row in rows
+        for tool in ("memcheck", "racecheck")
+    }
+
+
+def counted(program: subprocess.Popen[str], until: float) -> dict[str, Any]:
+    """Returns how many errors compute-sanitizer has found."""
+    _, said = ended(program, until, lines=20)
     # ERROR SUMMARY: 0 errors        RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
     summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
     return {"errors": int(summary[1])} if summary else {"unavailable": said[-200:] or "it has said nothing"}
@@ -116,15 +134,16 @@ def versions() -> dict[str, str]:
             found[package] = "-"
     if (smi := shutil.which("nvidia-smi")) is not None:
         query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-        found["driver, clocks, power"] = ended([smi, query, "--format=csv,noheader"], time.monotonic() + 10)[1]
+        found["driver, clocks, power"] = ended(started([smi, query, "--format=csv,noheader"]), time.monotonic() + 10)[1]
     return found
 
 
 TITLES = {
     "device": "The device",
-    "addmm": "torch.addmm into a main gradient",
     "reference": "Beside the plain path",
     "sanitizer": "compute-sanitizer",
+    "limits": "What it reaches",
+    "addmm": "torch.addmm into a main gradient",
     "benchmarks": "Speed",
     "training": "Whole steps",
     "tuning": "Tuned",
@@ -213,7 +232,7 @@ def launches(provider: str) -> bool:
 
 
 def device_facts() -> dict[str, Any]:
-    """Returns what there is, and what a copy and a GEMM reach."""
+    """Returns what there is."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     about = {
         "device": properties.name,
@@ -222,6 +241,11 @@ def device_facts() -> dict[str, Any]:
         "processors": properties.multi_processor_count,
     }
     return about | versions()
+
+
+def limits() -> dict[str, float]:
+    """Returns what a copy and a GEMM reach."""
+    return {"copy, GB/s": copy_gb_s(), "bfloat16 GEMM, TFLOP/s": gemm_tflop_s()}
 
 
 def addmm(m: int, n: int, k: int, device: str = "cuda") -> dict[str, Any]:
@@ -278,7 +302,7 @@ def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
                 tell((piece, {provider: figures}))
         else:
             made = {"device": lambda _: device_facts(), "addmm": lambda name: addmm(*ADDMM[name]),
-                    "reference": reference}[section]  # fmt: skip
+                    "limits": lambda _: limits(), "reference": reference}[section]  # fmt: skip
             try:
                 tell((piece, made(name)))
             except Exception as error:
@@ -305,7 +329,7 @@ def training(book: Book, deadline: float) -> None:
         command += ["--set", f"precision.fp8={fp8}", *(["--set", f"train.cuda_graph={graph}"] if graph else [])]
         command += [] if (fp8, graph) == ("none", graphs[0]) else ["--only", "ours"]
         until = time.monotonic() + (deadline - time.monotonic()) / (len(variants) - i)
-        code, said = ended(command, until)
+        code, said = ended(started(command), until)
         rows = json.loads(file.read_text())["rows"] if file.exists() else {}
         book.put(
             "training",
@@ -328,7 +352,7 @@ def tuned(book: Book, deadline: float, write: bool) -> None:
             "--minutes",
             f"{min(120, left - 15) / 60}",
         ]
-        _, said = ended([*command, *([] if write else ["--dry-run"])], deadline, lines=4)
+        _, said = ended(started([*command, *([] if write else ["--dry-run"])]), deadline, lines=4)
         book.put("tuning", operation, {"said": said or "the time is up"})
 
 
@@ -337,13 +361,19 @@ def check(book: Book, minutes: float, write: bool) -> None:
     began = time.monotonic()
     until = {name: began + 60 * minutes * share for name, share in UNTIL.items()}
     rows = by_importance(list(BENCHMARKS))
-    checks = ["device: facts", *(f"addmm: {name}" for name in ADDMM), *(f"reference: {name}" for name in rows)]
-    _fill(book, in_turn(work, checks, SILENCE_S, until["checks"]))
-    for row in (row for row in rows if row.startswith(OVERLAPPING)):
-        for tool in ("memcheck", "racecheck"):
-            command = [sys.executable, str(TOOLS / "gpu_check.py"), "--run", row]
-            book.put("sanitizer", f"{tool}: {row}", sanitizer(tool, command, until["benchmarks"]))
-    timed = [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
+    programs = sanitizers([row for row in rows if row.startswith(OVERLAPPING)])
+    try:
+        checks = ["device: facts", *(f"reference: {name}" for name in rows)]
+        _fill(book, in_turn(work, checks, SILENCE_S, until["checks"]))
+        for name, program in programs.items():
+            book.put("sanitizer", name, counted(program, until["checks"]))
+    finally:
+        for program in programs.values():
+            killed(program)
+    if not programs:
+        book.put("sanitizer", "compute-sanitizer", {"unavailable": "it is not on the PATH"})
+    timed = ["limits: of the device", *(f"addmm: {name}" for name in ADDMM)]
+    timed += [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
     _fill(book, in_turn(work, timed, SILENCE_S, until["benchmarks"]))
     capability = book.found.get("device", {}).get("facts", {}).get("capability")
     if write and capability and (file := write_orders(book.found.get("benchmarks", {}), capability)):

@@ -44,6 +44,7 @@ class CudaGraphPool:
     """A memory pool of the caching allocator, and the CUDA graphs in it."""
 
     def __init__(self) -> None:
+        torch.cuda.empty_cache()  # a capture can neither use what eager steps have left there nor give it back
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:

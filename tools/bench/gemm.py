@@ -1,6 +1,7 @@
 """GEMMs: in FP8, of experts, into a main gradient, and of rows from other ranks. Attention, both ways."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -193,8 +194,9 @@ def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor)
     def run() -> object:
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped = q.shape[1] != k.shape[1]
-        return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen, enable_gqa=grouped)
+        asks = "enable_gqa" in inspect.signature(varlen_attn).parameters  # older torch takes grouped heads as they are
+        grouped = {"enable_gqa": True} if asks and q.shape[1] != k.shape[1] else {}
+        return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen, **grouped)
 
     return run, (q, k, v)
 
