@@ -74,7 +74,7 @@ def cudnn_forward(query, key, value, bias, with_lse, dropout_p=0.0, causal=False
     out, lse = attend(query, key, value, scale=scale, causal=causal)
     layout = torch.empty_like(query) if out.shape == query.shape else torch.empty_like(out)
     none = torch.empty(0, dtype=torch.int64)
-    return layout.copy_(out), lse.contiguous(), none, none, query.shape[2], key.shape[2], none, none, none
+    return layout.copy_(out), lse[..., None].contiguous(), none, none, query.shape[2], key.shape[2], none, none, none
 
 
 def cudnn_backward(*given, scale=None):
@@ -82,10 +82,10 @@ def cudnn_backward(*given, scale=None):
     grad_out, query, key, value, out, logsumexp, seed, offset, bias, *packed, max_q, max_k, dropout_p, is_causal = given
     assert bias is None and packed == [None, None] and not dropout_p
     assert grad_out.stride() == out.stride(), "pytorch #176915"
-    assert logsumexp.is_contiguous() and logsumexp.shape == query.shape[:3]
+    assert logsumexp.is_contiguous() and logsumexp.shape == (*query.shape[:3], 1)
     assert (max_q, max_k) == (query.shape[2], key.shape[2]) and seed.dtype == offset.dtype == torch.int64
     count("cudnn backward")
-    return attend_backward(grad_out, query, key, value, out, logsumexp, scale=scale, causal=is_causal)
+    return attend_backward(grad_out, query, key, value, out, logsumexp[..., 0], scale=scale, causal=is_causal)
 
 
 FA4_FORWARD = """q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k

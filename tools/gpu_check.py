@@ -12,6 +12,7 @@ crashes or hangs ends its own line alone: a machine that is taken away at any mo
 """
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import os
@@ -65,6 +66,18 @@ CLOSE = 2e-2  # relative difference in norm between two orders of summation in b
 OVERLAPPING = ("all-gather GEMM", "GEMM reduce-scatter")
 FIRST = ("attention forward, causal, d 128", "attention backward, causal, d 128", "window of 128", "float8 blockwise",
          "grouped", "weight gradient", "RMSNorm", "SwiGLU", "RoPE", "cross-entropy")  # fmt: skip
+FEW_LAYERS = ["model=llama3_1b", "model.num_layers=2", "train.seq_len=1024", "train.mbs=2"]
+EXPERTS = ["model=qwen3_30b_a3b", "model.num_layers=2", "model.num_experts=16", "train.seq_len=1024", "train.mbs=2"]
+LOSSES = {
+    "bf16": FEW_LAYERS,
+    "bf16, graphs": [*FEW_LAYERS, "train.cuda_graph=phases"],
+    "bf16, every library": [*FEW_LAYERS, "kernels.deterministic=false"],
+    "bf16, Triton alone": [*FEW_LAYERS, "kernels.attention=triton"],
+    "FP8, blockwise": [*FEW_LAYERS, "precision.fp8=blockwise"],
+    "FP8, tensorwise": [*FEW_LAYERS, "precision.fp8=tensorwise"],
+    "experts, bf16": EXPERTS,
+    "experts, FP8": [*EXPERTS, "precision.fp8=blockwise"],
+}
 ADDMM = {"14336x4096x8192": (14336, 4096, 8192), "4096x1792x8192": (4096, 1792, 8192)}  # 8B's MLP, at tp 1 and tp 8
 
 
@@ -141,6 +154,7 @@ def versions() -> dict[str, str]:
 TITLES = {
     "device": "The device",
     "reference": "Beside the plain path",
+    "losses": "Losses of a small model beside the plain path",
     "sanitizer": "compute-sanitizer",
     "limits": "What it reaches",
     "addmm": "torch.addmm into a main gradient",
@@ -172,6 +186,7 @@ class Book:
     def all_right(self) -> bool:
         """Says whether nothing that was compared differs: kernels, addmm, and what the sanitizer found."""
         compared = [each for row in self.found.get("reference", {}).values() for each in row.values()]
+        compared += self.found.get("losses", {}).values()
         wrong = [each for each in compared if isinstance(each, dict) and each.get("right") is False]
         wrong += [row for row in self.found.get("addmm", {}).values() if row.get("in place") is False]
         return not wrong and all(row.get("errors", 0) == 0 for row in self.found.get("sanitizer", {}).values())
@@ -206,7 +221,10 @@ def _words(figures: Mapping[str, Any]) -> str:
             f"{figures['ms']:.3f} ms, {figures['rate']:.0f} {figures['unit']}, {figures['peak_bytes'] / 2**20:.0f} MiB"
         )
     if "right" in figures:
-        return f"{'right' if figures['right'] else 'WRONG'}, differs by {figures['difference']:.1e}"
+        ends = "".join(
+            f"; {way} {figures[way][0]:.3f} to {figures[way][-1]:.3f}" for way in ("kernels", "plain") if way in figures
+        )
+        return f"{'right' if figures['right'] else 'WRONG'}, differs by {figures['difference']:.1e}{ends}"
     words = (f"{key} {_words(value) if isinstance(value, dict) else _figure(value)}" for key, value in figures.items())
     return "; ".join(words).replace("|", "/").replace("\n", " / ")
 
@@ -293,6 +311,25 @@ def reference(name: str, device: str = "cuda", tiny: bool = False) -> dict[str, 
     return found
 
 
+def losses(name: str, device: str = "cuda") -> dict[str, Any]:
+    """Trains a small model for a few steps on one batch: with the kernels, and by the plain path."""
+    if find_spec("hydra") is None:
+        return {"unavailable": "hydra-core is not installed"}
+    from megatron5d.tools.bench_train import configured, ours, tokens
+
+    config = configured(LOSSES[name])
+    rows, found = next(tokens(config)), {}
+    for way in ("kernels", "plain"):
+        with mock.patch.object(dispatch, "runs_triton", dispatch.runs_triton if way == "kernels" else lambda x: False):
+            step = ours(config, torch.device(device))
+            found[way] = [step(rows) for _ in range(5)]
+        del step
+        gc.collect()
+        torch.cuda.empty_cache()
+    off = max(abs(a - b) for a, b in zip(found["kernels"], found["plain"]))
+    return {"right": off <= CLOSE * found["plain"][0], "difference": off, **found}
+
+
 def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
     """Does pieces, `<section>: <name>`, telling of each result: the worker of `in_turn`."""
     for piece in pieces:
@@ -302,7 +339,7 @@ def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
                 tell((piece, {provider: figures}))
         else:
             made = {"device": lambda _: device_facts(), "addmm": lambda name: addmm(*ADDMM[name]),
-                    "limits": lambda _: limits(), "reference": reference}[section]  # fmt: skip
+                    "limits": lambda _: limits(), "reference": reference, "losses": losses}[section]  # fmt: skip
             try:
                 tell((piece, made(name)))
             except Exception as error:
@@ -363,7 +400,7 @@ def check(book: Book, minutes: float, write: bool) -> None:
     rows = by_importance(list(BENCHMARKS))
     programs = sanitizers([row for row in rows if row.startswith(OVERLAPPING)])
     try:
-        checks = ["device: facts", *(f"reference: {name}" for name in rows)]
+        checks = ["device: facts", *(f"reference: {name}" for name in rows), *(f"losses: {name}" for name in LOSSES)]
         _fill(book, in_turn(work, checks, SILENCE_S, until["checks"]))
         for name, program in programs.items():
             book.put("sanitizer", name, counted(program, until["checks"]))

@@ -6,17 +6,22 @@
 
 A candidate counts only if it compiles and gives the same result as the present entry up to rounding.
 Run the compile gate afterwards: it refuses spills.
-Only the entry that the operation's benchmark selects is tuned; the others keep what they have. Candidates are tried in
-a random order, the same each time, for a number of minutes an operation; the table is written after each operation.
+Only the entry that the operation's benchmark selects, or the one named by --row, is tuned; the others keep what they
+have. As many processes as there are cores first compile the candidates and compare their results, for at most half of
+the time; then they are timed one after the other, in a random order, the same each time. The table is written after
+each operation.
 """
 
 import argparse
+import functools
 import itertools
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", help="what --list names; without any, all of them")
     parser.add_argument("--list", action="store_true", help="print operations and how many candidates each has")
+    parser.add_argument("--row", help="a benchmark row for another entry of the table: `tools/bench_kernels.py --list`")
     parser.add_argument("--minutes", type=float, default=10.0, help="of search for each operation")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
     return parser.parse_intermixed_args()
@@ -45,7 +51,9 @@ import torch
 from megatron5d.kernels import choice, tuning
 from megatron5d.kernels.fp8.quantize import Quantized
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.harness import device_is_lost, median_ms
+from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
+
+SILENCE_S = 60.0  # of one candidate's compilation
 
 WARPS = {"num_warps": (4, 8)}
 FEW, MANY = {"num_warps": (2, 4, 8)}, {"num_warps": (4, 8, 16)}
@@ -93,6 +101,9 @@ SPACE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+OURS = choice.Settings("triton", "triton", "triton", "triton")  # whose tiles these are
+
+
 def candidates(operation: str, architecture: str = "") -> list[dict]:
     """Returns every combination of the operation's values, without what is known to go wrong on the architecture.
 
@@ -121,27 +132,28 @@ def agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 
 class Search:
-    """Times candidates of one operation by answering its `tuning.select`; the other operations keep their tables.
+    """Runs candidates of one operation by answering its `tuning.select`; the other operations keep their tables.
 
     Args:
         operation: a name of `SPACE`.
+        row: of the benchmark; None = the operation's.
         device, tiny: as in `Benchmark.calls`.
     """
 
-    def __init__(self, operation: str, device: str = "cuda", tiny: bool = False):
+    def __init__(self, operation: str, row: str | None = None, device: str = "cuda", tiny: bool = False):
         self.operation, self.original = operation, tuning.select
+        self.row, self.provider, _ = SPACE[operation]
+        self.row = row or self.row
         self.where: dict[str, Any] = {"device": device, "tiny": tiny}
         self.present: dict = {}
         with mock.patch.object(tuning, "select", self._observe):
-            call = self._fresh()
-            self.want = results(call())
-        self.present_ms = median_ms([call])
+            self.call = self._fresh()
+            self.want = results(self.call())
 
     def _fresh(self) -> Callable[[], object]:
         """Returns the benchmark's call on inputs that are the same each time, also where it changes them."""
-        benchmark, provider, _ = SPACE[self.operation]
         torch.manual_seed(0)
-        return BENCHMARKS[benchmark].calls(**self.where)[provider]
+        return BENCHMARKS[self.row].calls(**self.where)[self.provider]
 
     def _observe(self, operation: str, device: torch.device, **key: int) -> dict:
         config = self.original(operation, device, **key)
@@ -149,9 +161,11 @@ class Search:
             self.present = dict(config)
         return config
 
-    def ms(self, candidate: dict) -> float | None:
-        """Milliseconds with a candidate, or None where it does not run or gives another result. Raises RuntimeError: it
-        has broken the device, on which no other candidate would run."""
+    def agrees(
+        self, candidate: dict, time_it: Callable[[Callable[[], object]], float] = lambda call: 0.0
+    ) -> float | None:
+        """Returns the milliseconds of `time_it` with a candidate; None where it does not run or its result is another.
+        Raises RuntimeError: it has broken the device, on which no other candidate would run."""
 
         def select(operation: str, device: torch.device, **key: int) -> dict:
             return dict(candidate) if operation == self.operation else self.original(operation, device, **key)
@@ -159,11 +173,50 @@ class Search:
         with mock.patch.object(tuning, "select", select):
             try:
                 call = self._fresh()
-                return median_ms([call], 30) if agrees(results(call()), self.want) else None
+                return time_it(call) if agrees(results(call()), self.want) else None
             except Exception as error:  # too much shared memory, or a tile that the compiler refuses: not a candidate
                 if device_is_lost():
                     raise RuntimeError(f"{candidate} has broken the device: {error}") from error
                 return None
+
+    def ms(self, candidate: dict) -> float | None:
+        return self.agrees(candidate, lambda call: median_ms([call], 20))
+
+
+def _compile(
+    operation: str, row: str | None, every: Sequence[dict], pieces: Sequence[str], tell: Callable[[tuple], None]
+) -> None:
+    """Runs candidates, whose numbers are the pieces: the worker of `in_turn`."""
+    choice.use(OURS)
+    search = Search(operation, row)
+    for piece in pieces:
+        tell((piece, search.agrees(every[int(piece)]) is not None))
+        tell((piece,))
+
+
+def compiled(operation: str, row: str | None, every: Sequence[dict], until: float) -> list[dict]:
+    """Compiles candidates into Triton's cache, and returns those whose results are right or not known.
+
+    Args:
+        until: of `time.monotonic()`.
+    """
+    count = min((os.cpu_count() or 1) - 1, len(every) // 4)
+    if count < 2:
+        return list(every)
+    numbers = [str(i) for i in range(len(every))]
+    worker = functools.partial(_compile, operation, row, every)
+
+    def follow(mine: list[str]) -> list[tuple]:
+        return list(in_turn(worker, mine, SILENCE_S, until))
+
+    with ThreadPoolExecutor(count) as pool:
+        told = {
+            number: result
+            for part in pool.map(follow, (numbers[i::count] for i in range(count)))
+            for number, result in part
+        }
+    unknown = "not reached: the time is up"
+    return [each for number, each in zip(numbers, every) if told.get(number) is True or told.get(number) == unknown]
 
 
 def write_entry(architecture: str, operation: str, present: dict, best: dict) -> None:
@@ -180,18 +233,20 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
     path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def tune(operation: str, minutes: float, dry_run: bool) -> None:
+def tune(operation: str, minutes: float, dry_run: bool, row: str | None = None) -> None:
     """Measures the candidates, prints the faster ones as they come, and writes the best."""
     architecture = tuning.architecture(torch.device("cuda"))
-    search, until = Search(operation), time.monotonic() + 60 * minutes
-    best, best_ms = search.present, search.present_ms
-    print(f"{operation}: {best_ms:.3f} ms with {best}", flush=True)
-    tried, every = 0, candidates(operation, architecture)
+    begin, every = time.monotonic(), candidates(operation, architecture)
     random.Random(0).shuffle(every)
+    right = compiled(operation, row, every, begin + 30 * minutes)
+    search = Search(operation, row)
+    best, best_ms = search.present, median_ms([search.call])
+    print(f"{operation}: {best_ms:.3f} ms with {best}; {len(right)} of {len(every)} candidates", flush=True)
+    tried = 0
     try:
-        for candidate in every:
-            if time.monotonic() > until:
-                print(f"  the time is up after {tried} of {len(every)} candidates", flush=True)
+        for candidate in right:
+            if time.monotonic() > begin + 60 * minutes:
+                print(f"  the time is up after {tried} candidates", flush=True)
                 break
             ms, tried = search.ms(candidate), tried + 1
             if ms is not None and ms < 0.99 * best_ms:
@@ -214,11 +269,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune_kernels measures on a GPU, and torch sees none here; --list prints the candidates", file=sys.stderr)
         return 2
-    choice.use(choice.Settings("triton", "triton", "triton", "triton"))  # whose tiles these are
+    choice.use(OURS)
     failed = 0
     for operation in wanted:
         try:
-            tune(operation, args.minutes, args.dry_run)
+            tune(operation, args.minutes, args.dry_run, args.row)
         except Exception as error:  # the other operations' searches do not depend on this one
             failed = 1
             print(f"{operation}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

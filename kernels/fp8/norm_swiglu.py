@@ -22,7 +22,7 @@ from megatron5d.kernels.fp8.quantize import (
     quantize_reference,
     quantize_rows,
     quantized,
-    quantized_anew,
+    scaled_anew,
 )
 from megatron5d.kernels.fp8.tiles import row_slices, store_transposed
 from megatron5d.kernels.norm import launch_forward, norm_reference, normalised, scaled
@@ -65,7 +65,7 @@ def _swiglu_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _swiglu_backward_kernel(
-    dy_ptr, gate_up_ptr, values_ptr, scales_ptr, words_ptr, turned_scales_ptr, rows, width, dy_stride, stride,
+    dy_ptr, gate_up_ptr, values_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, dy_stride, stride,
     LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Processes a 128×128 tile of one half of the gradient; the other half's program reads the same from the cache.
@@ -99,10 +99,10 @@ def _swiglu_backward_kernel(
     tl.store(scales_ptr + (first_rows + column) * scales_stride, scales, (column < 16) & (first_rows + column < left))
     tl.debug_barrier()  # what other threads of the program have stored is read, from the cache
     slices = row_slices(values_ptr, columns, first_row, column_out, rows, columns, GROUP)
-    slices, scale = quantized_anew(slices, scales_ptr, scales_stride, left, LARGEST, POWERS_OF_TWO, GROUP)
-    row_words = tl.num_programs(1) * (GROUP // 4)
-    words_ptr += row_group * (GROUP // 4)
-    store_transposed(words_ptr, slices, column_out, columns, row_words, GROUP // 4, GROUP)
+    slices, scale = scaled_anew(slices, scales_ptr, scales_stride, left, LARGEST, POWERS_OF_TWO, GROUP)
+    DTYPE: tl.constexpr = values_ptr.dtype.element_ty
+    stride_out = tl.num_programs(1) * GROUP
+    store_transposed(turned_ptr + row_group * GROUP, slices, column_out, columns, stride_out, GROUP, DTYPE, GROUP)
     tl.store(turned_scales_ptr + row_group.to(tl.int64) * columns + column_out + column, scale)
 
 
@@ -212,7 +212,7 @@ def swiglu_backward_quantized(
     groups = cdiv(rows, GROUP)
     turned = torch.empty(2 * width, groups * GROUP, dtype=dtype, device=x.device)
     turned_scales = torch.empty(groups, 2 * width, device=x.device)
-    outputs = (values, scales, turned.view(torch.int32), turned_scales)
+    outputs = (values, scales, turned, turned_scales)
     flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
     config = tuning.select("fp8_transpose", x.device)
     grid = (2 * (width // GROUP), groups)

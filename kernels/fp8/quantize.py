@@ -67,7 +67,10 @@ class Quantized:
 
 def scales_of(amax: Tensor, dtype: torch.dtype, powers_of_two: bool) -> Tensor:
     """Computes float32 scales of groups whose largest magnitudes are `amax` (infinite where one is not a number)."""
-    scale = amax.clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
+    largest = torch.full_like(
+        amax, torch.finfo(dtype).max
+    )  # not a number, by whose reciprocal torch multiplies on GPUs
+    scale = amax.clamp(min=SMALLEST_AMAX) / largest
     if powers_of_two:  # the mantissa's carry raises the exponent unless the mantissa is zero
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
@@ -111,13 +114,19 @@ def largest(x, axis: tl.constexpr):
 
 
 @jit
-def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE: tl.constexpr):
-    """Divides a tile by its scales (`amax` broadcasts) and casts it, saturating; bits as in the reference."""
+def scale_and_factor(amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr):
+    """Returns the scale of a maximum, and what its group is multiplied by; bits as in the reference."""
     scale = tl.div_rn(tl.maximum(amax, 7.888609052210118e-31), LARGEST)
     if POWERS_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
-    factor = tl.where(amax < float("inf"), tl.div_rn(1.0, scale), float("nan"))
+    return scale, tl.where(amax < float("inf"), tl.div_rn(1.0, scale), float("nan"))
+
+
+@jit
+def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE: tl.constexpr):
+    """Divides a tile by its scales (`amax` broadcasts) and casts it, saturating."""
+    scale, factor = scale_and_factor(amax, LARGEST, POWERS_OF_TWO)
     return (x * factor).to(DTYPE), scale
 
 
@@ -139,8 +148,8 @@ def _quantize_kernel(
 
 @jit
 def _quantize_blocks_kernel(
-    x_ptr, amax_ptr, values_ptr, scales_ptr, words_ptr, transposed_scales_ptr,
-    rows, columns, x_stride, row_words,
+    x_ptr, amax_ptr, values_ptr, scales_ptr, transposed_ptr, transposed_scales_ptr,
+    rows, columns, x_stride, transposed_stride,
     GIVEN: tl.constexpr, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Processes one 128×128 tile and its transpose: with a scale of its own, or that of the GIVEN maximum."""
@@ -157,17 +166,18 @@ def _quantize_blocks_kernel(
         amax = tl.load(amax_ptr)
     else:
         amax = largest(largest(largest_of(wide), 1), 0)
+    scale, factor = scale_and_factor(amax, LARGEST, POWERS_OF_TWO)
     values_ptr += (matrix * rows + first_row) * columns + first_column
     column, columns_left = tl.arange(0, GROUP)[None, :], (columns - first_column).to(tl.int32)
-    values = ()
+    scaled = ()
     for j in tl.static_range(16):
         row = 16 * tl.arange(0, GROUP // 16)[:, None] + j
-        cast, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, DTYPE)
-        tl.store(values_ptr + row * columns + column, cast, (row < rows - first_row) & (column < columns_left))
-        values += (cast,)  # type: ignore[assignment]
-    first_word = row_group * (GROUP // 4)
-    words_ptr += matrix * columns * row_words + first_word
-    store_transposed(words_ptr, values, first_column, columns, row_words, row_words - first_word, GROUP)
+        scaled += (wide[j] * factor,)  # type: ignore[assignment]
+        live = (row < rows - first_row) & (column < columns_left)
+        tl.store(values_ptr + row * columns + column, scaled[j].to(DTYPE), live)  # type: ignore[misc]
+    transposed_ptr += matrix * columns * transposed_stride + first_row
+    count = transposed_stride - first_row
+    store_transposed(transposed_ptr, scaled, first_column, columns, transposed_stride, count, DTYPE, GROUP)
     if GIVEN:
         tl.store(scales_ptr, scale, (row_group == 0) & (column_group == 0))
     else:
@@ -184,13 +194,13 @@ def launch_blocks(
     *matrices, rows, columns = x.shape
     grid = (cdiv(rows, GROUP), cdiv(columns, GROUP), matrices[0] if matrices else 1)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    padded = cdiv(rows, 4) * 4  # the transpose is written in words
+    padded = cdiv(rows, 16) * 16  # the transpose is written by 16 bytes
     transposed = torch.empty((*matrices, columns, padded), dtype=dtype, device=x.device)
     scales = torch.empty((*matrices, *grid[:2]) if amax is None else (1, 1), device=x.device)
     others = scales if amax is not None else torch.empty((*matrices, grid[1], grid[0]), device=x.device)
     flags = {"GIVEN": amax is not None, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max}
-    outputs = (values, scales, transposed.view(torch.int32), others)
-    sizes = (rows, columns, x.stride(-2), padded // 4)
+    outputs = (values, scales, transposed, others)
+    sizes = (rows, columns, x.stride(-2), padded)
     config = tuning.select("fp8_transpose", x.device)
     _quantize_blocks_kernel[grid](x, scales if amax is None else amax, *outputs, *sizes, **flags, GROUP=GROUP, **config)
     height = GROUP if amax is None else 0
@@ -269,40 +279,27 @@ def groups_of(rows: int, offsets: Tensor | None) -> int:
 
 
 @jit
-def quantized_anew(
+def scaled_anew(
     slices, scales_ptr, scales_stride, rows, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Quantises a tile in slices, with a scale for each of its rows, along its columns; returns their scales too."""
+    """Scales a tile in slices, with a scale for each of its rows, anew along its columns; returns the new ones too."""
     wide = ()
     for j in tl.static_range(16):
         row = 16 * tl.arange(0, GROUP // 16) + j
         factor = tl.load(scales_ptr + row * scales_stride, row < rows, other=0.0)
         wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
-    amax = largest(largest_of(wide), 0)[None, :]
-    turned = ()
+    scale, factor = scale_and_factor(largest(largest_of(wide), 0)[None, :], LARGEST, POWERS_OF_TWO)
+    scaled = ()
     for j in tl.static_range(16):
-        values, scale = quantized(wide[j], amax, LARGEST, POWERS_OF_TWO, slices[0].dtype)
-        turned += (values,)  # type: ignore[assignment]
-    return turned, scale
+        scaled += (wide[j] * factor,)  # type: ignore[assignment]
+    return scaled, scale
 
 
 @jit(do_not_specialize=["rows", "groups", "num_experts"])
 def _fp8_transpose_kernel(
-    values_ptr,
-    scales_ptr,
-    words_ptr,
-    transposed_scales_ptr,
-    offsets_ptr,
-    rows,
-    columns,
-    groups,
-    num_experts,
-    EXPERTS: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr,
-    KEEP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    values_ptr, scales_ptr, transposed_ptr, transposed_scales_ptr, offsets_ptr, rows, columns, groups, num_experts,
+    EXPERTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr, KEEP: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Processes one 128×128 tile."""
     group, column_group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = group * GROUP, rows
@@ -318,26 +315,25 @@ def _fp8_transpose_kernel(
     else:
         scales_ptr += first * column_groups + column_group
         left = (last - first).to(tl.int32)
-        slices, scale = quantized_anew(slices, scales_ptr, column_groups, left, LARGEST, POWERS_OF_TWO, GROUP)
+        slices, scale = scaled_anew(slices, scales_ptr, column_groups, left, LARGEST, POWERS_OF_TWO, GROUP)
     # The tile's dead rows are stored too: they are the zeros that fill the group.
-    row_words = groups * (GROUP // 4)
-    store_transposed(
-        words_ptr + group * (GROUP // 4), slices, column_group * GROUP, columns, row_words, GROUP // 4, GROUP
-    )
+    DTYPE: tl.constexpr = values_ptr.dtype.element_ty
+    first_column = column_group * GROUP
+    store_transposed(transposed_ptr + group * GROUP, slices, first_column, columns, groups * GROUP, GROUP, DTYPE, GROUP)
     column = column_group * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(transposed_scales_ptr + group.to(tl.int64) * columns + column, scale, column < columns)
 
 
 @jit
-def _transpose_kernel(x_ptr, words_ptr, rows, columns, row_words, GROUP: tl.constexpr):
+def _transpose_kernel(x_ptr, out_ptr, rows, columns, stride, GROUP: tl.constexpr):
     """Processes one tile of one matrix of bytes."""
     across = tl.cdiv(columns, GROUP)
     matrix = tl.program_id(1).to(tl.int64)
     first_row = (tl.program_id(0) // across).to(tl.int64) * GROUP
     first_column = (tl.program_id(0) % across).to(tl.int64) * GROUP
     slices = row_slices(x_ptr + matrix * rows * columns, columns, first_row, first_column, rows, columns, GROUP)
-    words_ptr += matrix * columns * row_words + first_row // 4
-    store_transposed(words_ptr, slices, first_column, columns, row_words, row_words - first_row // 4, GROUP)
+    out_ptr += matrix * columns * stride + first_row
+    store_transposed(out_ptr, slices, first_column, columns, stride, stride - first_row, tl.uint8, GROUP)
 
 
 def transpose_values(values: Tensor) -> Tensor:
@@ -352,12 +348,12 @@ def transpose_values(values: Tensor) -> Tensor:
     if not dispatch.runs_triton(values):
         return values.mT.contiguous()
     *matrices, rows, columns = values.shape
-    padded = cdiv(rows, 4) * 4  # the transpose is written in words
+    padded = cdiv(rows, 16) * 16  # the transpose is written by 16 bytes
     out = torch.empty(*matrices, columns, padded, dtype=values.dtype, device=values.device)
     config = tuning.select("fp8_transpose", values.device)
     grid = (cdiv(rows, GROUP) * cdiv(columns, GROUP), matrices[0] if matrices else 1)
-    sides = (values.contiguous().view(torch.uint8), out.view(torch.int32))
-    _transpose_kernel[grid](*sides, rows, columns, padded // 4, GROUP=GROUP, **config)
+    sides = (values.contiguous().view(torch.uint8), out.view(torch.uint8))
+    _transpose_kernel[grid](*sides, rows, columns, padded, GROUP=GROUP, **config)
     return out[..., :rows].contiguous()
 
 
@@ -385,7 +381,7 @@ def fp8_transpose(
     scales = torch.empty(groups, columns, device=x.values.device).t()
     experts = 0 if offsets is None else offsets.numel() - 1
     flags = {"EXPERTS": expert_lanes(experts) if experts else 0, "POWERS_OF_TWO": powers_of_two, "KEEP": keep}
-    pointers = (x.values, x.scales, values.view(torch.int32), scales, x.scales if offsets is None else offsets)
+    pointers = (x.values, x.scales, values, scales, x.scales if offsets is None else offsets)
     config = tuning.select("fp8_transpose", values.device)
     grid = (groups, cdiv(columns, GROUP))
     largest = torch.finfo(values.dtype).max

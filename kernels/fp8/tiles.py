@@ -1,8 +1,8 @@
 """128×128 tiles in 16 parts, so that a thread can write 16 neighbours of a column: what kernels that transpose need.
 
 A byte that is exchanged between threads, or stored, by itself takes an instruction of its own and 16 times the
-bandwidth of shared memory. Here each thread holds 16 rows of its columns, packs them into words, and exchanges and
-stores 16 bytes at a time, behind one barrier.
+bandwidth of shared memory. Here each thread holds 16 rows of its columns, and exchanges and stores 16 bytes at a time,
+behind one barrier.
 """
 
 from megatron5d.kernels.dispatch import jit, tl
@@ -31,28 +31,34 @@ def largest_of(slices):
 
 
 @jit
-def store_transposed(words_ptr, slices, first_column, columns, stride, count, GROUP: tl.constexpr):
-    """Stores 16 tiles from `row_slices`, of FP8, as rows of the transpose: whole words, 16 bytes from a thread.
+def joined(a, b, c, d):
+    """Joins four tiles along two new dims at the end, which index them in this order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
 
-    Bytes by themselves would each be exchanged between threads by an instruction of their own.
+
+@jit
+def store_transposed(
+    out_ptr, slices, first_column, columns, stride, count, DTYPE: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Casts 16 tiles from `row_slices` to FP8, and stores them as rows of the transpose, 16 bytes from a thread.
+
+    They are cast here, in pairs of neighbours: of values that are stored by rows, too, and that a thread takes apart
+    for this, ptxas 12.8 makes others (it merges half a register that it has never written).
 
     Args:
-        words_ptr: int32, the tile's first word in the transpose's first row.
-        slices: the tiles.
+        out_ptr: the tile's first byte in the transpose's first row.
+        slices: the tiles; those of FP8 keep their bits.
         first_column, columns: where the tile begins in these rows of the transpose, and how many there are.
-        stride: words from one row of the transpose to the next.
-        count: words that may be stored in each row.
+        stride: bytes from one row of the transpose to the next, a multiple of 16.
+        count: bytes that may be stored in each row, a multiple of 16.
     """
-    words = ()
+    parts = ()
     for j in tl.static_range(4):
-        word = slices[4 * j].to(tl.uint8, bitcast=True).to(tl.int32)
-        for n in tl.static_range(1, 4):
-            word |= slices[4 * j + n].to(tl.uint8, bitcast=True).to(tl.int32) << (8 * n)
-        words += (word,)  # type: ignore[assignment]
-    four = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))  # type: ignore[misc]
-    tile = tl.permute(tl.reshape(four, (GROUP // 16, GROUP, 4)), (1, 0, 2)).reshape(GROUP, GROUP // 4)
-    words_ptr += first_column * stride
-    column = tl.arange(0, GROUP)[:, None]
+        parts += (joined(slices[j], slices[4 + j], slices[8 + j], slices[12 + j]),)  # type: ignore[assignment]
+    every = joined(parts[0], parts[1], parts[2], parts[3])  # type: ignore[misc]
+    tile = tl.reshape(every, (GROUP // 16, GROUP, 16)).to(DTYPE)
+    tile = tl.permute(tile, (1, 0, 2)).reshape(GROUP, GROUP)
+    out_ptr += first_column * stride
+    column, byte = tl.arange(0, GROUP)[:, None], tl.arange(0, GROUP)[None, :]
     columns = (columns - first_column).to(tl.int32)
-    word = tl.arange(0, GROUP // 4)[None, :]
-    tl.store(words_ptr + column * stride + word, tile, (column < columns) & (word < count))
+    tl.store(out_ptr + column * stride + byte, tile, (column < columns) & (byte < count))

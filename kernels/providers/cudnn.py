@@ -14,7 +14,8 @@ from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.flash_attention.tiles import aligned
 
 OLDEST = 90501  # which reads dout in its own layout
-OLDEST_WIDE = {(192, 128): 91100, (256, 256): 92201}  # of heads wider than 128
+OLDEST_WIDE = {(9, 192, 128): 91100, (10, 192, 128): 91100, (9, 256, 256): 91900, (10, 256, 256): 92201}
+"""By major capability and head dims beyond 128."""
 
 
 def version() -> int:
@@ -32,7 +33,7 @@ def takes(request: AttentionRequest, deterministic: bool) -> bool:
     r, dims = request, (request.q_shape[3], request.value_dim)
     special = r.window is not None or r.softcap or r.documents or r.positions or r.sinks
     same = not r.causal or r.q_shape[0] == r.k_shape[0]
-    wide = max(dims) <= 128 or (r.capability // 10 in (9, 10) and version() >= OLDEST_WIDE.get(dims, 10**9))
+    wide = max(dims) <= 128 or version() >= OLDEST_WIDE.get((r.capability // 10, *dims), 10**9)
     fits = r.dtype in HALF_DTYPES and all(d % 8 == 0 for d in dims) and wide and r.k_shape[0] > 1
     return r.capability >= 80 and fits and same and not special and not (r.backward and deterministic)
 
@@ -56,7 +57,7 @@ def backward(
     dout, out = (x.contiguous().permute(1, 2, 0, 3) for x in (dout, out))
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout, *map(_heads_first, (q, k, v)), out, lse.contiguous(), unused, unused, None, None, None,
+        dout, *map(_heads_first, (q, k, v)), out, lse.contiguous()[..., None], unused, unused, None, None, None,
         q.shape[0], k.shape[0], 0.0, rule.causal, scale=rule.scale,
     )  # fmt: skip
     return tuple(each.permute(2, 0, 1, 3).contiguous() for each in gradients)

@@ -141,7 +141,7 @@ def one_scale(device: str, rows: int, width: int) -> Calls:
     return {
         "ours": lambda: quantize_tensor(x),
         "ours, both ways": lambda: quantize_tensor_both_ways(x),
-        "ours, by row": lambda: quantize_by_row(x, amax_of_rows(x)),
+        "ours, each row": lambda: quantize_by_row(x, amax_of_rows(x)),
         "ours, the maximum": lambda: amax_of(x),
         "torch": lambda: quantize_tensor_reference(x),
         "torch.compile": lambda: compiled(x),

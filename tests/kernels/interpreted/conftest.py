@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from megatron5d.kernels import tuning
+from megatron5d.kernels import choice, tuning
 
 PLACE = os.environ.get("MEGATRON5D_KERNELS", "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "")
 collect_ignore = []
@@ -20,6 +20,7 @@ if PLACE == "interpreter":
     install_checks()
 elif PLACE == "gpu":
     torch.set_default_device("cuda")
+    choice.use(choice.Settings("triton", "triton", "triton", "triton"))
 elif PLACE:
     from kernel_lab.emulated_gpu import install
 

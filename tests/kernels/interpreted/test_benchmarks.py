@@ -51,7 +51,7 @@ def test_every_provider_runs_or_says_why_not(name):
 @pytest.mark.parametrize("operation", SPACE)
 def test_every_space_is_searched(operation, monkeypatch):
     monkeypatch.setattr(tune_kernels, "median_ms", lambda calls, repeats=1: 1.0)
-    search = Search(operation, "cpu", tiny=True)
+    search = Search(operation, device="cpu", tiny=True)
     assert search.ms(candidates(operation)[0]) == 1.0, "a candidate runs and gives the same result"
 
 

@@ -25,6 +25,7 @@ from megatron5d.kernels.fp8.quantize import (
 from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
 
 pytestmark = pytest.mark.fp8
+FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4  # Hopper's tensor cores keep 14 bits of a sum
 
 
 def by_definition(x, height, dtype, powers_of_two=False):
@@ -35,7 +36,7 @@ def by_definition(x, height, dtype, powers_of_two=False):
         for j in range(scales.shape[1]):
             block = (slice(i * height, (i + 1) * height), slice(j * 128, (j + 1) * 128))
             amax = x[block].float().abs().max()
-            scale = amax / torch.finfo(dtype).max if amax > 0 else torch.tensor(1.0)
+            scale = amax / torch.tensor(torch.finfo(dtype).max) if amax > 0 else torch.tensor(1.0)
             if powers_of_two and amax > 0:
                 scale = torch.tensor(2.0 ** math.ceil(math.log2(scale)))
             largest = torch.finfo(dtype).max
@@ -260,12 +261,12 @@ def test_matmul(kind, size):
     a, b = left(torch.randn(m, k) * spread), right(torch.randn(n, k) / spread)
     want = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
     got = fp8_matmul(a, b, out_dtype=torch.float32)
-    assert (got.double() - want).norm() < 1e-5 * want.norm()
+    assert (got.double() - want).norm() < FP8_SUMS * want.norm()
     assert (fp8_matmul(a, b).double() - want).norm() < 5e-3 * want.norm()
     main = torch.randn(m, n)
     before = main.double()
     assert fp8_matmul(a, b, accumulate_into=main) is main
-    assert (main.double() - before - want).norm() < 1e-5 * want.norm() + 1e-6 * before.norm()
+    assert (main.double() - before - want).norm() < FP8_SUMS * want.norm() + 1e-6 * before.norm()
 
 
 def test_blockwise_is_closer_than_tensorwise_where_scales_differ():

@@ -9,6 +9,7 @@ from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_
 from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 from megatron5d.kernels.providers.torch_gemm import clear_rest
 
+FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4  # Hopper's tensor cores keep 14 bits of a sum
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 
 
@@ -79,7 +80,7 @@ def test_grouped_fp8():
     bounds = offsets.tolist()
     wide = x.dequantize(torch.float64)
     want = torch.cat([wide[lo:hi] @ b.dequantize(torch.float64).t() for lo, hi, b in zip(bounds, bounds[1:], blocks)])
-    assert relative(got, want) < 1e-5
+    assert relative(got, want) < FP8_SUMS
 
 
 @pytest.mark.fp8
@@ -94,7 +95,7 @@ def test_grouped_fp8_weight_grad(counts):
         grouped_weight_grad_fp8_reference(dy, x, offsets, want)
         before = main.double()
         grouped_weight_grad_fp8(dy, x, offsets, main)
-        tolerance = 1e-5 if main.dtype == torch.float32 else 5e-3
+        tolerance = FP8_SUMS if main.dtype == torch.float32 else 5e-3
         assert (main.double() - want).norm() < tolerance * want.norm()
         assert torch.equal(main.double()[1], before[1])  # an expert without tokens
     with pytest.raises(ValueError, match="weight gradient"):
