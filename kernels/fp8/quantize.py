@@ -174,7 +174,7 @@ def _quantize_blocks_kernel(
         row = 16 * tl.arange(0, GROUP // 16)[:, None] + j
         scaled += (wide[j] * factor,)  # type: ignore[assignment]
         live = (row < rows - first_row) & (column < columns_left)
-        tl.store(values_ptr + row * columns + column, scaled[j].to(DTYPE), live)  # type: ignore[misc]
+        tl.store(values_ptr + row * columns + column, scaled[j].to(DTYPE), live)
     transposed_ptr += matrix * columns * transposed_stride + first_row
     count = transposed_stride - first_row
     store_transposed(transposed_ptr, scaled, first_column, columns, transposed_stride, count, DTYPE, GROUP)

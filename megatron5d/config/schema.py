@@ -230,7 +230,7 @@ class OptimConfig:
     )
     skip_norm: float = 0.0  # gradient norm above which the update is skipped; 0 = never
     max_skipped: int = 10  # updates skipped in a row after which the run stops
-    implementation: str = "auto"  # auto | torch | apex | kernel: kernel clips, updates and casts in one pass
+    implementation: str = "auto"  # auto | torch | apex | kernel: kernel, which auto takes on a GPU, makes one pass
     offload: bool = False  # True: master weights and moments are in the host's memory and updated there
 
 

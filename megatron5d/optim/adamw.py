@@ -1,7 +1,7 @@
 """AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
 
-With optim.implementation=kernel, clipping, update and the rounding of masters to weights are one pass over memory
-(kernels/multi_tensor.py); other implementations take three.
+On a GPU, and with optim.implementation=kernel, clipping, update and the rounding of masters to weights are one pass
+over memory (kernels/multi_tensor.py); other implementations take three.
 Without master weights (precision.master_weights=false) bf16 weights are converted to fp32, updated, and rounded back
 stochastically (sharded_state.py), one bucket at a time.
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
+from megatron5d.kernels import dispatch
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
 
@@ -82,9 +83,15 @@ class AdamW(SliceOptimizer):
                 states[view] = {kind: moment[span] for kind, moment in state.moments.items()}
         self._optimizer = self._build(groups, states, config)
         self._kernel: dict[float, tuple[TensorTable, Tensor]] | None = None
-        if config.implementation == "kernel":
+        if config.implementation == "kernel" or (config.implementation == "auto" and self._serves_kernel()):
             scales = {scale_of(segment.spec, config.lr_scale) for state in self.slices for segment in state.segments}
             self._kernel = {scale: self._kernel_arguments(scale) for scale in sorted(scales)}
+
+    def _serves_kernel(self) -> bool:
+        """Says whether Triton's kernel can update all of it; rounded weights are updated bucket by bucket instead."""
+        mine = [state for state in self.slices if state.segments]
+        on_gpu = all(state.master.device.type != "cpu" and dispatch.runs_triton(state.master) for state in mine)
+        return bool(mine) and on_gpu and not any(state.rounded for state in mine)
 
     def _kernel_arguments(self, scale: float) -> tuple[TensorTable, Tensor]:
         """Returns the kernel's arguments: the segments whose rate has this factor, as tensors, and their decay."""
@@ -136,7 +143,7 @@ class AdamW(SliceOptimizer):
         return optimizer
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """Updates as SliceOptimizer does; optim.implementation=kernel scales gradients while it reads them."""
+        """Updates as SliceOptimizer does; the kernel scales gradients while it reads them."""
         if self._kernel is not None:
             self.step_count += 1
             for lr_scale, (table, decay) in self._kernel.items():

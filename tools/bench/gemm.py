@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -195,7 +196,7 @@ def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor)
         from torch.nn.attention.varlen import varlen_attn
 
         asks = "enable_gqa" in inspect.signature(varlen_attn).parameters  # older torch takes grouped heads as they are
-        grouped = {"enable_gqa": True} if asks and q.shape[1] != k.shape[1] else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if asks and q.shape[1] != k.shape[1] else {}
         return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen, **grouped)
 
     return run, (q, k, v)
