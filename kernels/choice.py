@@ -11,7 +11,7 @@ that is there and takes the request computes it. The file has the form of the ta
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -217,8 +217,7 @@ def chosen(request: Request, settings: Settings, here: bool = True) -> str:
     """
     family = family_of(request)
     asked = getattr(settings, family)
-    order = (order_of(request) or ORDER[request.way]) if asked == "auto" else (asked,)
-    for name in order:
+    for name in _order(request) if asked == "auto" else (asked,):
         if name == TRITON:
             break
         file = library(family, name)
@@ -226,6 +225,15 @@ def chosen(request: Request, settings: Settings, here: bool = True) -> str:
         if not absent and file.takes(request, settings.deterministic):
             return name
     return TRITON
+
+
+def _order(request: Request) -> Sequence[str]:
+    """Returns the measured order, or ORDER; libraries that were not there to be measured precede a Triton that lost."""
+    default, measured = ORDER[request.way], order_of(request)
+    if measured is None or measured[0] == TRITON:
+        return measured or default
+    place = measured.index(TRITON) if TRITON in measured else len(measured)
+    return [*measured[:place], *(name for name in default if name not in measured), *measured[place:]]
 
 
 def order_of(request: Request) -> list[str] | None:

@@ -117,12 +117,16 @@ def orders(figures: Iterable[tuple[str, dict[str, int], dict[str, float]]]) -> d
     table: dict[str, list[dict[str, Any]]] = {}
     rows = [each for each in figures if len(each[2]) > 1]
     for way in dict.fromkeys(way for way, *_ in rows):
-        measured = sorted((tuple(key.items()), times) for each, key, times in rows if each == way)
+        measured = sorted(
+            ((tuple(key.items()), times) for each, key, times in rows if each == way), key=lambda each: each[0]
+        )
         most = {name: max(dict(key)[name] for key, _ in measured) for name, _ in measured[0][0]}
         for key, times in measured:
             bounds = {name: size for name, size in key if size < most[name]}
             entry = {"up_to": bounds} if bounds else {}
             table.setdefault(way, []).append(entry | {"config": {"order": sorted(times, key=lambda name: times[name])}})
+        if all(entry["config"] == table[way][0]["config"] for entry in table[way]):
+            table[way] = [{"config": table[way][0]["config"]}]  # of any shape
     return table
 
 

@@ -214,7 +214,7 @@ def swiglu_backward_quantized(
     turned_scales = torch.empty(groups, 2 * width, device=x.device)
     outputs = (values, scales, turned, turned_scales)
     flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
-    config = tuning.select("fp8_transpose", x.device)
+    config = tuning.select("fp8_swiglu_backward", x.device)
     grid = (2 * (width // GROUP), groups)
     _swiglu_backward_kernel[grid](dy, x, *outputs, rows, width, dy.stride(0), x.stride(0), **flags, **config)
     return Quantized(values, scales, 1), Quantized(turned, turned_scales.t(), 1)

@@ -201,7 +201,7 @@ def launch_blocks(
     flags = {"GIVEN": amax is not None, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max}
     outputs = (values, scales, transposed, others)
     sizes = (rows, columns, x.stride(-2), padded)
-    config = tuning.select("fp8_transpose", x.device)
+    config = tuning.select("fp8_blocks", x.device)
     _quantize_blocks_kernel[grid](x, scales if amax is None else amax, *outputs, *sizes, **flags, GROUP=GROUP, **config)
     height = GROUP if amax is None else 0
     return Quantized(values, scales, height), Quantized(transposed[..., :rows].contiguous(), others, height)

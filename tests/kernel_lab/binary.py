@@ -24,6 +24,9 @@ INSTRUCTIONS = {
     "system release": r"\bMEMBAR\S*\.SYS",
 }
 BESIDE = "exp2 beside wgmma"
+CASTS_TO_FP8 = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2")
+STACK_POINTER = re.compile(r"\bR1\b")
+ADDRESSES = re.compile(r"\[R1\b|^\S+ R1,|R2UR")  # what it is for: an address, or to be moved
 COUNTED_IN_PTX = re.compile(r"mma|cp\.async|\.sys\b")  # without one of these there are none of INSTRUCTIONS either
 REGISTERS_OF_SM, WARPS_OF_SM, SHARED_OF_SM = 65536, 64, 228 * 1024
 MORE_IS_BETTER = ("ctas",)
@@ -90,6 +93,16 @@ def _beside(listing: str) -> int:
     return found
 
 
+def stack_pointer_as_number(listing: str) -> int:
+    """How many instructions compute with the stack pointer's value.
+
+    ptxas 12.8 does so where it merges two casts to FP8 into a register of which it has written no half: the results
+    are wrong, and nothing else tells.
+    """
+    lines = (re.sub(r"^\s*/\*\w+\*/\s*(?:@!?U?P\w+\s+)?", "", line) for line in listing.splitlines())
+    return sum(bool(STACK_POINTER.search(line)) and not ADDRESSES.search(line) for line in lines)
+
+
 def _amd(assembly: str) -> tuple[int, int, str]:
     def value(name: str) -> int:
         found = re.search(rf"\.{name}: +(\d+)", assembly)
@@ -108,15 +121,15 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
 
     Returns:
         registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts
-        (BESIDE: exponentials taken while a GEMM is under way), and how many groups of asynchronous
-        GEMMs the assembler closes beyond those that the program commits.
+        (BESIDE: exponentials taken while a GEMM is under way), how many groups of asynchronous
+        GEMMs the assembler closes beyond those that the program commits, and `stack_pointer_as_number`.
     """
     asm = launch.compiled.asm
     if architecture.startswith("gfx"):
         registers, stack, listing = _amd(asm["amdgcn"])
     else:
         counted = disassemble and COUNTED_IN_PTX.search(asm["ptx"]) is not None
-        registers, stack, listing = _nvidia(asm["cubin"], counted)
+        registers, stack, listing = _nvidia(asm["cubin"], counted or CASTS_TO_FP8.search(asm["ptx"]) is not None)
     counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
     counts[BESIDE] = _beside(listing)
     shared, ptx = launch.compiled.metadata.shared, asm.get("ptx", "")
@@ -128,5 +141,6 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
         "shared": shared,
         "performance": performance(ptx, registers, shared, launch.num_warps) if ptx else {},
         "instructions": {name: n for name, n in counts.items() if n},
+        "wrong": stack_pointer_as_number(listing),
         "serialised": max(0, len(_CLOSED.findall(listing)) - ptx.count("wgmma.commit_group")),
     }

@@ -44,6 +44,7 @@ def test_every_kernel_is_within_its_budget(tmp_path):
 
 def report(**changes) -> dict:
     launch = {"kernel": "k", "num_warps": 8, "registers": 100, "stack": 0, "shared": 1000, "serialised": 0}
+    launch["wrong"] = 0
     launch["performance"] = {"ctas": 3, "loop_barriers": 4, "drains": 1, "narrow": 0}
     return {"launches": [launch | {"instructions": {"wgmma": 4}} | changes]}
 
@@ -57,6 +58,7 @@ def report(**changes) -> dict:
         ({"shared": 300 * 1024}, "wants 307200 bytes"),
         ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
         ({"serialised": 3}, "waits for each of its GEMMs"),
+        ({"wrong": 2}, "computes with the stack pointer in 2 places"),
         ({"performance": {"ctas": 1, "loop_barriers": 4, "drains": 1, "narrow": 0}}, "has 1 ctas by the model"),
         ({"performance": {"ctas": 3, "loop_barriers": 5, "drains": 1, "narrow": 0}}, "has 5 loop_barriers"),
         ({"performance": {"ctas": 3, "loop_barriers": 4, "drains": 2, "narrow": 0}}, "has 2 drains"),
@@ -71,6 +73,30 @@ def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
     budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30, "performance": performance}}}
     found = compile_gate.faults("case", "sm_90", report(**changes), budget)
     assert (not found) if message is None else (len(found) == 1 and message in found[0])
+
+
+def test_spills_and_waits_that_were_measured_to_pay_are_granted(monkeypatch):
+    from kernel_lab import compile_gate, gate_cases
+
+    monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None))
+    budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30, "stack": 8, "serialised": 3}}}
+    assert not compile_gate.faults("case", "sm_90", report(stack=8, serialised=3), budget)
+    assert len(compile_gate.faults("case", "sm_90", report(stack=16, serialised=4), budget)) == 2
+
+
+@pytest.mark.parametrize("instruction, wrong", [
+    ("/*1fc0*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R58, R67, R30, R1.reuse ;", 1),
+    ("/*62b0*/              @!P0 LOP3.LUT R4, R1, 0xffff, RZ, 0xc0, !PT ;", 1),
+    ("/*0000*/                   LDC R1, c[0x0][0x28] ;", 0),
+    ("/*0010*/                   IADD3 R1, R1, -0x10, RZ ;", 0),
+    ("/*0020*/               @P1 STL.64 [R1+0x8], R12 ;", 0),
+    ("/*0030*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R58, R67, R30, R11 ;", 0),
+])  # fmt: skip
+def test_a_stack_pointer_that_is_computed_with_is_seen(instruction, wrong):
+    """The first two are of kernels that an H200 found wrong, and no emulation of PTX could."""
+    from kernel_lab.binary import stack_pointer_as_number
+
+    assert stack_pointer_as_number(f"        {instruction}\n") == wrong
 
 
 def test_a_launch_that_no_launcher_takes_is_refused():

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron5d import kernels
 from megatron5d.kernels import moe
-from megatron5d.kernels.activation import activation_reference, weighted_activation
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.activation import activation_backward, activation_reference, weighted_activation
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
     fp8_transpose,
     fp8_transpose_reference,
@@ -173,6 +173,17 @@ def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
     return _to_float8(swiglu_quantized, kernels.swiglu, kernels.swiglu_reference, random(device, rows, 2 * width))
 
 
+def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
+    """Writes the gradient by rows and transposed, and nothing wide."""
+    dy, gate_up = random(device, rows, width), random(device, rows, 2 * width)
+
+    def apart() -> Any:
+        plain = quantize_rows(activation_backward(dy, gate_up, None, "swiglu")[0])
+        return plain, fp8_transpose(plain)
+
+    return {"ours": lambda: swiglu_backward_quantized(dy, gate_up), "ours, three kernels": apart}
+
+
 def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Calls:
     """Computes RMSNorm, or LayerNorm with a bias; nothing wide is written."""
     x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
@@ -210,6 +221,7 @@ POINTWISE = {
     "float8, one scale, 16384x4096": _row(one_scale, 5, ROWS),
     "float8 transposed 16384x4096": _row(transposed, 2, ROWS),
     "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
+    "SwiGLU backward to float8 8192x14336": _row(swiglu_backward_to_float8, 10, FEED_FORWARD),
     "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=False), 3, ROWS),
     "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=True), 3, ROWS),
     "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS, "norm"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron5d.tools import gpu_check
-from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.gpu_check import Book, ended, sanitizer
+from megatron5d.tools.bench import BENCHMARKS, compare
+from megatron5d.tools.gpu_check import Book, counted, ended, sanitizers, started
 
 FIGURES = {"ms": 2.0, "rate": 500.0, "unit": "TFLOP/s", "peak_bytes": 2**20}
 
@@ -40,6 +40,7 @@ def test_both_files_are_whole_after_every_result(tmp_path):
 @pytest.mark.parametrize("section, figures", [
     ("reference", {"ours": {"difference": 0.5, "right": False}}),
     ("addmm", {"in place": False}),
+    ("losses", {"difference": 0.5, "right": False, "kernels": [5.0], "plain": [5.5]}),
     ("sanitizer", {"errors": 3}),
 ])  # fmt: skip
 def test_what_is_wrong_is_not_all_right(section, figures, tmp_path):
@@ -66,12 +67,13 @@ def test_a_program_is_ended_with_its_children(tmp_path):
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
     parent = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     begin = time.monotonic()
-    code, said = ended([sys.executable, "-c", parent], begin + 1.5)
+    code, said = ended(started([sys.executable, "-c", parent]), begin + 1.5)
     assert code is None and said == "begun" and time.monotonic() - begin < 4
     time.sleep(max(0.0, begin + 6 - time.monotonic()))
     assert not mark.exists()
-    assert ended(["true"], time.monotonic() - 1) == (None, "not reached: the time is up")
-    assert ended([sys.executable, "-c", "print('a\\n\\nb'); raise SystemExit(3)"], begin + 60) == (3, "b")
+    assert ended(started(["sleep", "9"]), time.monotonic() - 1) == (None, "")
+    printing = [sys.executable, "-c", "print('a\\n\\nb'); raise SystemExit(3)"]
+    assert ended(started(printing), time.monotonic() + 60) == (3, "b")
 
 
 @pytest.mark.parametrize("summary, found", [
@@ -81,12 +83,14 @@ def test_a_program_is_ended_with_its_children(tmp_path):
 ])  # fmt: skip
 def test_the_sanitizer_is_counted(summary, found, tmp_path, monkeypatch):
     program = tmp_path / "compute-sanitizer"
-    program.write_text(f'#!/bin/sh\n[ "$1 $2" = "--tool memcheck" ] && echo "{summary}"\n')
+    program.write_text(f'#!/bin/sh\n[ "$1 $5 $6" = "--tool --run row" ] && echo "{summary}"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert sanitizer("memcheck", ["x"], time.monotonic() + 60) == found
+    running = sanitizers(["row"])
+    assert list(running) == ["memcheck: row", "racecheck: row"]
+    assert all(counted(each, time.monotonic() + 60) == found for each in running.values())
     program.unlink()
-    assert "PATH" in sanitizer("memcheck", ["x"], time.monotonic() + 60)["unavailable"]
+    assert sanitizers(["row"]) == {}
 
 
 def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
@@ -98,6 +102,7 @@ def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
             Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": {"1b": {"ours": {"mfu": 0.5}}}}))
         return 1, "no memory"
 
+    monkeypatch.setattr(gpu_check, "started", lambda command: command)
     monkeypatch.setattr(gpu_check, "ended", run)
     book = Book(tmp_path)
     gpu_check.training(book, time.monotonic() + 60)
@@ -119,8 +124,8 @@ def test_what_is_not_reached_shares_a_line(tmp_path):
 
 def test_differences():
     x = torch.randn(8, 8)
-    assert gpu_check.difference([x], [x]) == 0 and gpu_check.difference([x * 1.1], [x]) == pytest.approx(0.1, rel=1e-3)
-    assert gpu_check.difference([x, x * torch.nan], [x, x]) == float("inf")
+    assert compare.difference([x], [x]) == 0 and compare.difference([x * 1.1], [x]) == pytest.approx(0.1, rel=1e-3)
+    assert compare.difference([x, x * torch.nan], [x, x]) == float("inf")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would check this GPU")
@@ -128,3 +133,11 @@ def test_without_a_gpu_it_says_so():
     root = Path(__file__).parents[3]
     run = subprocess.run(["bash", "launch/gpu_check.sh"], cwd=root, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2 and "torch sees none here" in run.stderr
+
+
+def test_losses_are_compared_with_the_plain_path(monkeypatch):
+    pytest.importorskip("hydra")
+    monkeypatch.setitem(compare.LOSSES, "small", ["model=tiny", "train.seq_len=32", "train.mbs=1"])
+    found = compare.losses("small", "cpu")
+    assert found["right"] and found["difference"] == 0 and found["kernels"][-1] < found["kernels"][0]
+    assert gpu_check._words(found).startswith("right, differs by 0.0e+00; kernels ")

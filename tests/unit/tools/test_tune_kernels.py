@@ -37,9 +37,9 @@ def search(monkeypatch):
     """Candidates of one value; the present one takes 5 ms, any other its value, and 0 breaks the device."""
 
     class Fake:
-        present, present_ms = {"BLOCK": 5}, 5.0
+        present, call = {"BLOCK": 5}, None
 
-        def __init__(self, operation):
+        def __init__(self, operation, row):
             self.operation = operation
 
         def ms(self, candidate):
@@ -49,6 +49,8 @@ def search(monkeypatch):
 
     written = []
     monkeypatch.setattr(tune_kernels, "Search", Fake)
+    monkeypatch.setattr(tune_kernels, "median_ms", lambda calls: 5.0)
+    monkeypatch.setattr(tune_kernels, "compiled", lambda operation, row, every, until: every)
     monkeypatch.setattr(tune_kernels, "write_entry", lambda *entry: written.append(entry[1:]))
     monkeypatch.setattr(tune_kernels.tuning, "architecture", lambda device: "sm_90")
     return written
@@ -63,3 +65,17 @@ def test_the_best_is_written_also_where_the_search_breaks_off(search, monkeypatc
     search.clear()
     tune_kernels.tune("swiglu", 0.0, False)
     assert search == []
+
+
+def test_candidates_are_compiled_side_by_side(monkeypatch):
+    """Those that fail are left out; one whose process dies takes no other along; what the time ran out for is tried."""
+    every = [{"BLOCK": n} for n in range(24)]
+
+    def follow(worker, mine, silence_s, until):
+        assert worker.args == ("swiglu", None, every)
+        for number in mine:
+            yield number, {3: False, 4: "its process has died", 5: "not reached: the time is up"}.get(int(number), True)
+
+    monkeypatch.setattr(tune_kernels, "in_turn", follow)
+    monkeypatch.setattr(tune_kernels.os, "cpu_count", lambda: 6)
+    assert tune_kernels.compiled("swiglu", None, every, 0.0) == [c for c in every if c["BLOCK"] not in (3, 4)]
