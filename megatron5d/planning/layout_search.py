@@ -228,7 +228,8 @@ class LayoutSearch:
         careful = config.moe.planned_imbalance if imbalance is None else imbalance
         self._target = Target(cluster.architecture, careful)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
-        self._careful = self._estimator if imbalance == careful else Estimator(cluster, careful)
+        alike = imbalance == careful or not config.model.num_experts
+        self._careful = self._estimator if alike else Estimator(cluster, careful)
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
 
@@ -310,7 +311,7 @@ class LayoutSearch:
         pp, dp = config.parallel.pp, data_parallel(config, self.world)
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)
-            units = self._estimator.workloads.counted(laid)
+            units = self._estimator.workloads.counted(laid, "FB")
             m = laid.train.gbs // (laid.train.mbs * dp)
             state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
             kept = sum(n * unit.passes["F"].kept_bytes for unit, n, is_layer in units if is_layer or pp == 1)
