@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import islice, product
 from typing import Any
@@ -30,7 +30,13 @@ from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
+from megatron5d.train.pipeline_layout import (
+    PipelineLayout,
+    micro_batch_counts,
+    named_programs,
+    pipeline_layout,
+    verified,
+)
 from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
@@ -199,6 +205,7 @@ BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, abo
 FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
 # Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
+SURE = 0.97  # of what a rank keeps between two slots, next to others with the same layers: it will not need more
 LIMIT = 60  # layouts whose memory is forecast
 
 
@@ -339,7 +346,13 @@ class LayoutSearch:
         if key not in self._layouts:
             self._layouts[key] = None
             with suppress(ValueError):
-                self._layouts[key] = quick_layout(config, self.world)
+                programs = None if schedule == "auto" else cache(named_programs(config, check=False))
+                laid = (
+                    quick_layout(config, self.world)
+                    if programs is None
+                    else pipeline_layout(config, self.world, programs)
+                )
+                self._layouts[key] = laid
         return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
@@ -350,20 +363,34 @@ class LayoutSearch:
     def _least(self, change: Change) -> list[float]:
         """Returns bytes that each pipeline rank needs at least."""
         config = changed(self.config, change)
-        return self._careful.least_bytes(config, self.world, self._layout(config))
+        alike = self._careful is self._estimator  # else only the price asks how a backward is split
+        return self._careful.least_bytes(config, self.world, self._layout(config), stash=alike)
 
     def _price(self, change: Change) -> StepCost:
         config = changed(self.config, change)
         return self._estimator.step(config, self.world, self._layout(config))
 
     def _need(self, change: Change, have: int) -> int:
-        """Returns bytes of the rank that needs most; the one that looks so is asked first."""
-        config, least, most = changed(self.config, change), self._least(change), 0
-        forecaster = Forecaster(config, self.world, self._target, self._layout(config))
-        for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
+        """Returns bytes of the rank that needs most; the one that looks so is asked first.
+
+        Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.
+        """
+        config, most = changed(self.config, change), 0
+        layout = self._layout(config)
+        assert layout is not None
+        likely = self._estimator.least_bytes(config, self.world, layout)
+        stages = self._estimator.workloads.stages(config, layout, "F")
+        forecaster, asked = Forecaster(config, self.world, self._target, layout), dict[tuple, list[float]]()
+        for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
+            layers = tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))
+            known = asked.setdefault(layers, [])
+            if likely[rank] in known or (known and likely[rank] < SURE * known[0]):
+                continue
+            known.append(likely[rank])
             most = max(most, forecaster.rank(rank).needed)
             if most > have:
-                break
+                return most
+        verified(layout.program_of(micro_batch_counts(config, self.world)[-1]))
         return most
 
 

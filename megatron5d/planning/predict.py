@@ -68,7 +68,9 @@ class Estimator:
         prices = Prices(self.cluster, config, _mesh(config, world, layout), layout)
         return step_cost(prices, program, stages, world, flops)
 
-    def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
+    def least_bytes(
+        self, config: Config, world: int, layout: PipelineLayout | None = None, *, stash: bool = True
+    ) -> list[float]:
         """Returns the bytes each pipeline rank needs at least: its state, and what passes keep between two slots.
 
         What the forecast counts besides, temporary tensors and messages above all, is left out.
@@ -77,13 +79,18 @@ class Estimator:
             config: a valid configuration.
             world: number of ranks.
             layout: as in `step`.
+            stash: count what stays from I until W, too.
         """
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-        stages = self.workloads.stages(config, layout, "F")
-        kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
-        allocated = kept_between_slots(program, kept)
+        ops = used_ops(program) if stash else ["F"]
+        stages = self.workloads.stages(config, layout, ops)
+
+        def kept(op: str) -> np.ndarray:
+            return np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages])
+
+        allocated = kept_between_slots(program, kept("F"), kept("F") + kept("I") if "I" in ops else 0.0)
         for rank in range(program.num_ranks):
             mine = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
             allocated[rank] += sharding.state_bytes(mine)

@@ -62,9 +62,9 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
     return PipelineLayout(program_of, placement, tuple(specs), shared_parameters(placement, specs, config.model))
 
 
-def named_programs(config: Config) -> Programs:
-    """Returns the Programs of a named schedule or a file; a single rank needs no schedule. Raises ValueError: no
-    schedule has this name."""
+def named_programs(config: Config, check: bool = True) -> Programs:
+    """Returns the Programs of a named schedule, verified if `check`, or of a file; a single rank needs no schedule.
+    Raises ValueError: no schedule has this name."""
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
         from megatron5d.pipeline_parallel.schedule_csv import read_file
@@ -77,7 +77,12 @@ def named_programs(config: Config) -> Programs:
         return lambda m: build_program("1f1b", 1, m)
     # parallel.vpp = 1 is the default, under which the schedule decides
     chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
-    return lambda m: verified(build_program(name, pp, m, chunks))
+
+    def program_of(m: int) -> Program:
+        program = build_program(name, pp, m, chunks)
+        return verified(program) if check else program
+
+    return program_of
 
 
 def verified(program: Program) -> Program:
