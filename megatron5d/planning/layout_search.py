@@ -235,8 +235,6 @@ class LayoutSearch:
         careful = config.moe.planned_imbalance if imbalance is None else imbalance
         self._target = Target(cluster.architecture, careful)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
-        alike = imbalance == careful or not config.model.num_experts
-        self._careful = self._estimator if alike else Estimator(cluster, careful)
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
 
@@ -363,8 +361,7 @@ class LayoutSearch:
     def _least(self, change: Change) -> list[float]:
         """Returns bytes that each pipeline rank needs at least."""
         config = changed(self.config, change)
-        alike = self._careful is self._estimator  # else only the price asks how a backward is split
-        return self._careful.least_bytes(config, self.world, self._layout(config), stash=alike)
+        return self._estimator.least_bytes(config, self.world, self._layout(config))
 
     def _price(self, change: Change) -> StepCost:
         config = changed(self.config, change)

@@ -68,9 +68,7 @@ class Estimator:
         prices = Prices(self.cluster, config, _mesh(config, world, layout), layout)
         return step_cost(prices, program, stages, world, flops)
 
-    def least_bytes(
-        self, config: Config, world: int, layout: PipelineLayout | None = None, *, stash: bool = True
-    ) -> list[float]:
+    def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
         """Returns the bytes each pipeline rank needs at least: its state, and what passes keep between two slots.
 
         What the forecast counts besides, temporary tensors and messages above all, is left out.
@@ -79,12 +77,11 @@ class Estimator:
             config: a valid configuration.
             world: number of ranks.
             layout: as in `step`.
-            stash: count what stays from I until W, too.
         """
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-        ops = used_ops(program) if stash else ["F"]
+        ops = used_ops(program)
         stages = self.workloads.stages(config, layout, ops)
 
         def kept(op: str) -> np.ndarray:
