@@ -94,7 +94,7 @@ class MemoryWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out, given = output_of(func, args, kwargs), set[int]()
+        out, given = output_of(func, args, kwargs), None
         if out is None:
             out = func(*args, **kwargs)
             if _makes_only_views(func):
@@ -102,7 +102,7 @@ class MemoryWatch(TorchDispatchMode):
             given = {id(tensor.untyped_storage()) for tensor in _tensors((args, tuple(kwargs.values())))}
         elif args and out is args[0]:
             return out
-        for tensor in _tensors((out,)):
+        for tensor in (out,) if type(out) is Tensor else _tensors((out,)):
             if not given or id(tensor.untyped_storage()) not in given:
                 self._made(tensor, func)
         return out

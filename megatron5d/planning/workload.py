@@ -153,7 +153,8 @@ class Workloads:
         layers = config.recompute.group_layers if again and kind[0] in LAYERS else 1
         key = text, depths, kind, backs, config.train.mbs, layers
         if key not in self._asked:
-            unit = self._traced(alone, (text, depths), kind, backs).times(config.train.mbs)
+            unit = self._traced(alone, (text, depths), kind, backs)
+            unit = unit.times(config.train.mbs) if config.train.mbs > 1 else unit
             self._asked[key] = _sharing(unit, layers) if layers > 1 else unit
         return self._asked[key]
 
@@ -214,13 +215,13 @@ def _kinds(config: Config, stage: int, spec: StageSpec, blocks: Sequence[_Block]
     if spec.embedding:
         yield EMBEDDING, ends, none, none
     for place, i in enumerate(spec.layers):
-        name, *matrices = blocks[i]
-        yield name, is_recomputed(recompute, stage, place), *matrices
+        name, fp8, fixed = blocks[i]
+        yield name, is_recomputed(recompute, stage, place), fp8, fixed
     if spec.head:
         yield HEAD, ends, none, none
     for place, depth in enumerate(spec.mtp, len(spec.layers)):
-        name, *matrices = blocks[model.num_layers + depth]
-        yield f"ahead {depth} {name}", is_recomputed(recompute, stage, place), *matrices
+        name, fp8, fixed = blocks[model.num_layers + depth]
+        yield f"ahead {depth} {name}", is_recomputed(recompute, stage, place), fp8, fixed
 
 
 def _blocks(config: Config) -> list[_Block]:
