@@ -205,7 +205,7 @@ BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, abo
 FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
 # Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
-SURE = 0.97  # of what a rank keeps between two slots, next to others with the same layers: it will not need more
+SURE = 0.98  # of what a rank keeps between two slots, next to others with the same layers: it will not need more
 LIMIT = 60  # layouts whose memory is forecast
 
 
@@ -235,6 +235,8 @@ class LayoutSearch:
         careful = config.moe.planned_imbalance if imbalance is None else imbalance
         self._target = Target(cluster.architecture, careful)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
+        alike = imbalance == careful or not config.model.num_experts
+        self._careful = self._estimator if alike else Estimator(cluster, careful)
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
 
@@ -367,7 +369,7 @@ class LayoutSearch:
         config = changed(self.config, change)
         return self._estimator.step(config, self.world, self._layout(config))
 
-    def _need(self, change: Change, have: int) -> int:
+    def _need(self, change: Change, have: int) -> float:
         """Returns bytes of the rank that needs most; the one that looks so is asked first.
 
         Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.
@@ -375,9 +377,11 @@ class LayoutSearch:
         config, most = changed(self.config, change), 0
         layout = self._layout(config)
         assert layout is not None
-        likely = self._estimator.least_bytes(config, self.world, layout)
-        stages = self._estimator.workloads.stages(config, layout, "F")
+        likely = self._careful.least_bytes(config, self.world, layout)
+        stages = self._careful.workloads.stages(config, layout, "F")
         forecaster, asked = Forecaster(config, self.world, self._target, layout), dict[tuple, list[float]]()
+        if max(likely) > have:
+            return max(likely)
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
             layers = tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))
             known = asked.setdefault(layers, [])

@@ -81,7 +81,7 @@ class Estimator:
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-        ops = used_ops(program)
+        ops = [op for op in used_ops(program) if op != "B"]  # of which only the price asks
         stages = self.workloads.stages(config, layout, ops)
 
         def kept(op: str) -> np.ndarray:
