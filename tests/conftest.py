@@ -60,6 +60,8 @@ def pytest_runtest_protocol(item, nextitem):
 def pytest_runtest_setup(item):
     """A test's random tensors are its own, whatever ran before it, and a failure can be had again."""
     torch.manual_seed(SEED + zlib.crc32(item.nodeid.encode()))
+    if standing := sys.modules.get("standing_ranks"):
+        standing.alone = "monkeypatch" in item.fixturenames or item.get_closest_marker("patches") is not None
 
 
 @pytest.hookimpl(trylast=True)
@@ -133,3 +135,8 @@ def over_gloo(monkeypatch):
     from megatron5d.parity import local_ranks
 
     monkeypatch.setattr(local_ranks, "transport", local_ranks.Gloo)
+
+
+def pytest_sessionfinish():
+    if standing := sys.modules.get("standing_ranks"):
+        standing.end_all()
