@@ -76,7 +76,12 @@ RULES = {
 }
 
 
-ON_ONE_GPU = ("two_sided_window", "documents_full", "positions")  # "all_at_once" and others are of the same code
+ON_ONE_GPU = (
+    "two_sided_window",
+    "documents_full",
+    "positions",
+    "softcap",
+)  # "all_at_once" and others are of the same code
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,13 @@ def test_more_keys_than_a_few_blocks():
     check(*inputs(s=1, t=4097, b=1, a=1), backward=False, causal=False)
 
 
-@pytest.mark.parametrize("d, dv", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)])
+@pytest.mark.parametrize(
+    "d, dv",
+    [
+        (64, 64), (128, 128), (192, 128), (256, 256),
+        pytest.param(96, 96, marks=pytest.mark.hopper), pytest.param(16, 48, marks=pytest.mark.hopper),
+    ],
+)  # fmt: skip
 def test_head_dims(d, dv):
     check(*inputs(s=70, b=1, d=d, dv=dv))
 
@@ -125,6 +136,7 @@ def test_grouped_heads(a, g):
     check(*inputs(s=40, a=a, g=g))
 
 
+@pytest.mark.hopper
 def test_float16():
     check(*inputs(dtype=torch.float16))
 
