@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import islice, product
 from typing import Any
@@ -30,13 +30,7 @@ from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import (
-    PipelineLayout,
-    micro_batch_counts,
-    named_programs,
-    pipeline_layout,
-    verified,
-)
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts, verified
 from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
@@ -346,13 +340,7 @@ class LayoutSearch:
         if key not in self._layouts:
             self._layouts[key] = None
             with suppress(ValueError):
-                programs = None if schedule == "auto" else cache(named_programs(config, check=False))
-                laid = (
-                    quick_layout(config, self.world)
-                    if programs is None
-                    else pipeline_layout(config, self.world, programs)
-                )
-                self._layouts[key] = laid
+                self._layouts[key] = quick_layout(config, self.world, check=False)
         return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
@@ -374,12 +362,12 @@ class LayoutSearch:
 
         Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.
         """
-        config, most = changed(self.config, change), 0
+        config, most, asked = changed(self.config, change), 0, dict[tuple, list[float]]()
         layout = self._layout(config)
         assert layout is not None
         likely = self._careful.least_bytes(config, self.world, layout)
         stages = self._careful.workloads.stages(config, layout, "F")
-        forecaster, asked = Forecaster(config, self.world, self._target, layout), dict[tuple, list[float]]()
+        forecaster = Forecaster(config, self.world, self._target, layout)
         if max(likely) > have:
             return max(likely)
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
-_PLAIN = (Tensor, nn.Parameter)
+_INDEX = torch.int64
 _JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 _COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
@@ -32,34 +32,23 @@ def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Returns:
         The output or outputs, without memory; None where torch has to run it.
     """
-    rule = _rule_of(func)
-    return None if rule is None else rule(args, kwargs)
-
-
-@functools.cache
-def _rule_of(func: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | None:
-    """Returns what gives an operation's output for its arguments; None where torch has to run it."""
     if func in _JOINING:
-        return lambda args, _: _joined(func is _JOINING[1], *args)
+        return _joined(func is _JOINING[1], *args)
     if func in _COUNTING:
-        return lambda args, kwargs: _counted(*args, **kwargs)
+        return _counted(*args, **kwargs)
     if func in _WITH_RULE:
-        return lambda args, kwargs: _WITH_RULE[func](*args, **kwargs) if args[0].is_meta else None
-    if not _is_simple(func):
+        return _WITH_RULE[func](*args, **kwargs) if args[0].is_meta else None
+    if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
+        return torch.empty(args[0].shape, dtype=args[3], device="meta")
+    if not _is_simple(func) or type(args[0]) not in (Tensor, nn.Parameter, float, int):
         return None
     if func._schema.is_mutable:
-        return lambda args, _: args[0] if type(args[0]) in _PLAIN and args[0].is_meta else None
-    return functools.partial(_element_wise, func)
-
-
-def _element_wise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    if type(args[0]) not in (*_PLAIN, float, int):
-        return None
+        return args[0] if args[0].is_meta else None
     given, on_meta = list[tuple](), False
     for value in args:
         if isinstance(value, Tensor):
             on_meta |= value.is_meta
-            if type(value) not in _PLAIN or not (value.is_meta or value.ndim == 0):
+            if type(value) not in (Tensor, nn.Parameter) or not (value.is_meta or value.ndim == 0):
                 return None
             given.append((value.dtype, value.shape, value.stride()))
         else:
@@ -177,9 +166,6 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.ones_like.default: _like,
     torch.ops.aten.topk.default: _best,
     torch.ops.aten._softmax.default: lambda x, _, half: None if half else _rolled(x),
-    torch.ops.aten._softmax_backward_data.default: lambda dy, y, dim, dtype: torch.empty(
-        dy.shape, dtype=dtype, device="meta"
-    ),
     torch.ops.aten.gather.default: lambda x, _, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
     torch.ops.aten.sum.dim_IntList: _reduced,
     torch.ops.aten.amax.default: _reduced,
@@ -205,6 +191,7 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
 """Operations that torch computes in Python; some of them import its compiler."""
 
 
+@functools.cache
 def _is_simple(func: Any) -> bool:
     """Returns whether an operation changes its first argument's elements, or is element-wise and makes a tensor."""
     schema = func._schema

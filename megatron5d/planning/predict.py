@@ -81,13 +81,10 @@ class Estimator:
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-        ops = [op for op in used_ops(program) if op != "B"]  # of which only the price asks
+        ops = used_ops(program).replace("B", "")  # of which only the price asks
         stages = self.workloads.stages(config, layout, ops)
-
-        def kept(op: str) -> np.ndarray:
-            return np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages])
-
-        allocated = kept_between_slots(program, kept("F"), kept("F") + kept("I") if "I" in ops else 0.0)
+        kept = {op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages]) for op in ops}
+        allocated = kept_between_slots(program, kept["F"], kept["F"] + kept["I"] if "I" in ops else 0.0)
         for rank in range(program.num_ranks):
             mine = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
             allocated[rank] += sharding.state_bytes(mine)

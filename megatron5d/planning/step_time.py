@@ -52,9 +52,9 @@ def pass_counts(program: Program) -> np.ndarray:
     return counts
 
 
-def used_ops(program: Program) -> list[str]:
-    """Returns the operations that a Program has."""
-    return [op for op in OPS if (program.table.op == OPS.index(op)).any()]
+def used_ops(program: Program) -> str:
+    """Returns the operations that a Program has, such as FB."""
+    return "".join(op for op in OPS if (program.table.op == OPS.index(op)).any())
 
 
 def sent_bytes(

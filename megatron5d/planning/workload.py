@@ -29,7 +29,6 @@ from megatron5d.model.gpt import GPT, is_recomputed
 from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
-from megatron5d.pipeline_parallel.program import OPS
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
@@ -103,7 +102,7 @@ class Workloads:
         self._of: tuple[Config | None, dict[bool, tuple[Config, str]]] = None, {}  # the last configuration, alone
         self._asked: dict[tuple, Unit] = {}
 
-    def stages(self, config: Config, layout: PipelineLayout, ops: Iterable[str] = OPS) -> list[list[Unit]]:
+    def stages(self, config: Config, layout: PipelineLayout, ops: str = "FIWB") -> list[list[Unit]]:
         """Returns the units of every stage.
 
         Args:
@@ -111,19 +110,19 @@ class Workloads:
             layout: of the pipeline.
             ops: passes that the units have at least.
         """
-        blocks, before, backs = _blocks(config), layout.specs[-1].mtp.start, _backs(ops)
+        blocks, before = _blocks(config), layout.specs[-1].mtp.start
         stages = [
-            [self._unit(config, kind, backs, before) for kind in _kinds(config, stage, spec, blocks)]
+            [self._unit(config, kind, ops, before) for kind in _kinds(config, stage, spec, blocks)]
             for stage, spec in enumerate(layout.specs)
         ]
         if "tied" in layout.shared:
             _part_embedding(stages, layout)
         return stages
 
-    def counted(self, config: Config, ops: Iterable[str] = OPS) -> list[tuple[Unit, int, bool]]:
+    def counted(self, config: Config, ops: str = "FIWB") -> list[tuple[Unit, int, bool]]:
         """Returns the whole model's units: of each kind one, how many, and whether it is a layer or an end."""
         kinds = Counter(_kinds(config, 0, whole_model(config.model), _blocks(config)))
-        return [(self._unit(config, kind, _backs(ops)), count, kind[0] in LAYERS) for kind, count in kinds.items()]
+        return [(self._unit(config, kind, ops), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def block(self, config: Config, before: Callable[[GPT], Any]) -> tuple[list[nn.Module], Works, Any]:
         """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its work; and what
@@ -142,37 +141,30 @@ class Workloads:
         names = [kind[0] for kind in kinds]
         return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
-    def _unit(self, config: Config, kind: Kind, backs: str, depths: int = 0) -> Unit:
+    def _unit(self, config: Config, kind: Kind, ops: str, depths: int = 0) -> Unit:
         again = kind[1]
         if self._of[0] is not config:
             self._of = config, {}
         if again not in self._of[1]:
-            alone = _alone(config, again)
-            self._of[1][again] = alone, str(alone)
+            self._of[1][again] = (found := _alone(config, again)), str(found)
         alone, text = self._of[1][again]
         layers = config.recompute.group_layers if again and kind[0] in LAYERS else 1
-        key = text, depths, kind, backs, config.train.mbs, layers
+        key = text, depths, kind, ops, config.train.mbs, layers
         if key not in self._asked:
-            unit = self._traced(alone, (text, depths), kind, backs)
-            unit = unit.times(config.train.mbs) if config.train.mbs > 1 else unit
-            self._asked[key] = _sharing(unit, layers) if layers > 1 else unit
+            unit = self._traced(alone, (text, depths), kind, ops).times(config.train.mbs)
+            self._asked[key] = _sharing(unit, layers)
         return self._asked[key]
 
-    def _traced(self, alone: Config, key: tuple[str, int], kind: Kind, backs: str) -> Unit:
+    def _traced(self, alone: Config, key: tuple[str, int], kind: Kind, ops: str) -> Unit:
         """Returns a unit for one sequence; passes that nobody has asked about yet are run."""
         known = self._known.setdefault(key, {})
         has = known[kind].passes if kind in known else {}
-        lacking = "".join(back for back in backs if back not in has)
+        lacking = "".join(back for back in "IB" if back in ops and back not in has)
         if lacking or not has:
             for each, unit in _units(alone, _run_alone(alone, self.target, key[1], lacking)).items():
                 passes = {**known[each].passes, **unit.passes} if each in known else unit.passes
                 known[each] = dataclasses.replace(unit, passes=passes)
         return known[kind]
-
-
-def _backs(ops: Iterable[str]) -> str:
-    """Returns the kinds of backward that a pass of every operation takes: W follows I."""
-    return "".join(op for op in "IB" if op in ops)
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
@@ -279,10 +271,7 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
         own, fixed = read - counted, {parameter for parameter in read if getattr(parameter, "frozen", False)}
         counted |= own
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
-        for op in works.keys() & {
-            "B",
-            "I",
-        }:  # what went there comes back, begun in the backward of another unit (autograd/offload.py)
+        for op in {"B", "I"} & works.keys():  # what went there comes back, begun in another's (autograd/offload.py)
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         found[kind] = Unit(
             works, _elements(own), _elements(own & fixed), _elements(filter(is_quantized, own)), several, borrowed,

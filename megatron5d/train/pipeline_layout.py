@@ -49,7 +49,7 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
     Raises:
         ValueError: the schedule, the number of micro-batches and the layers do not fit together.
     """
-    program_of = program_of or cache(named_programs(config))
+    program_of = cache(program_of or named_programs(config))
     programs = [program_of(m) for m in micro_batch_counts(config, world)]
     placement = programs[-1].placement
     if any(program.placement != placement for program in programs):
@@ -77,19 +77,15 @@ def named_programs(config: Config, check: bool = True) -> Programs:
         return lambda m: build_program("1f1b", 1, m)
     # parallel.vpp = 1 is the default, under which the schedule decides
     chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
-
-    def program_of(m: int) -> Program:
-        program = build_program(name, pp, m, chunks)
-        return verified(program) if check else program
-
-    return program_of
+    return lambda m: verified(build_program(name, pp, m, chunks), check)
 
 
-def verified(program: Program) -> Program:
+def verified(program: Program, check: bool = True) -> Program:
     """Returns the Program. Raises ProgramError: its order is wrong."""
-    from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
+    if check:
+        from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
 
-    verify(program)
+        verify(program)
     return program
 
 
