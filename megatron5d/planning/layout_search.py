@@ -8,6 +8,7 @@ memory it needs. The most expensive of them is asked last, and only of layouts t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
-from megatron5d.planning.clusters import GIB, Cluster
+from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
 from megatron5d.planning.rank_memory import least_needed
@@ -229,8 +230,8 @@ class LayoutSearch:
         careful = config.moe.planned_imbalance if imbalance is None else imbalance
         self._target = Target(cluster.architecture, careful)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
-        alike = imbalance == careful or not config.model.num_experts
-        self._careful = self._estimator if alike else Estimator(cluster, careful)
+        even = config.model.num_experts and imbalance is None
+        self._careful = Estimator(cluster, careful) if even else self._estimator
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
 
@@ -269,8 +270,12 @@ class LayoutSearch:
             count: how many are wanted.
             progress: called for each layout that is looked at.
         """
-        need = partial(self._need, have=have)
-        questions = Questions(self._runs, lambda change: max(self._least(change)), self._price, need)
+        questions = Questions(
+            runs=self._runs,
+            least=lambda change: max(self._estimator.least_bytes(*self._laid(change))),
+            price=lambda change: self._estimator.step(*self._laid(change)),
+            need=partial(self._need, have=have),
+        )
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
     def _given(self) -> Change:
@@ -348,35 +353,27 @@ class LayoutSearch:
         config = changed(self.config, change)
         return not run_checks(config, self.world, files=False) and self._layout(config) is not None
 
-    def _least(self, change: Change) -> list[float]:
-        """Returns bytes that each pipeline rank needs at least."""
+    def _laid(self, change: Change) -> tuple[Config, int, PipelineLayout | None]:
         config = changed(self.config, change)
-        return self._estimator.least_bytes(config, self.world, self._layout(config))
-
-    def _price(self, change: Change) -> StepCost:
-        config = changed(self.config, change)
-        return self._estimator.step(config, self.world, self._layout(config))
+        return config, self.world, self._layout(config)
 
     def _need(self, change: Change, have: int) -> float:
         """Returns bytes of the rank that needs most; the one that looks so is asked first.
 
         Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.
         """
-        config, most, asked = changed(self.config, change), 0, dict[tuple, list[float]]()
-        layout = self._layout(config)
+        config, world, layout = self._laid(change)
         assert layout is not None
-        likely = self._careful.least_bytes(config, self.world, layout)
+        likely, most = self._careful.least_bytes(config, world, layout), 0
         stages = self._careful.workloads.stages(config, layout, "F")
-        forecaster = Forecaster(config, self.world, self._target, layout)
+        forecaster, asked = Forecaster(config, world, self._target, layout), defaultdict[tuple, list[float]](list)
         if max(likely) > have:
             return max(likely)
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
-            layers = tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))
-            known = asked.setdefault(layers, [])
-            if likely[rank] in known or (known and likely[rank] < SURE * known[0]):
-                continue
-            known.append(likely[rank])
-            most = max(most, forecaster.rank(rank).needed)
+            known = asked[tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))]
+            if likely[rank] not in known and (not known or likely[rank] >= SURE * known[0]):
+                known.append(likely[rank])
+                most = max(most, forecaster.rank(rank).needed)
             if most > have:
                 return most
         verified(layout.program_of(micro_batch_counts(config, self.world)[-1]))
@@ -397,15 +394,3 @@ def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
     """Returns one micro-batch's forward and backward of this many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
     return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
-
-
-def layouts_table(layouts: Sequence[tuple[Candidate, str]]) -> str:
-    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration as given."""
-    lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
-    for each, overrides in layouts:
-        cost = each.cost
-        assert cost is not None
-        figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
-        bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
-        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
-    return "\n".join(lines)
