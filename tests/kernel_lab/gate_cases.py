@@ -245,7 +245,7 @@ ATTENTION_NIGHTLY = {
 
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
     def case(name, d, dv, options):
-        daily = ("sm_80",) * (name == "128") + ("sm_90", "sm_100")
+        daily = ("sm_80",) * (name == "128") + ("sm_90",) + ("sm_100",) * (name != "128-full")
         return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily)
 
     return {f"attention-{name}": case(name, *row) for name, row in table.items()}
