@@ -136,9 +136,8 @@ def kept_between_slots(program: Program, activation: np.ndarray, stash: np.ndarr
         activation: `[num_stages]` what a micro-batch keeps of a stage.
         stash: `[num_stages]` what of it stays from I until W has run.
     """
-    table, stashed = program.table, stash + np.zeros_like(activation)
-    changes = np.zeros((len(OPS), program.num_stages))
-    changes[F], changes[B], changes[I], changes[W] = activation, -activation, stashed - activation, -stashed
+    table, changes = program.table, np.zeros((len(OPS), program.num_stages))
+    changes[F], changes[B], changes[I], changes[W] = activation, -activation, stash - activation, -stash
     change = np.bincount(table.slot, changes[table.op, table.stage], minlength=len(table.slot_start) - 1)
     return np.array([change[first:stop].cumsum().max(initial=0.0) for first, stop in _spans(table.rank_start)])
 

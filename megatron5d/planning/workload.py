@@ -151,8 +151,7 @@ class Workloads:
         layers = config.recompute.group_layers if again and kind[0] in LAYERS else 1
         key = text, depths, kind, ops, config.train.mbs, layers
         if key not in self._asked:
-            unit = self._traced(alone, (text, depths), kind, ops).times(config.train.mbs)
-            self._asked[key] = _sharing(unit, layers)
+            self._asked[key] = self._traced(alone, (text, depths), kind, ops).times(config.train.mbs, layers)
         return self._asked[key]
 
     def _traced(self, alone: Config, key: tuple[str, int], kind: Kind, ops: str) -> Unit:
@@ -165,15 +164,6 @@ class Workloads:
                 passes = {**known[each].passes, **unit.passes} if each in known else unit.passes
                 known[each] = dataclasses.replace(unit, passes=passes)
         return known[kind]
-
-
-def _sharing(unit: Unit, layers: int) -> Unit:
-    """Returns a layer, traced as if alone, whose input is kept or copied to the host once for this many layers."""
-    passes = {
-        op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)
-        for op, work in unit.passes.items()
-    }
-    return dataclasses.replace(unit, passes=passes)
 
 
 def _part_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
