@@ -86,7 +86,7 @@ class Work:
             key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
             for key, each in self.sent.items()
         }
-        gemms = tuple(replace(gemm, rows=gemm.rows * sequences) for gemm in self.gemms)
+        gemms = tuple(Gemm(g.rows * sequences, g.inputs, g.outputs, g.stack, g.fp8, g.summed) for g in self.gemms)
         return Work(gemms, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
                     self.host_bytes * sequences, self.kept_bytes * sequences)  # fmt: skip
 
