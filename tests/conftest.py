@@ -32,6 +32,7 @@ torch.manual_seed(SEED)  # of tensors made on import
 
 SHORT_FIRST = 300  # tests that a worker runs before its first long one
 LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25  # of Linux since 6.1
+OF_THIS_PROCESS = {"monkeypatch", "capfd", "capsys", "caplog"}  # ranks that stand know nothing of what these do
 RUNNING, NEXT = Path(__file__), Path(__file__).parents[1] / ".pytest.ini"  # files that every worker has to lock
 
 
@@ -60,6 +61,9 @@ def pytest_runtest_protocol(item, nextitem):
 def pytest_runtest_setup(item):
     """A test's random tensors are its own, whatever ran before it, and a failure can be had again."""
     torch.manual_seed(SEED + zlib.crc32(item.nodeid.encode()))
+    if standing := sys.modules.get("standing_ranks"):
+        known = OF_THIS_PROCESS.isdisjoint(item.fixturenames) and item.get_closest_marker("patches") is None
+        standing.alone = not known
 
 
 @pytest.hookimpl(trylast=True)
@@ -133,3 +137,8 @@ def over_gloo(monkeypatch):
     from megatron5d.parity import local_ranks
 
     monkeypatch.setattr(local_ranks, "transport", local_ranks.Gloo)
+
+
+def pytest_sessionfinish():
+    if standing := sys.modules.get("standing_ranks"):
+        standing.end_all()

@@ -13,7 +13,7 @@ import pytest
 import reference_gpt
 import reference_muon
 import torch
-from ranks import run_ranks
+from standing_ranks import run_on_standing_ranks
 
 from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron5d.model.gpt import GPT
@@ -24,6 +24,7 @@ from megatron5d.parity.run import make_rows, micro_batch, perturb, train_on_rank
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import sizes_of
+from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.scheduling.auto_schedule import searched_layout
 
 __all__ = ["assert_parity", "layout_run", "make_rows", "micro_batch", "perturb", "reference_run", "worst_relative"]
@@ -118,15 +119,17 @@ def _reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     return outcome
 
 
+def _what_is_compared(rank: int, world: int, *arguments):  # of all that a rank has: sending it takes time as well
+    record = train_on_rank(rank, world, *arguments, False, None, phases=False)
+    return (record.figures, record.layers), record.gradients[0], record.weights[-1]
+
+
 def layout_run(config: Config, world: int, rows: torch.Tensor, steps: int):
     """The real thing on `world` ranks: its Outcome, and every rank's gradients and weights as rectangles."""
     layout = searched_layout(config, world)
-
-    def what_is_compared(rank: int, world: int):  # of all that a rank has: sending it takes time as well
-        record = train_on_rank(rank, world, config, layout, rows, steps, False, None, phases=False)
-        return (record.figures, record.layers), record.gradients[0], record.weights[-1]
-
-    told, gradients, weights = zip(*run_ranks(what_is_compared, world), strict=True)
+    programs = {count: layout.program_of(count) for count in micro_batch_counts(config, world)}  # can be pickled
+    arguments = config, dataclasses.replace(layout, program_of=programs.__getitem__), rows, steps
+    told, gradients, weights = zip(*run_on_standing_ranks(_what_is_compared, world, *arguments), strict=True)
     assert all(each == told[0] for each in told), "ranks disagree about loss or gradient norm"
     (figures, layers), plain = told[0], ("loss", "z_loss", "grad_norm", "num_targets")
     losses, z_losses, norms, targets = ([f[name] for f in figures] for name in plain)

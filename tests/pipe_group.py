@@ -72,9 +72,10 @@ class Pipes(Transport):
 
     def connect(self, rank: int) -> None:
         """Makes this process, newly forked, a rank of the world's group."""
-        self.rank = rank
-        use_batch_scheduling()
-        dist.Backend.register_backend(NAME, self._make_group, extended_api=True, devices=["cpu"])
+        if self.rank < 0:
+            use_batch_scheduling()
+            dist.Backend.register_backend(NAME, self._make_group, extended_api=True, devices=["cpu"])
+        self.rank, self.groups, self._used = rank, [], 0
         store = dist.FileStore(str(self.folder / "store"), self.world)
         dist.init_process_group(NAME, rank=rank, world_size=self.world, store=store)
 
@@ -86,6 +87,7 @@ class Pipes(Transport):
         """Notes what this rank has called, once it has ended."""
         calls = [(group.name, group.ranks, group.called) for group in self.groups]
         (self.folder / f"calls{self.rank}").write_text(json.dumps(calls))
+        self._arrived.clear()
 
     def mismatch(self) -> str | None:
         """Compares, once all ranks have ended, what they have called: the first that some have not, or None."""
@@ -212,7 +214,8 @@ class Group(dist.ProcessGroup):
         super().__init__(ranks.index(pipes.rank), len(ranks))
         self.pipes, self.name, self.ranks = pipes, name, list(ranks)
         self.others = [place for place, rank in enumerate(ranks) if rank != pipes.rank]
-        self.id = int.from_bytes(hashlib.blake2b(f"{name}{self.ranks}".encode(), digest_size=8).digest(), "little")
+        text = f"{name}{self.ranks}{pipes.folder}"  # no message of an earlier run of these ranks is one of this run
+        self.id = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         self.called: list[str] = []
         self._numbers: dict[tuple[int, int, str], Iterator[int]] = defaultdict(count)  # of messages, by peer and tag
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ranks import run_ranks
+from standing_ranks import run_on_standing_ranks
 
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
@@ -35,11 +35,11 @@ def write_corpus(prefix: Path, *, vocab_size: int, documents: int = 60, seed: in
 
 def train_on_ranks(config: Config, world: int, timeout: float = 120) -> list[int]:
     """Runs the training loop; returns each rank's exit code."""
+    return run_on_standing_ranks(_train, world, config, timeout=timeout)
 
-    def one(rank: int, world: int) -> int:
-        return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
-    return run_ranks(one, world, timeout=timeout)
+def _train(rank: int, world: int, config: Config) -> int:
+    return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
 
 def records(path: Path) -> list[dict]:

@@ -30,7 +30,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
-from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
+from megatron5d.planning.clusters import CLUSTERS, GIB, SHORT_NAMES, Cluster, cluster_called
 
 
 def _parser() -> OptionParser:
@@ -105,7 +105,7 @@ from megatron5d.config.load import CONF, keys_given
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.planning.fit import fit_text, nearest_fit, shortage
-from megatron5d.planning.layout_search import Candidate, LayoutSearch, layouts_table
+from megatron5d.planning.layout_search import Candidate, LayoutSearch
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
@@ -195,7 +195,7 @@ def _search(options: argparse.Namespace) -> int:
         records = [_record(each, line, _command(options, cluster, line)) for each, line in layouts]
         print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
     elif found:
-        print(layouts_table(layouts))
+        print(_layouts_table(layouts))
         print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each, for")
         print(_what(config))
         print(f"Run the first one: {_command(options, cluster, layouts[0][1])}")
@@ -207,6 +207,18 @@ def _search(options: argparse.Namespace) -> int:
             words = override_text(search.overrides(least)) or "as given"
             print(f"The smallest of them needs {gigabytes(least.needed)} or more: {words}")
     return 0 if found else 1
+
+
+def _layouts_table(layouts: list[tuple[Candidate, str]]) -> str:
+    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration as given."""
+    lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
+    for each, overrides in layouts:
+        cost = each.cost
+        assert cost is not None
+        figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
+        bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
+        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
+    return "\n".join(lines)
 
 
 def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:

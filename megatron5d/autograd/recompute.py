@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.kernels.dispatch import FirstOrderFunction
 
+ENGINE = torch.autograd.Variable._execution_engine
+
 
 class RecomputedParts:
     """Which parts of a layer are recomputed, as in `recompute.parts`. Layers run each of their parts through it."""
@@ -96,7 +98,9 @@ class _Part(FirstOrderFunction):
     @staticmethod
     def backward(ctx, *grads):
         pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
-        torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        roots, given = tuple(y for y, _ in pairs), tuple(grad for _, grad in pairs)
+        # as torch.autograd.backward, whose checks import sympy: half a second
+        ENGINE.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         leaves = ctx.leaves
         ctx.fn = ctx.leaves = ctx.outputs = None
         return None, None, *(leaf.grad for leaf in leaves)

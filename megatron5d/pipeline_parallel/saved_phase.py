@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron5d.autograd.offload import HostCopy
-from megatron5d.autograd.recompute import policy_of
+from megatron5d.autograd.recompute import ENGINE, policy_of
 from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
-_ENGINE = torch.autograd.Variable._execution_engine
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
 
 
@@ -233,7 +232,7 @@ def _backward(edges: list[GradientEdge | None], grads: tuple[Tensor | None, ...]
             given.append(grad)
     # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
     # long as the pass.
-    _ENGINE.run_backward(tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    ENGINE.run_backward(tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:

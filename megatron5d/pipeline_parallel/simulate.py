@@ -126,7 +126,7 @@ def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: 
     return held
 
 
-def kept_between_slots(program: Program, activation: np.ndarray) -> np.ndarray:
+def kept_between_slots(program: Program, activation: np.ndarray, stash: np.ndarray | float = 0.0) -> np.ndarray:
     """Returns `[num_ranks]` the most that a rank's activations hold between two slots, from F until I or B has run.
 
     It is less than `held_activations` where a slot's actions overlap: while one takes activations, the other frees its.
@@ -134,10 +134,11 @@ def kept_between_slots(program: Program, activation: np.ndarray) -> np.ndarray:
     Args:
         program: A complete Program.
         activation: `[num_stages]` what a micro-batch keeps of a stage.
+        stash: `[num_stages]` what of it stays from I until W has run.
     """
-    table = program.table
-    sign = (table.op == F).astype(int) - np.isin(table.op, (I, B))
-    change = np.bincount(table.slot, sign * activation[table.stage], minlength=len(table.slot_start) - 1)
+    table, changes = program.table, np.zeros((len(OPS), program.num_stages))
+    changes[F], changes[B], changes[I], changes[W] = activation, -activation, stash - activation, -stash
+    change = np.bincount(table.slot, changes[table.op, table.stage], minlength=len(table.slot_start) - 1)
     return np.array([change[first:stop].cumsum().max(initial=0.0) for first, stop in _spans(table.rank_start)])
 
 

@@ -16,6 +16,7 @@ Latencies are assumptions.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -89,7 +90,7 @@ class Cluster:
         Args:
             ranks: global ranks, ascending.
         """
-        near = sum(rank // self.node == ranks[0] // self.node for rank in ranks)
+        near = bisect_left(ranks, (ranks[0] // self.node + 1) * self.node)
         return RankGroup(len(ranks), near)
 
     def seconds(self, group: RankGroup, op: str, calls: float, num_bytes: float) -> float:

@@ -8,6 +8,7 @@ memory it needs. The most expensive of them is asked last, and only of layouts t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
-from megatron5d.planning.clusters import GIB, Cluster
+from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
 from megatron5d.planning.rank_memory import least_needed
@@ -30,7 +31,7 @@ from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts, verified
 from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
@@ -199,6 +200,7 @@ BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, abo
 FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
 # Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
+SURE = 0.98  # of what a rank keeps between two slots, next to others with the same layers: it will not need more
 LIMIT = 60  # layouts whose memory is forecast
 
 
@@ -228,7 +230,8 @@ class LayoutSearch:
         careful = config.moe.planned_imbalance if imbalance is None else imbalance
         self._target = Target(cluster.architecture, careful)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
-        self._careful = self._estimator if imbalance == careful else Estimator(cluster, careful)
+        even = config.model.num_experts and imbalance is None
+        self._careful = Estimator(cluster, careful) if even else self._estimator
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
 
@@ -267,8 +270,12 @@ class LayoutSearch:
             count: how many are wanted.
             progress: called for each layout that is looked at.
         """
-        need = partial(self._need, have=have)
-        questions = Questions(self._runs, lambda change: max(self._least(change)), self._price, need)
+        questions = Questions(
+            runs=self._runs,
+            least=lambda change: max(self._estimator.least_bytes(*self._laid(change))),
+            price=lambda change: self._estimator.step(*self._laid(change)),
+            need=partial(self._need, have=have),
+        )
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
     def _given(self) -> Change:
@@ -310,7 +317,7 @@ class LayoutSearch:
         pp, dp = config.parallel.pp, data_parallel(config, self.world)
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)
-            units = self._estimator.workloads.counted(laid)
+            units = self._estimator.workloads.counted(laid, "FB")
             m = laid.train.gbs // (laid.train.mbs * dp)
             state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
             kept = sum(n * unit.passes["F"].kept_bytes for unit, n, is_layer in units if is_layer or pp == 1)
@@ -338,7 +345,7 @@ class LayoutSearch:
         if key not in self._layouts:
             self._layouts[key] = None
             with suppress(ValueError):
-                self._layouts[key] = quick_layout(config, self.world)
+                self._layouts[key] = quick_layout(config, self.world, check=False)
         return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
@@ -346,23 +353,30 @@ class LayoutSearch:
         config = changed(self.config, change)
         return not run_checks(config, self.world, files=False) and self._layout(config) is not None
 
-    def _least(self, change: Change) -> list[float]:
-        """Returns bytes that each pipeline rank needs at least."""
+    def _laid(self, change: Change) -> tuple[Config, int, PipelineLayout | None]:
         config = changed(self.config, change)
-        return self._careful.least_bytes(config, self.world, self._layout(config))
+        return config, self.world, self._layout(config)
 
-    def _price(self, change: Change) -> StepCost:
-        config = changed(self.config, change)
-        return self._estimator.step(config, self.world, self._layout(config))
+    def _need(self, change: Change, have: int) -> float:
+        """Returns bytes of the rank that needs most; the one that looks so is asked first.
 
-    def _need(self, change: Change, have: int) -> int:
-        """Returns bytes of the rank that needs most; the one that looks so is asked first."""
-        config, least, most = changed(self.config, change), self._least(change), 0
-        forecaster = Forecaster(config, self.world, self._target, self._layout(config))
-        for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
-            most = max(most, forecaster.rank(rank).needed)
+        Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.
+        """
+        config, world, layout = self._laid(change)
+        assert layout is not None
+        likely, most = self._careful.least_bytes(config, world, layout), 0
+        stages = self._careful.workloads.stages(config, layout, "F")
+        forecaster, asked = Forecaster(config, world, self._target, layout), defaultdict[tuple, list[float]](list)
+        if max(likely) > have:
+            return max(likely)
+        for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
+            known = asked[tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))]
+            if likely[rank] not in known and (not known or likely[rank] >= SURE * known[0]):
+                known.append(likely[rank])
+                most = max(most, forecaster.rank(rank).needed)
             if most > have:
-                break
+                return most
+        verified(layout.program_of(micro_batch_counts(config, self.world)[-1]))
         return most
 
 
@@ -380,15 +394,3 @@ def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
     """Returns one micro-batch's forward and backward of this many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
     return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
-
-
-def layouts_table(layouts: Sequence[tuple[Candidate, str]]) -> str:
-    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration as given."""
-    lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
-    for each, overrides in layouts:
-        cost = each.cost
-        assert cost is not None
-        figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
-        bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
-        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
-    return "\n".join(lines)

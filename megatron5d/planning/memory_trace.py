@@ -64,7 +64,7 @@ class MemoryWatch(TorchDispatchMode):
         self.block = block
         self.live_bytes = self.peak_bytes = 0
         self.largest: tuple[int, tuple[int, ...], str] = (0, (), "")
-        self._sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storage -> [its bytes]
+        self._sizes: dict[int, tuple[int, weakref.ref]] = {}  # id of a storage that lives -> its bytes
         self._resize = torch.UntypedStorage.resize_
 
     @classmethod
@@ -94,36 +94,40 @@ class MemoryWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out = output_of(func, args, kwargs)
+        out, given = output_of(func, args, kwargs), None
         if out is None:
             out = func(*args, **kwargs)
-        if not _makes_only_views(func):
+            if _makes_only_views(func):
+                return out
             given = {id(tensor.untyped_storage()) for tensor in _tensors((args, tuple(kwargs.values())))}
-            for tensor in _tensors((out,)):
-                if id(tensor.untyped_storage()) not in given:
-                    self._made(tensor, str(func))
+        elif args and out is args[0]:
+            return out
+        for tensor in (out,) if type(out) is Tensor else _tensors((out,)):
+            if not given or id(tensor.untyped_storage()) not in given:
+                self._made(tensor, func)
         return out
 
-    def _made(self, tensor: Tensor, operation: str) -> None:
-        self.largest = max(self.largest, (tensor.numel(), tuple(tensor.shape), operation))
+    def _made(self, tensor: Tensor, operation: Any) -> None:
+        if tensor.numel() > self.largest[0]:
+            self.largest = tensor.numel(), tuple(tensor.shape), str(operation)
         storage = tensor.untyped_storage()
-        if storage in self._sizes:
-            return
-        size = self._sizes[storage] = [0]
-        self._grow(size, storage.nbytes())
-        weakref.finalize(storage, self._grow, size, 0)
+        if id(storage) not in self._sizes:
+            self._grow(storage, 0)
 
     def _changed(self, storage: torch.UntypedStorage, before: int) -> None:
-        size = self._sizes.get(storage)
-        if size is None:  # made before the context: only the change counts, as long as the storage lives
-            size = self._sizes[storage] = [self.rounded(before)]
-        self._grow(size, storage.nbytes())
+        """Counts a resized storage; of one made before the context only the change, as long as it lives."""
+        self._grow(storage, self.rounded(before))
 
-    def _grow(self, size: list[int], num_bytes: int) -> None:
-        now = self.rounded(num_bytes)
-        self.live_bytes += now - size[0]
+    def _grow(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Counts a storage's bytes, less those counted of it so far: `before` where it is new."""
+        place, now = id(storage), self.rounded(storage.nbytes())
+        known, ref = self._sizes.get(place) or (before, weakref.ref(storage, lambda _: self._freed(place)))
+        self._sizes[place] = now, ref
+        self.live_bytes += now - known
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        size[0] = now
+
+    def _freed(self, place: int) -> None:
+        self.live_bytes -= self._sizes.pop(place)[0]
 
     def rounded(self, num_bytes: int) -> int:
         """Returns the bytes that the allocator uses for a request."""

@@ -25,7 +25,7 @@ from megatron5d.planning.dp_traffic import Sharding
 from megatron5d.planning.fit import device_bytes, shortage, target_here
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import least_needed, table
-from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost
+from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost, used_ops
 from megatron5d.planning.work import message_bytes
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import Mesh, planned_mesh
@@ -63,7 +63,7 @@ class Estimator:
         check_predictable(config)
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
-        stages = self.workloads.stages(config, layout)
+        stages = self.workloads.stages(config, layout, used_ops(program))
         flops = flops_per_token(config.model, config.train.seq_len)
         prices = Prices(self.cluster, config, _mesh(config, world, layout), layout)
         return step_cost(prices, program, stages, world, flops)
@@ -81,9 +81,10 @@ class Estimator:
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-        stages = self.workloads.stages(config, layout)
-        kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
-        allocated = kept_between_slots(program, kept)
+        ops = used_ops(program).replace("B", "")  # of which only the price asks
+        stages = self.workloads.stages(config, layout, ops)
+        kept = {op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages]) for op in ops}
+        allocated = kept_between_slots(program, kept["F"], kept["F"] + kept["I"] if "I" in ops else 0.0)
         for rank in range(program.num_ranks):
             mine = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
             allocated[rank] += sharding.state_bytes(mine)
@@ -100,7 +101,7 @@ def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mappin
     """
     program = layout.program_of(micro_batch_counts(config, world)[-1])
     sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-    stages = Workloads(Target()).stages(config, layout)
+    stages = Workloads(Target()).stages(config, layout, used_ops(program))
     return sent_bytes(message_bytes(config, layout.specs), sharding, program, stages)
 
 

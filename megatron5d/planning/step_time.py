@@ -52,6 +52,11 @@ def pass_counts(program: Program) -> np.ndarray:
     return counts
 
 
+def used_ops(program: Program) -> str:
+    """Returns the operations that a Program has, such as FB."""
+    return "".join(op for op in OPS if (program.table.op == OPS.index(op)).any())
+
+
 def sent_bytes(
     messages: Sequence[int], sharding: Sharding, program: Program, stages: Sequence[Sequence[Unit]]
 ) -> tuple[Mapping[str, int], ...]:
@@ -263,7 +268,7 @@ def step_cost(
         token_flops: FLOPs of a step per token, as the run's own MFU counts them.
     """
     config, cluster = prices.config, prices.cluster
-    used = [op for op in OPS if (program.table.op == OPS.index(op)).any()]
+    used = used_ops(program)
     spent = np.zeros((len(KINDS), len(OPS), program.num_stages))
     a2a = np.zeros((len(OPS), program.num_stages))
     gathered = mean_gathered(program, stages, prices.sharding) if prices.sharding.gathers_each else {}

@@ -80,15 +80,16 @@ class Work:
     def flops(self) -> float:
         return sum(gemm.flops for gemm in self.gemms) + self.core_flops
 
-    def times(self, sequences: int) -> Work:
-        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many calls."""
+    def times(self, sequences: int, layers: int = 1) -> Work:
+        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many calls; of a layer
+        whose input is kept or copied to the host once for several layers."""
         sent = {
             key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
             for key, each in self.sent.items()
         }
-        gemms = tuple(replace(gemm, rows=gemm.rows * sequences) for gemm in self.gemms)
+        gemms = tuple(Gemm(g.rows * sequences, g.inputs, g.outputs, g.stack, g.fp8, g.summed) for g in self.gemms)
         return Work(gemms, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
-                    self.host_bytes * sequences, self.kept_bytes * sequences)  # fmt: skip
+                    self.host_bytes * sequences / layers, self.kept_bytes * sequences / layers)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ class Unit:
         """Elements of what it counts and other units read."""
         return sum(self.read.values()) - self.borrowed_elements()
 
-    def times(self, sequences: int) -> Unit:
-        """Returns the unit with its work on a micro-batch of a number of sequences."""
-        return replace(self, passes={op: work.times(sequences) for op, work in self.passes.items()})
+    def times(self, sequences: int, layers: int = 1) -> Unit:
+        """Returns the unit with its work on a micro-batch of a number of sequences; `layers` as in `Work.times`."""
+        return replace(self, passes={op: work.times(sequences, layers) for op, work in self.passes.items()})
 
 
 def together(works: Iterable[Work]) -> Work:

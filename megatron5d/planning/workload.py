@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd, prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron5d.autograd.offload import WATCH
 from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.derived import is_moe, quantised_matrices, window_of
+from megatron5d.config.derived import moe_layers, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
@@ -44,6 +44,7 @@ EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
+_Block = tuple[str, frozenset[str], frozenset[str]]
 Works = dict[str, dict[nn.Module, Work]]
 """op -> phase -> its work."""
 _Trace = tuple[GPT, list[Kind], Works, Any]
@@ -96,30 +97,32 @@ class Workloads:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._known: dict[str, dict[Kind, Unit]] = {}
+        self._known: dict[tuple[str, int], dict[Kind, Unit]] = {}  # of one sequence
         self._blocks: dict[str, _Trace] = {}
-        self._of: tuple[Config | None, dict[tuple[Kind, int], Unit]] = None, {}  # units of the last configuration
+        self._of: tuple[Config | None, dict[bool, tuple[Config, str]]] = None, {}  # the last configuration, alone
+        self._asked: dict[tuple, Unit] = {}
 
-    def stages(self, config: Config, layout: PipelineLayout) -> list[list[Unit]]:
+    def stages(self, config: Config, layout: PipelineLayout, ops: str = "FIWB") -> list[list[Unit]]:
         """Returns the units of every stage.
 
         Args:
             config: a valid configuration.
             layout: of the pipeline.
+            ops: passes that the units have at least.
         """
-        frozen, before = _frozen_names(config), layout.specs[-1].mtp.start
+        blocks, before = _blocks(config), layout.specs[-1].mtp.start
         stages = [
-            [self._unit(config, kind, before) for kind in _kinds(config, stage, spec, frozen)]
+            [self._unit(config, kind, ops, before) for kind in _kinds(config, stage, spec, blocks)]
             for stage, spec in enumerate(layout.specs)
         ]
         if "tied" in layout.shared:
             _part_embedding(stages, layout)
         return stages
 
-    def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
+    def counted(self, config: Config, ops: str = "FIWB") -> list[tuple[Unit, int, bool]]:
         """Returns the whole model's units: of each kind one, how many, and whether it is a layer or an end."""
-        kinds = Counter(_kinds(config, 0, whole_model(config.model), _frozen_names(config)))
-        return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
+        kinds = Counter(_kinds(config, 0, whole_model(config.model), _blocks(config)))
+        return [(self._unit(config, kind, ops), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def block(self, config: Config, before: Callable[[GPT], Any]) -> tuple[list[nn.Module], Works, Any]:
         """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its work; and what
@@ -130,37 +133,37 @@ class Workloads:
             before: called with the model on the meta device, before a sequence passes it.
         """
         alone = _alone(config, config.recompute.mode != "none")
-        key = f"{alone} 0"
+        key = str(alone)
         if key not in self._blocks:
             self._blocks[key] = _run_alone(alone, self.target, before=before)
-            self._known.setdefault(key, {}).update(_units(alone, self._blocks[key]))
+            self._known.setdefault((key, 0), {}).update(_units(alone, self._blocks[key]))
         model, kinds, passes, said = self._blocks[key]
         names = [kind[0] for kind in kinds]
         return model.units[names.index("moe" if "moe" in names else "dense")], passes, said
 
-    def _unit(self, config: Config, kind: Kind, depths: int = 0) -> Unit:
+    def _unit(self, config: Config, kind: Kind, ops: str, depths: int = 0) -> Unit:
+        again = kind[1]
         if self._of[0] is not config:
             self._of = config, {}
-        if found := self._of[1].get((kind, depths)):
-            return found
-        alone = _alone(config, kind[1])
-        known = self._known.setdefault(f"{alone} {depths}", {})
-        if kind not in known:
-            known |= _units(alone, _run_alone(alone, self.target, depths))
-        unit = known[kind].times(config.train.mbs)
-        if kind[1] and kind[0] in LAYERS:
-            unit = _sharing(unit, config.recompute.group_layers)
-        self._of[1][kind, depths] = unit
-        return unit
+        if again not in self._of[1]:
+            self._of[1][again] = (found := _alone(config, again)), str(found)
+        alone, text = self._of[1][again]
+        layers = config.recompute.group_layers if again and kind[0] in LAYERS else 1
+        key = text, depths, kind, ops, config.train.mbs, layers
+        if key not in self._asked:
+            self._asked[key] = self._traced(alone, (text, depths), kind, ops).times(config.train.mbs, layers)
+        return self._asked[key]
 
-
-def _sharing(unit: Unit, layers: int) -> Unit:
-    """Returns a layer, traced as if alone, whose input is kept or copied to the host once for this many layers."""
-    passes = {
-        op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)
-        for op, work in unit.passes.items()
-    }
-    return dataclasses.replace(unit, passes=passes)
+    def _traced(self, alone: Config, key: tuple[str, int], kind: Kind, ops: str) -> Unit:
+        """Returns a unit for one sequence; passes that nobody has asked about yet are run."""
+        known = self._known.setdefault(key, {})
+        has = known[kind].passes if kind in known else {}
+        lacking = "".join(back for back in "IB" if back in ops and back not in has)
+        if lacking or not has:
+            for each, unit in _units(alone, _run_alone(alone, self.target, key[1], lacking)).items():
+                passes = {**known[each].passes, **unit.passes} if each in known else unit.passes
+                known[each] = dataclasses.replace(unit, passes=passes)
+        return known[kind]
 
 
 def _part_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
@@ -188,30 +191,33 @@ def _frozen_names(config: Config) -> frozenset[str]:
     return frozenset(name for glob in config.optim.freeze for name in fnmatch.filter(names, glob))
 
 
-def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) -> Iterator[Kind]:
+def _kinds(config: Config, stage: int, spec: StageSpec, blocks: Sequence[_Block]) -> Iterator[Kind]:
     model, recompute, none = config.model, config.recompute, frozenset[str]()
     ends = recompute.mode != "none"  # computed again where anything is: `logit_tokens` says how
     if spec.embedding:
         yield EMBEDDING, ends, none, none
     for place, i in enumerate(spec.layers):
-        yield _block(config, i, is_recomputed(recompute, stage, place), frozen)
+        name, fp8, fixed = blocks[i]
+        yield name, is_recomputed(recompute, stage, place), fp8, fixed
     if spec.head:
         yield HEAD, ends, none, none
     for place, depth in enumerate(spec.mtp, len(spec.layers)):
-        again = is_recomputed(recompute, stage, place)
-        name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
-        yield f"ahead {depth} {name}", again, fp8, fixed
+        name, fp8, fixed = blocks[model.num_layers + depth]
+        yield f"ahead {depth} {name}", is_recomputed(recompute, stage, place), fp8, fixed
 
 
-def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
-    start = f"layers.{i}."
-    fp8, fixed = (
-        frozenset(name.removeprefix(start) for name in names if name.startswith(start))
-        for names in (quantised_matrices(config), frozen)
-    )
-    kind = "moe" if is_moe(config.model, i) else "dense"
-    kind += " windowed" if config.model.window_layers is not None and window_of(config.model, i) else ""
-    return kind, again, fp8, fixed
+def _blocks(config: Config) -> list[_Block]:
+    """Returns what each block is, those of multi-token prediction included."""
+    model, mixtures = config.model, moe_layers(config.model)
+    marked, blocks = (quantised_matrices(config), _frozen_names(config)), []
+    for i in range(model.num_layers + model.num_mtp_layers):
+        start, name = f"layers.{i}.", "moe" if min(i, model.num_layers - 1) in mixtures else "dense"
+        fp8, fixed = (
+            frozenset(name.removeprefix(start) for name in names if name.startswith(start)) for names in marked
+        )
+        name += " windowed" if model.window_layers is not None and window_of(model, i) else ""
+        blocks.append((name, fp8, fixed))
+    return blocks
 
 
 def _alone(config: Config, again: bool) -> Config:
@@ -225,8 +231,8 @@ def _alone(config: Config, again: bool) -> Config:
     return Config(
         model=config.model,
         parallel=dataclasses.replace(
-            parallel, pp=1, vpp=1, dp_replicate=1, zero=0, zero3_gather="per_microbatch", grad_reduce="per_microbatch",
-            order=["pp", "dp", "cp", "tp"],
+            parallel, etp=parallel.etp or parallel.tp, pp=1, vpp=1, dp_replicate=1, zero=0,
+            zero3_gather="per_microbatch", grad_reduce="per_microbatch", order=["pp", "dp", "cp", "tp"],
         ),
         train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),
         precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
@@ -237,11 +243,10 @@ def _alone(config: Config, again: bool) -> Config:
     )  # fmt: skip
 
 
-def _window(config: Config, frozen: frozenset[str]) -> range:
+def _window(blocks: Sequence[_Block]) -> range:
     """Returns the fewest neighbouring layers with one of each kind."""
-    kinds = [_block(config, i, False, frozen) for i in range(config.model.num_layers)]
-    spans = (range(at, at + size) for size in range(1, len(kinds) + 1) for at in range(len(kinds) - size + 1))
-    return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
+    spans = (range(at, at + size) for size in range(1, len(blocks) + 1) for at in range(len(blocks) - size + 1))
+    return next(span for span in spans if set(blocks[span.start : span.stop]) == set(blocks))
 
 
 def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
@@ -256,7 +261,7 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
         own, fixed = read - counted, {parameter for parameter in read if getattr(parameter, "frozen", False)}
         counted |= own
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
-        for op in "BI":  # what went there comes back, begun in the backward of another unit (autograd/offload.py)
+        for op in {"B", "I"} & works.keys():  # what went there comes back, begun in another's (autograd/offload.py)
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         found[kind] = Unit(
             works, _elements(own), _elements(own & fixed), _elements(filter(is_quantized, own)), several, borrowed,
@@ -266,13 +271,16 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
     return found
 
 
-def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable[[GPT], Any] = id) -> _Trace:
+def _run_alone(
+    config: Config, target: Target, depths: int = 0, backs: str = "IB", before: Callable[[GPT], Any] = id
+) -> _Trace:
     """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
 
     Args:
         config: as `_alone` returns it.
         target: whose paths the layers take.
         depths: blocks of multi-token prediction before the head.
+        backs: kinds of backward; I brings W.
         before: called with the model before the sequence passes.
 
     Returns:
@@ -281,9 +289,9 @@ def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable
     parallel, model_config = config.parallel, config.model
     experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
     world = dense * (experts // gcd(experts, dense))
-    ledger, frozen = Ledger(), _frozen_names(config)
+    ledger, frozen, blocks = Ledger(), _frozen_names(config), _blocks(config)
     mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    window, ahead = _window(config, frozen), model_config.num_mtp_layers
+    window, ahead = _window(blocks[: model_config.num_layers]), model_config.num_mtp_layers
     specs = {0: StageSpec(window, True, not depths, range(depths or ahead))}
     if depths:
         specs[1] = StageSpec(range(0), False, True, range(depths, ahead))
@@ -300,10 +308,10 @@ def _run_alone(config: Config, target: Target, depths: int = 0, before: Callable
             count_products(model, counter)
             watched = WATCH.set(counter.copied)
             try:
-                passes = _passes(config, model, batch, counter)
+                passes = _passes(config, model, batch, counter, backs)
             finally:
                 WATCH.reset(watched)
-    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, frozen)], passes, said
+    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, blocks)], passes, said
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
@@ -333,7 +341,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
     return dict(found)
 
 
-def _passes(config: Config, model: GPT, batch, counter: _Counter) -> Works:
+def _passes(config: Config, model: GPT, batch, counter: _Counter, backs: str) -> Works:
     form, phases = boundary_form(config, "meta"), model.phases
     found, core = Works(), CoreFlops(config)
     # the first pass makes what stays: FP8 copies of weights, symmetric memory, weights' gradients
@@ -341,10 +349,12 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter) -> Works:
     for parameter in model.parameters():
         if not (rehearse or getattr(parameter, "frozen", False)):
             grad_buffer(parameter)
-    for back in "BIB" if rehearse else "IB":
+    for back in [*("B" if rehearse else ""), *(backs or [""])]:
         stage = Stage(phases)
         counter.take(0.0)
         found["F"] = _run(stage.begin("F", 0, None, batch), counter, core)
+        if not back:
+            break
         grad = torch.empty(len(loss_terms(config)), dtype=statistics_dtype(form.dtype), device="meta")
         found[back] = _run(stage.begin(back, 0, grad), counter, core)
         if back == "I":

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +45,8 @@ class Mesh(Mapping[str, Axis]):
         return " ".join(map(repr, self._axes.values()))
 
 
-def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=8)
+def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> Mapping[str, tuple[int, ...]]:
     """Returns the global ranks of every process group of `rank`, by axis name.
 
     `num_kv_heads` of the model are for `tp_kv`; None = each rank has KV heads of its own.
@@ -143,6 +145,5 @@ def planned_mesh(
     Args:
         sizes, num_kv_heads, shared, recorder: as in `build_mesh`.
     """
-    ranks_of = groups_of(sizes, rank, num_kv_heads)
-    ranks_of |= shared_groups_of(sizes, rank, shared)
+    ranks_of = {**groups_of(sizes, rank, num_kv_heads), **shared_groups_of(sizes, rank, shared)}
     return Mesh(sizes, {name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in ranks_of.items()})

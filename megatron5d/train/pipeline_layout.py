@@ -49,7 +49,7 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
     Raises:
         ValueError: the schedule, the number of micro-batches and the layers do not fit together.
     """
-    program_of = program_of or cache(named_programs(config))
+    program_of = cache(program_of or named_programs(config))
     programs = [program_of(m) for m in micro_batch_counts(config, world)]
     placement = programs[-1].placement
     if any(program.placement != placement for program in programs):
@@ -62,9 +62,9 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
     return PipelineLayout(program_of, placement, tuple(specs), shared_parameters(placement, specs, config.model))
 
 
-def named_programs(config: Config) -> Programs:
-    """Returns the Programs of a named schedule or a file; a single rank needs no schedule. Raises ValueError: no
-    schedule has this name."""
+def named_programs(config: Config, check: bool = True) -> Programs:
+    """Returns the Programs of a named schedule, verified if `check`, or of a file; a single rank needs no schedule.
+    Raises ValueError: no schedule has this name."""
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
         from megatron5d.pipeline_parallel.schedule_csv import read_file
@@ -77,14 +77,15 @@ def named_programs(config: Config) -> Programs:
         return lambda m: build_program("1f1b", 1, m)
     # parallel.vpp = 1 is the default, under which the schedule decides
     chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
-    return lambda m: verified(build_program(name, pp, m, chunks))
+    return lambda m: verified(build_program(name, pp, m, chunks), check)
 
 
-def verified(program: Program) -> Program:
+def verified(program: Program, check: bool = True) -> Program:
     """Returns the Program. Raises ProgramError: its order is wrong."""
-    from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
+    if check:
+        from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
 
-    verify(program)
+        verify(program)
     return program
 
 

@@ -33,7 +33,7 @@ from megatron5d.kernels import tuning
 
 PERFORMANCE = ("sm_90", "sm_100")  # targets whose speed is budgeted too
 BUDGET = Path(__file__).with_name("budget.json")
-DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100")  # sm_100 for what is not alike
+DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100")
 _IMPORTED_LATE = ("torch._dynamo", "triton.experimental.gluon.nvidia.hopper")  # by autograd Functions and the compiler
 FRAME_BYTES = {"sm_120": 8}  # the assembler zeroes a slot beside each bulk copy there, and never reads it: no spill
 
@@ -198,7 +198,7 @@ def main() -> int:
         wanted = [n for n in wanted if any(s in n for s in args.substrings)]
     work = [(name, target) for name in wanted for target in targets if target in CASES[name].targets]
     if not (args.all or args.targets):
-        work = [(name, target) for name, target in work if target != "sm_100" or not CASES[name].alike]
+        work = [(name, target) for name, target in work if target in CASES[name].daily]
     reports = run_gate(work, args.limit_s, args.jobs)
     if args.write_budget:
         write_budget(reports)

@@ -35,6 +35,7 @@ from megatron5d.kernels.providers.torch_gemm import clear_rest
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+ALIKE = ("sm_90",)  # its PTX for others is this one, on sm_100 with arithmetic packed in pairs
 HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
 
 
@@ -47,14 +48,14 @@ class Case:
         promises: target -> instructions that at least one kernel of the case must contain.
         targets: where it must compile.
         nightly: compiled only when all cases are asked for.
-        alike: for sm_100 compiled nightly only: its PTX is that for sm_90, with arithmetic packed in pairs.
+        daily: those of its targets for which it is compiled where not all cases are asked for.
     """
 
     run: Callable[[], object]
     promises: dict[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = ALL
     nightly: bool = False
-    alike: bool = False
+    daily: tuple[str, ...] = ("sm_80", "sm_90", "sm_100")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
@@ -243,10 +244,11 @@ ATTENTION_NIGHTLY = {
 
 
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
-    def case(d, dv, options):
-        return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly)
+    def case(name, d, dv, options):
+        daily = ("sm_80",) * (name == "128") + ("sm_90",) + ("sm_100",) * (name != "128-full")
+        return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily)
 
-    return {f"attention-{name}": case(*row) for name, row in table.items()}
+    return {f"attention-{name}": case(name, *row) for name, row in table.items()}
 
 
 def _ahead_cases() -> dict[str, Case]:
@@ -266,7 +268,7 @@ CASES: dict[str, Case] = {
     **_ahead_cases(),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "fp8-weight-grad": Case(_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
-    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8, alike=True),
+    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8, daily=ALIKE),
     "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its GEMMs take the plain path there
     "grouped": Case(
         _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
@@ -277,13 +279,13 @@ CASES: dict[str, Case] = {
     ),
     "overlap": Case(lambda: _overlap(8, False), OVERLAP),
     "overlap-transposed": Case(lambda: _overlap(4, True), OVERLAP),
-    "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8, alike=True),
+    "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8, daily=ALIKE),
     "moe": Case(_moe),
-    "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16), alike=True),
+    "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16), daily=ALIKE),
     "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),
-    "pointwise": Case(_pointwise, alike=True),
-    "rope-128": Case(lambda: _rope(128, 128, False), alike=True),
-    "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True), alike=True),
+    "pointwise": Case(_pointwise, daily=ALIKE),
+    "rope-128": Case(lambda: _rope(128, 128, False), daily=ALIKE),
+    "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True), daily=ALIKE),
     "vocabulary": Case(_vocabulary),
-    **{f"norms-{width}": Case(partial(_norms, width), alike=True) for width in (128, 4096, 8192, 16384, 53248)},
+    **{f"norms-{width}": Case(partial(_norms, width), daily=ALIKE) for width in (128, 4096, 8192, 16384, 53248)},
 }

@@ -3,7 +3,8 @@
 Several files share a process: to start one takes longer than some of them. Most of the time is Triton's compiler, which
 an empty cache makes a fresh clone wait for: unless MEGATRON5D_ALL_KERNELS=1, sm_100 is spared the tests marked `alike`,
 whose kernels differ from those of sm_90 in packed arithmetic alone, and `hopper`, of masks and shapes that every GPU
-treats alike; and lines, which only the message of a fault would name, are not compiled in.
+treats alike; of tests that are emulated the interpreter runs the last case alone, and all cases of those marked
+`interpreted`; and lines, which only the message of a fault would name, are not compiled in.
 """
 
 import os
@@ -21,8 +22,9 @@ FILES = sorted((HERE / "interpreted").glob("test_*.py"))
 EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
 SECONDS_A_PROCESS = 120
 # of a core: interpreted, and emulated with an empty cache; files that are not here take a few
-INTERPRETED = {"fp8": 55, "moe": 40, "flash_attention": 45, "benchmarks": 30, "planted_faults": 30, "pointwise": 25}
-INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10, "overlap": 10}
+LAST = {"benchmarks": 30, "planted_faults": 15, "overlap": 10, "flash_attention": 10, "fp8": 10}
+INTERPRETED = LAST | {"fp8": 55, "moe": 40, "flash_attention": 45, "pointwise": 25}
+INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10}
 EMULATED = {"flash_attention": 80, "fp8": 65, "emulated_gpu": 35, "normalization": 30, "moe": 25, "pointwise": 25}
 EMULATED |= {"layers": 20, "fp8_tensor": 15, "closeness": 10, "emulated_random": 10}
 ALIKE = ("normalization", "pointwise", "fp8_tensor", "shares", "multi_tensor")  # every test
@@ -35,7 +37,7 @@ ONLY_EMULATED = ("emulated_gpu", "emulated_random")
 
 def shares(place: str, left_out: tuple[str, ...], seconds: dict[str, int], marks=()) -> list:
     """Cases of the same length, more or less; the longest first."""
-    costs = {file: seconds.get(file.stem.removeprefix("test_"), 5) for file in FILES}
+    costs = {file: seconds.get(file.stem.removeprefix("test_"), 3) for file in FILES}
     costs = {file: cost for file, cost in costs.items() if file.stem.removeprefix("test_") not in left_out}
     parts: list[list[Path]] = [[] for _ in range(-(-sum(costs.values()) // SECONDS_A_PROCESS))]
     for file in sorted(costs, key=lambda file: -costs[file]):
@@ -45,8 +47,10 @@ def shares(place: str, left_out: tuple[str, ...], seconds: dict[str, int], marks
     return [pytest.param(place, part, id=f"{place}-{name}", marks=marks) for part, name in zip(parts, names)]
 
 
-SHARES = shares("interpreter", ONLY_EMULATED, INTERPRETED)
-COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulated GPU is built by g++")
+EMULATES = shutil.which("g++") is not None
+LAST_ALONE = EMULATES and not EVERYTHING
+SHARES = shares("interpreter", ONLY_EMULATED, LAST if LAST_ALONE else INTERPRETED)
+COMPILER = pytest.mark.skipif(not EMULATES, reason="the emulated GPU is built by g++")
 for emulated in ["sm_90", "sm_100"] + ["sm_80", "sm_120"] * EVERYTHING:
     seconds = NOT_ALIKE if emulated == "sm_100" and not EVERYTHING else EMULATED
     SHARES += shares(emulated, NOT_EMULATED, seconds, COMPILER)
@@ -62,7 +66,9 @@ def test_passes(place, files):
     command += ["-m", "not alike and not hopper"] if place == "sm_100" and not EVERYTHING else []
     lines = {} if place in ("interpreter", "gpu") else {"TRITON_DISABLE_LINE_INFO": "1"}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | lines
-    where = {"TRITON_INTERPRET": "1"} if place == "interpreter" else {"MEGATRON5D_KERNELS": place}
+    where = {"MEGATRON5D_KERNELS": place}
+    if place == "interpreter":
+        where = {"TRITON_INTERPRET": "1"} | ({"MEGATRON5D_LAST_CASES": "1"} if LAST_ALONE else {})
     run = subprocess.run(
         [*command, *files], cwd=HERE.parents[1], env=environment | where, capture_output=True, text=True, timeout=1800
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hf_folders import random_model
-from ranks import run_ranks
+from standing_ranks import run_on_standing_ranks
 from transformers_fp64 import model_in_fp64
 
 from megatron5d.checkpoint.hf.import_config import read_model_config
@@ -238,6 +238,10 @@ def ours(folder, ids, dtype, rank=0, world=1, *, first=0, **parallel):
         return model.head.logits(hidden).transpose(0, 1).contiguous()
 
 
+def everywhere(rank, world, folder, ids, layouts):
+    return [ours(folder, ids, "fp64", rank, world, **parallel) for parallel in layouts]
+
+
 def assert_close(got, wanted, dtype):
     assert wanted.abs().max() > 1
     assert (got - wanted).abs().max() < TOLERANCE[dtype] * wanted.abs().max()
@@ -251,12 +255,8 @@ def test_fp64_in_every_layout(case, folder, ids):
     wanted = theirs(folder, ids, "fp64")
     assert_close(ours(folder, ids, "fp64"), wanted, "fp64")
     by_world = DENSE_LAYOUTS if case in DENSE else SPARSE_LAYOUTS
-
-    def everywhere(rank, world):
-        return [ours(folder, ids, "fp64", rank, world, **parallel) for parallel in by_world[world]]
-
-    for world in by_world:
-        for logits in run_ranks(everywhere, world):
+    for world, layouts in by_world.items():
+        for logits in run_on_standing_ranks(everywhere, world, folder, ids, layouts):
             for got in logits:
                 assert_close(got, wanted, "fp64")
 

@@ -12,6 +12,7 @@ from parity_configs import config_of
 
 from megatron5d.config.schema import DataConfig, KernelsConfig
 
+pytestmark = pytest.mark.patches
 CUDNN = {"attention": "cudnn", "deterministic": False}
 FA4 = {"attention": "fa4"}
 CASES = {

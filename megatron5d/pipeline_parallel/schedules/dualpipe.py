@@ -34,31 +34,28 @@ def unroll(phases: Iterable[Phase], stages: Sequence[int], microbatches: Sequenc
         microbatches: the micro-batches of each chunk.
     """
     forwards, backwards = [0] * len(stages), [0] * len(stages)
-    deferred: list[tuple[int, Action]] = []
+    deferred: list[tuple[int, Action | None]] = []
 
-    def action(text: str) -> Action | None:
-        op, chunk = text[0], int(text[1:]) if text[1:] else None
+    def action(op: str, chunk: int | None) -> Action | None:
         if op == "W":
-            found = next(item for item in deferred if chunk in (None, item[0]))
-            deferred.remove(found)
-            return found[1]
-        assert chunk is not None, f"{text} names no chunk"
-        counter = forwards if op == "F" else backwards
+            return deferred.pop(next(i for i, (other, _) in enumerate(deferred) if chunk in (None, other)))[1]
+        assert chunk is not None, f"{op} names no chunk"
+        counter, own = forwards if op == "F" else backwards, microbatches[chunk]
         index = counter[chunk]
         counter[chunk] += 1
-        real = index < len(microbatches[chunk])
-        microbatch = microbatches[chunk][index] if real else -1
+        real = index < len(own)
         if op == "I":
-            deferred.append((chunk, Action("W", stages[chunk], microbatch)))
-        return Action(op, stages[chunk], microbatch) if real else None
+            deferred.append((chunk, Action("W", stages[chunk], own[index]) if real else None))
+        return Action(op, stages[chunk], own[index]) if real else None
 
     slots = []
     for times, pattern in phases:
+        cells = [
+            [(part[0], int(part[1:]) if part[1:] else None) for part in cell.split("&")] for cell in pattern.split()
+        ]
         for _ in range(times):
-            for cell in pattern.split():
-                slot = tuple(filter(None, map(action, cell.split("&"))))
-                slots.append(tuple(part for part in slot if part.microbatch >= 0))
-    return [slot for slot in slots if slot]
+            slots += [[action(*part) for part in cell] for cell in cells]
+    return [slot for cell in slots if (slot := tuple(part for part in cell if part))]
 
 
 @schedule("dualpipe")

@@ -128,17 +128,18 @@ def known_programs(config: Config, counts: Sequence[int]) -> Found:
     return Found(splits[0], found)
 
 
-def quick_layout(config: Config, world: int) -> PipelineLayout:
+def quick_layout(config: Config, world: int, check: bool = True) -> PipelineLayout:
     """Lays out the pipeline of a run that is only asked about: `auto` takes the best named schedule, unsearched.
 
     Args:
         config: a valid configuration.
         world: number of ranks.
+        check: verify a named schedule's Program.
 
     Raises:
         ValueError: as `pipeline_layout`.
     """
-    return _layout(config, world, known_programs)
+    return _layout(config, world, known_programs, check)
 
 
 def searched_layout(config: Config, world: int) -> PipelineLayout:
@@ -146,9 +147,11 @@ def searched_layout(config: Config, world: int) -> PipelineLayout:
     return _layout(config, world, searched)
 
 
-def _layout(config: Config, world: int, find: Callable[[Config, Sequence[int]], Found]) -> PipelineLayout:
+def _layout(
+    config: Config, world: int, find: Callable[[Config, Sequence[int]], Found], check: bool = True
+) -> PipelineLayout:
     if config.pipeline.schedule != "auto" or config.parallel.pp == 1:
-        return pipeline_layout(config, world)
+        return pipeline_layout(config, world, named_programs(config, check))
     return layout_of(find(config, micro_batch_counts(config, world)), world)
 
 

@@ -17,6 +17,7 @@ from megatron5d.tools import gpu_check, tune_kernels
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.tune_kernels import SPACE, Search, candidates, results
 
+pytestmark = pytest.mark.interpreted
 LACKING = (RuntimeError, NotImplementedError, ImportError, ValueError)
 """What providers other than ours raise where their kernels, or Liger, are not."""
 NOTHING = {"num_warps", "num_stages"}  # of a configuration, what every launch has a default for

@@ -19,7 +19,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_reference,
 )
 
-pytestmark = [pytest.mark.fp8, pytest.mark.alike]
+pytestmark = [pytest.mark.fp8, pytest.mark.alike, pytest.mark.interpreted]
 
 
 def same(got, want):

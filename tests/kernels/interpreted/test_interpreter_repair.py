@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+pytestmark = pytest.mark.interpreted
+
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -6,7 +6,7 @@ from kernel_lab.bounds import allow_memory
 
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
-pytestmark = pytest.mark.alike
+pytestmark = [pytest.mark.alike, pytest.mark.interpreted]
 SHAPES = [(1,), (7, 9), (127,), (3, 43, 2), (1025,)]
 DECAYS = [0.0, 0.1, 0.0, 0.1, 0.2]
 

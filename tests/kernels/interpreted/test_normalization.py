@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron5d import kernels
 from megatron5d.kernels import norm as normalization
 
-pytestmark = pytest.mark.alike
+pytestmark = [pytest.mark.alike, pytest.mark.interpreted]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SHAPES = [(1, 1), (5, 7), (3, 2, 127), (33, 129), (3, 1000), (9, 4097)]  # the last with the kernels of wide rows
 

@@ -15,6 +15,8 @@ from megatron5d.kernels import overlapped_gemm
 from megatron5d.kernels import symm_mem_flags as signals
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 
+pytestmark = pytest.mark.interpreted
+
 SIZE, RANK = 2, 1
 SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, transposed
 

@@ -1,6 +1,7 @@
 """One fault at a time in a copy of a kernel's file: comparison with the reference, or the interpreter, notices."""
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -19,11 +20,12 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_reference,
 )
 
+pytestmark = pytest.mark.interpreted
 ROOT = Path(kernels.__file__).parent
 
 
 def with_fault(tmp_path, name, right, wrong):
-    """The module with `right` replaced by `wrong`; without a fault where both are equal."""
+    """The module with `right` replaced by `wrong`; without a fault where both are empty."""
     source = (ROOT / f"{name}.py").read_text()
     assert right in source, f"{name}.py no longer contains {right!r}: plant the fault anew"
     path = tmp_path / "planted.py"
@@ -232,19 +234,23 @@ FAULTS = {
 }
 
 
-def distance(pair):
-    got, want = (x.detach().double() for x in pair)
+def distance(run, module):
+    torch.manual_seed(0)
+    got, want = (x.detach().double() for x in run(module))
     return float((got - want).norm() / want.norm())
+
+
+@cache
+def without_a_fault(folder, name, run):
+    return distance(run, with_fault(folder, name, "", ""))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_noticed(fault, tmp_path):
     name, run, right, wrong = FAULTS[fault]
-    torch.manual_seed(0)
-    assert distance(run(with_fault(tmp_path, name, right, right))) < 1e-2
-    torch.manual_seed(0)
+    assert without_a_fault(tmp_path.parent, name, run) < 1e-2
     try:
-        error = distance(run(with_fault(tmp_path, name, right, wrong)))
+        error = distance(run, with_fault(tmp_path, name, right, wrong))
     except InterpreterError:
         return
     assert not error < 3e-2, f"the planted fault moved the result by {error} only"

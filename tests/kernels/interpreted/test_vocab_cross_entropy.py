@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from megatron5d import kernels
 
+pytestmark = pytest.mark.interpreted
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
 

@@ -76,7 +76,7 @@ class OldAttention(Workloads):
     Korthikanti et al. 2022, equation 2); in a backward 2 each before dropout, behind it and behind the softmax.
     """
 
-    def stages(self, config, layout):
+    def stages(self, config, layout, *ops):
         t, model = config.train, config.model
         scores = t.mbs * t.seq_len**2 * model.num_heads // config.parallel.tp
         made = {"F": 7 * scores, "B": (6 + 7 * (config.recompute.mode != "none")) * scores}
@@ -89,7 +89,7 @@ class OldAttention(Workloads):
             }
             return dataclasses.replace(unit, passes={**unit.passes, **passes})
 
-        return [[old(unit) for unit in units] for units in super().stages(config, layout)]
+        return [[old(unit) for unit in units] for units in super().stages(config, layout, *ops)]
 
 
 def is_old(run) -> bool:

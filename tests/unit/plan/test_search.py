@@ -9,7 +9,9 @@ from parity_configs import config_of
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import PrecisionConfig
+from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.planning import layout_search as layouts
+from megatron5d.planning import workload
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.dp_traffic import Sharding
 from megatron5d.planning.layout_search import Candidate, LayoutSearch, Proposals, Questions, best
@@ -197,3 +199,34 @@ def test_a_rank_needs_a_little_more_than_what_it_is_said_to_need_at_least(schedu
     for rank, memory in Forecaster(laid, 8, target, plan).ranks().items():
         fixed = memory.outside - CONTEXT_BYTES + (1 + FRAGMENTATION) * memory.library
         assert 0.9 * (memory.needed - fixed) < least[rank] <= memory.needed - fixed
+
+
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_ranks_that_are_not_asked_need_no_more_than_those_that_are(schedule, monkeypatch):
+    """Two dense layers and thirty mixtures on eight pipeline ranks, with experts as uneven as a run plans them."""
+    fields = {"model.num_layers": 32, "model.moe_layers": list(range(2, 32)), "parallel.ep": 2, "train.gbs": 48}
+    given = changed(config(), {**fields, "parallel.tp": 1, "parallel.pp": 8, "pipeline.schedule": schedule})
+    search, asked, rank = LayoutSearch(given, 16, CLUSTER), [], Forecaster.rank
+    monkeypatch.setattr(Forecaster, "rank", lambda self, place: asked.append(place) or rank(self, place))
+    needed = search._need(search._given(), 10**15)
+    assert len(asked) < 8
+    memories = Forecaster(given, 16, search._target).ranks().values()
+    assert needed == pytest.approx(max(memory.needed for memory in memories), rel=1e-5)
+
+
+def test_passes_that_nobody_asks_about_are_not_run(monkeypatch):
+    """Nor any of them twice: a layout's own size, its schedule and its micro-batches change no unit of one sequence."""
+    ran, run_alone = [], workload._run_alone
+
+    def noted(alone, target, depths, backs):
+        ran.append((str(alone), target.imbalance, backs))
+        return run_alone(alone, target, depths, backs)
+
+    monkeypatch.setattr(workload, "_run_alone", noted)
+    for schedule, backs in (("1f1b", {"B", ""}), ("zb_v", {"B", "I"})):
+        given = changed(config(), {"parallel.tp": 1, "parallel.pp": 2, "pipeline.schedule": schedule})
+        search = LayoutSearch(given, 8, CLUSTER, fixed={"parallel.tp", "parallel.pp", "pipeline.schedule"})
+        ran.clear()
+        assert search.best(search.candidates(10**12), 10**12, 2)
+        assert len(ran) == len(set(ran)) and {each[2] for each in ran} == backs
+        assert sum(each[2] == "B" for each in ran) <= 3 * 2 * 3  # ep, cp, recompute

@@ -26,6 +26,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.state import Progress
 
+pytestmark = pytest.mark.patches
 STEPS, LAYERS, MICRO_BATCHES = 5, 4, 4
 SLOW_S, EXPORT = 3.0, profile.export_chrome_trace
 
