@@ -144,8 +144,8 @@ class Search:
 
     def __init__(self, operation: str, row: str | None = None, device: str = "cuda", tiny: bool = False):
         self.operation, self.original = operation, tuning.select
-        self.row, self.provider, _ = SPACE[operation]
-        self.row = row or self.row
+        usual, self.provider, _ = SPACE[operation]
+        self.row = row or usual
         self.where: dict[str, Any] = {"device": device, "tiny": tiny}
         self.present: dict = {}
         with mock.patch.object(tuning, "select", self._observe):
@@ -163,11 +163,9 @@ class Search:
             self.present = dict(config)
         return config
 
-    def agrees(
-        self, candidate: dict, time_it: Callable[[Callable[[], object]], float] = lambda call: 0.0
-    ) -> float | None:
-        """Returns the milliseconds of `time_it` with a candidate; None where it does not run or its result is another.
-        Raises RuntimeError: it has broken the device, on which no other candidate would run."""
+    def run(self, candidate: dict, measure: Callable[[Callable[[], object]], float]) -> float | None:
+        """Returns what `measure` says of the call with a candidate; None where it does not run or its result is
+        another. Raises RuntimeError: it has broken the device, on which no other candidate would run."""
 
         def select(operation: str, device: torch.device, **key: int) -> dict:
             return dict(candidate) if operation == self.operation else self.original(operation, device, **key)
@@ -175,14 +173,14 @@ class Search:
         with mock.patch.object(tuning, "select", select):
             try:
                 call = self._fresh()
-                return time_it(call) if agrees(results(call()), self.want) else None
+                return measure(call) if agrees(results(call()), self.want) else None
             except Exception as error:  # too much shared memory, or a tile that the compiler refuses: not a candidate
                 if device_is_lost():
                     raise RuntimeError(f"{candidate} has broken the device: {error}") from error
                 return None
 
     def ms(self, candidate: dict) -> float | None:
-        return self.agrees(candidate, lambda call: median_ms([call], 20))
+        return self.run(candidate, lambda call: median_ms([call], 20))
 
 
 def _compile(
@@ -192,7 +190,7 @@ def _compile(
     choice.use(OURS)
     search = Search(operation, row)
     for piece in pieces:
-        tell((piece, search.agrees(every[int(piece)]) is not None))
+        tell((piece, search.run(every[int(piece)], lambda call: 0.0) is not None))
         tell((piece,))
 
 
@@ -264,6 +262,9 @@ def main() -> int:
     wanted = args.operations or list(SPACE)
     if unknown := [o for o in wanted if o not in SPACE]:
         print(f"unknown operation {', '.join(unknown)}; there are {', '.join(SPACE)}", file=sys.stderr)
+        return 2
+    if args.row and args.row not in BENCHMARKS:
+        print(f"no row {args.row!r}: tools/bench_kernels.py --list prints them", file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(f"{o}: {len(candidates(o))} candidates" for o in wanted))

@@ -67,9 +67,7 @@ class Quantized:
 
 def scales_of(amax: Tensor, dtype: torch.dtype, powers_of_two: bool) -> Tensor:
     """Computes float32 scales of groups whose largest magnitudes are `amax` (infinite where one is not a number)."""
-    largest = torch.full_like(
-        amax, torch.finfo(dtype).max
-    )  # not a number, by whose reciprocal torch multiplies on GPUs
+    largest = torch.full_like(amax, torch.finfo(dtype).max)  # on a GPU torch divides by a number by its reciprocal
     scale = amax.clamp(min=SMALLEST_AMAX) / largest
     if powers_of_two:  # the mantissa's carry raises the exponent unless the mantissa is zero
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)

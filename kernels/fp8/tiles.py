@@ -42,8 +42,8 @@ def store_transposed(
 ):  # fmt: skip
     """Casts 16 tiles from `row_slices` to FP8, and stores them as rows of the transpose, 16 bytes from a thread.
 
-    They are cast here, in pairs of neighbours: of values that are stored by rows, too, and that a thread takes apart
-    for this, ptxas 12.8 makes others (it merges half a register that it has never written).
+    They are cast here, in pairs of neighbours: where a thread stores casts by rows, too, and takes them apart for this,
+    ptxas 12.8 makes wrong values of them (docs/notes/kernels.md).
 
     Args:
         out_ptr: the tile's first byte in the transpose's first row.

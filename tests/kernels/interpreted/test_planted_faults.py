@@ -206,8 +206,8 @@ FAULTS = {
     "rows of a column in another order": (
         "fp8/tiles",
         float8_transposed,
-        "tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))",
-        "tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))",
+        "tl.join(tl.join(a, c), tl.join(b, d))",
+        "tl.join(tl.join(a, b), tl.join(c, d))",
     ),
     "missing promotion": ("fp8/gemm", float8, "total += part", "total = part"),
     "one side's scale": ("fp8/gemm", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
