@@ -44,7 +44,6 @@ class CudaGraphPool:
     """A memory pool of the caching allocator, and the CUDA graphs in it."""
 
     def __init__(self) -> None:
-        torch.cuda.empty_cache()  # a capture can neither use what eager steps have left there nor give it back
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
@@ -88,6 +87,10 @@ class StageGraphs:
             self._variant = variant
         self._warm = set() if eager else self._warm | self._met
         self._met = self._met | self._warm
+        # What eager steps have left no capture can use. To give it back waits for the device: later in the step that
+        # might wait for a message of a peer that waits here.
+        if self._warm - self._free.keys():
+            torch.cuda.empty_cache()
 
     def open(self, phases: Sequence[nn.Module], batch: MicroBatch, split: bool) -> InFlight:
         """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
@@ -97,8 +100,9 @@ class StageGraphs:
             split: its backward runs as I and W.
         """
         form = (split, *_form(batch))
-        self._met.add(form)
-        if form not in self._warm or batch.padding is not None or batch.documents is not None:
+        if batch.padding is None and batch.documents is None:
+            self._met.add(form)
+        if form not in self._warm:
             return InFlight(batch, len(phases))
         free = self._free[form]
         if not free:
