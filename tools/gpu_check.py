@@ -5,10 +5,10 @@
 
 Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so that what matters
 most is there first: the device; every kernel and library beside the plain path, and compute-sanitizer on the kernels
-that overlap at the same time; what a copy and a GEMM reach, and whether torch adds a GEMM into the main gradient in
-place; the rows of tools/bench_kernels.py by importance; whole steps of tools/bench_train.py; and the tuner with the
-time that is left. Each result is written at once, and what
-crashes or hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
+that overlap at the same time; losses of a small model, with the kernels and without; what a copy and a GEMM reach, and
+whether torch adds a GEMM into the main gradient in place; the rows of tools/bench_kernels.py by importance; whole steps
+of tools/bench_train.py; and the tuner with the time that is left. Each result is written at once, and what crashes or
+hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
 """
 
 import argparse

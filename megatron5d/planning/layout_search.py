@@ -365,10 +365,10 @@ class LayoutSearch:
         config, world, layout = self._laid(change)
         assert layout is not None
         likely, most = self._careful.least_bytes(config, world, layout), 0
-        stages = self._careful.workloads.stages(config, layout, "F")
-        forecaster, asked = Forecaster(config, world, self._target, layout), defaultdict[tuple, list[float]](list)
         if max(likely) > have:
             return max(likely)
+        stages = self._careful.workloads.stages(config, layout, "F")
+        forecaster, asked = Forecaster(config, world, self._target, layout), defaultdict[tuple, list[float]](list)
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
             known = asked[tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))]
             if likely[rank] not in known and (not known or likely[rank] >= SURE * known[0]):
