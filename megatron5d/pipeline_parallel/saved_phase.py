@@ -182,6 +182,7 @@ def _attach(x: Any, edges: list[GradientEdge]) -> Any:
         _ANCHOR, *tensors
     )
     node = attached[0].grad_fn
+    assert node is not None
     edges += [GradientEdge(node, number) for number in range(1, len(attached))]
     return attached[1] if x is tensors[0] else _with(x, iter(attached[1:]))
 
@@ -192,7 +193,7 @@ def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
     for each in tensors:
         if each.requires_grad and (each.grad_fn is None or isinstance(each.grad_fn, torch._C._FunctionBase)):
             each = each.view_as(each)  # an edge into a function in Python, unlike this view's, does not keep it alive
-        edges.append(GradientEdge(each.grad_fn, each.output_nr) if each.requires_grad else None)
+        edges.append(None if each.grad_fn is None else GradientEdge(each.grad_fn, each.output_nr))
     return y.detach() if isinstance(y, Tensor) and tensors else _with(y, map(Tensor.detach, tensors))
 
 
