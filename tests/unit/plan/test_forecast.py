@@ -21,6 +21,7 @@ from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import GPT
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.memory_trace import MemoryWatch
@@ -141,10 +142,7 @@ def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory
     ]
     on_host = [state for state in optimizer.slices if state.on_host]
     away = sum(t.nbytes for state in on_host for t in (state.master, state.grads, *state.moments.values()))
-    t, sharding = config.train, SequenceSharding(config, mesh)
-    numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
-    rows = make_rows(config, 1)
-    batches = [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
+    batches = first_batches(config, mesh)
     trainer.step(batches, 1e-3)
     weights, *others = (sum(each.values()) for each in storages)
     mine, found = predicted[mesh["pp"].rank], []
@@ -170,6 +168,13 @@ def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory
         kept,
         away + host,
     )
+
+
+def first_batches(config, mesh) -> list[MicroBatch]:
+    t, sharding = config.train, SequenceSharding(config, mesh)
+    numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
+    rows = make_rows(config, 1)
+    return [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
 
 
 def is_predicted(mine: RankMemory, peak: int, host: int) -> bool:
