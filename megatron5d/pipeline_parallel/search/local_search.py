@@ -11,13 +11,10 @@ Where no move helps any more, annealing begins: a Program may get longer by less
 Source: van Laarhoven, Aarts, Lenstra 1992, Job shop scheduling by simulated annealing, for moves on the critical path.
 """
 
-from collections.abc import Collection
-
 import numpy as np
 
-from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program, Table, program_from_table
-from megatron5d.pipeline_parallel.search.problem import Budget
+from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.timeline import (
     STUCK,
     Graph,
@@ -38,8 +35,6 @@ FARTHEST, NEAR = 20, 6
 REACH = 24
 """Positions within which a slot looks for a partner."""
 EQUAL = 1e-9
-ODDS = 1 << 20
-"""Probabilities are multiples of 1 / ODDS."""
 JUMP, PART, GIVE, JOIN = 0, 1, 2, 3
 
 
@@ -48,10 +43,8 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
     """Tries some moves; returns the makespan, without heat no longer than before.
 
     Args:
-        graph: the problem.
-        run: the order, which changes.
-        times: of the order as it stands; and room for those of another.
-        makespan: of the order as it stands.
+        graph, run, makespan: the problem, and the order as it stands.
+        times: of that order; and room for those of another.
         count: how many moves.
         heat: by how much a move that stays may lengthen the makespan: an exponential chance with this mean.
     """
@@ -61,8 +54,9 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
         if high <= low:
             continue
         since, reached = now.start[run.kept[0]], STUCK
-        limit = makespan + EQUAL - heat * np.log((_draw(run, ODDS) + 1) / ODDS)
-        if _in_turn(graph, run, low, high) and _fits(graph, run, low, high):
+        limit = makespan + EQUAL - heat * np.log((_draw(run, 1 << 20) + 1) / (1 << 20))
+        _in_turn(graph, run, low, high)
+        if _fits(graph, run, low, high):
             reached = evaluate(graph, run, now, trial, since, limit)
         if reached <= limit:
             makespan = reached
@@ -204,11 +198,10 @@ def _gains(graph, one, two):
 
 @compiled_part
 def _in_turn(graph, run, low, high):
-    """Restores the order of every stream in a rewritten window, that of its actions; returns whether anything changed.
+    """Restores the order of every stream, that of its actions, in a rewritten window.
 
     So a forward that moves over others of its stream lets each of them begin a place sooner or later.
     """
-    changed = False
     for k in range(low, high):
         early = run.order[k]
         for j in range(k + 1, high):
@@ -218,8 +211,6 @@ def _in_turn(graph, run, low, high):
                 run.order[k], run.place[late], run.joined[late] = late, k, first
                 run.order[j], run.place[early], run.joined[early] = early, j, second
                 early = late
-        changed |= early != run.kept[k - low] or run.joined[early] != run.kept_joined[k - low]
-    return changed
 
 
 @compiled_part
@@ -249,27 +240,15 @@ MOVE = 1 / 32
 """What a move counts for beside a list schedule of all actions: it times only those anew that come after it."""
 
 
-def refine(
-    program: Program,
-    costs: StageCosts,
-    memory: np.ndarray,
-    pairs: Collection[str],
-    budget: Budget,
-    until: float,
-    seed: int = 0,
-) -> Program:
+def refine(program: Program, problem: Problem, budget: Budget, until: float, seed: int = 0) -> Program:
     """Returns a Program that is no slower, fits the same memory, and keeps the order of micro-batches in every stream.
 
     Args:
-        program: A legal Program.
-        costs: of its stages.
-        memory: `[num_ranks]` the most activations a rank may hold.
-        pairs: which actions may be overlapped anew, such as F&I.
-        budget: counts a move as MOVE evaluations.
-        until: share of the budget at which to end.
+        program, problem: A legal Program, and its costs, its memory, and which actions may be overlapped anew.
+        budget: is used up to the share `until`; a move counts as MOVE evaluations.
         seed: of the random moves.
     """
-    graph, run = graph_of(program, costs, memory, pairs), begin(program, seed)
+    graph, run = graph_of(program, problem.costs, problem.memory, problem.pairs), begin(program, seed)
     now, trial = empty_times(graph), empty_times(graph)
     makespan = evaluate(graph, run, trial, now, -1.0, np.inf)
     count = max(1, min(100, ACTIONS // len(run.order)))
@@ -284,10 +263,7 @@ def refine(
             best, order, joined, idle = makespan, run.order.copy(), run.joined.copy(), 0
         if begun == until and idle > PATIENCE * len(order):
             begun = share
-    table = program.table
-    first = np.ones(len(order) + 1, dtype=bool)
-    first[1:-1] = ~joined[order[:-1]]
-    slot_start = np.flatnonzero(first)
+    table, slot_start = program.table, np.flatnonzero(np.append(True, ~joined[order]))
     edges = np.searchsorted(slot_start, table.slot_start[table.rank_start])
     moved = Table(edges, slot_start, table.op[order], table.stage[order], table.microbatch[order])
     return program_from_table("auto", program.placement, program.direction, moved)
