@@ -43,15 +43,17 @@ def _approximation(kind: str) -> str:
 def activation_reference(x: Tensor, weights: Tensor | None, kind: str) -> Tensor:
     """Computes `activate`, or with weights `weighted_activation`, in plain torch, rounded once."""
     wide = x.to(statistics_dtype(x.dtype))
-    if kind in ("geglu_tanh", "swiglu_clamped"):
+    if kind in GATED:
         gate, up = wide.chunk(2, dim=-1)
-        if kind == "geglu_tanh":
+        if kind == "swiglu":
+            y = F.silu(gate) * up
+        elif kind == "geglu_tanh":
             y = gelu_reference(gate, "tanh") * up
         else:
             gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
             y = gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
     else:
-        y = swiglu_reference(wide) if kind == "swiglu" else gelu_reference(wide, _approximation(kind))
+        y = gelu_reference(wide, _approximation(kind))
     return (y if weights is None else y * weights[:, None].to(y.dtype)).to(x.dtype)
 
 

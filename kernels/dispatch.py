@@ -61,7 +61,7 @@ def runs_triton(x: Tensor) -> bool:
 
     Raises ValueError: x lies on another GPU than the current one, where Triton would launch.
     """
-    if x.dtype == torch.float64 or x.numel() == 0:
+    if (x.is_cpu and not INTERPRETED) or x.dtype == torch.float64 or x.numel() == 0:
         return False
     if x.is_meta:
         return PLANNED.get() is not None
@@ -74,7 +74,7 @@ def runs_triton(x: Tensor) -> bool:
                 f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device, or use `with torch.cuda.device(...)`"
             )
         return True
-    return INTERPRETED and x.device.type == "cpu"
+    return x.is_cpu
 
 
 class _Recorded(FunctionMeta):

@@ -390,7 +390,8 @@ def apply_rope_to_projection(
         raise ValueError(f"{a} heads of q and {g} each of k and v are not the {qkv.shape[2]} of {tuple(qkv.shape)}")
     _check_overwritten(qkv, "qkv")
     if not (dispatch.runs_triton(qkv) and qkv.stride(-1) == 1):
-        q_and_k, v = qkv.split([a + g, g], dim=2)
+        q_and_k, v = qkv.split_with_sizes((a + g, g), 2)
         rotated = _rotate(q_and_k, *_by_column(cos, sin, interleaved, qkv.dtype), interleaved)
-        return *rotated.split([a, g], dim=2), v
+        q, k = rotated.split_with_sizes((a, g), 2)
+        return q, k, v
     return _RopeOfProjection.apply(qkv, (a, g), cos, sin, interleaved)

@@ -5,9 +5,11 @@ Paths, markers and the time limit of a test are in `.pytest.ini`.
 
 import copy
 import ctypes
+import dataclasses
 import fcntl
 import gc
 import os
+import pickle
 import re
 import sys
 import zlib
@@ -60,7 +62,8 @@ def pytest_runtest_protocol(item, nextitem):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """A test's random tensors are its own, whatever ran before it, and a failure can be had again."""
-    torch.manual_seed(SEED + zlib.crc32(item.nodeid.encode()))
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(SEED + zlib.crc32(item.nodeid.encode()))  # without a GPU torch would queue it for one, with the stack
     if standing := sys.modules.get("standing_ranks"):
         known = OF_THIS_PROCESS.isdisjoint(item.fixturenames) and item.get_closest_marker("patches") is None
         standing.alone = not known
@@ -102,7 +105,7 @@ def _into_large_pages() -> None:
 
 
 def _parse_files_once(conf) -> None:
-    """Spares tests that compose configurations the YAML of the same files, a quarter of the time.
+    """Spares tests that compose configurations the YAML of the same files.
 
     Args:
         conf: the class OmegaConf.
@@ -119,12 +122,57 @@ def _parse_files_once(conf) -> None:
     conf.load = load_once
 
 
+def _compose_groups_once(loader) -> None:
+    """Spares tests that compose configurations of the same files most of the time.
+
+    Hydra still reads every override, and gives the keys their values. What a name on the command line chooses is found
+    once, unless a folder of the test's own is searched.
+
+    Args:
+        loader: the module hydra._internal.config_loader_impl.
+    """
+    create, compose = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
+    lists, composed = {}, {}  # by what is chosen; by the list's id
+
+    def create_once(repo, config_name, overrides_list, **how):
+        def is_choice(override):
+            return not override.is_sweep_override() and repo.group_exists(override.key_or_group)
+
+        choices = [override for override in overrides_list if is_choice(override)]
+        if any("file" in source.scheme() and source.provider != "main" for source in repo.get_sources()) or not all(
+            override.type is OverrideType.CHANGE and isinstance(override.value(), str) for override in choices
+        ):
+            return create(repo, config_name, overrides_list, **how)
+        sources = tuple(source.path for source in repo.get_sources())
+        names = tuple((override.get_key_element(), override.value()) for override in choices)
+        key = sources, config_name, names, tuple(how.items())
+        if key not in lists:
+            lists[key] = create(repo, config_name, choices, **how)
+        given = [override for override in overrides_list if not is_choice(override)]
+        kept = [override for override in given if not override.is_sweep_override()]
+        return dataclasses.replace(lists[key], config_overrides=kept)
+
+    def compose_once(self, defaults, repo):
+        if not any(each.defaults is defaults for each in lists.values()):
+            return compose(self, defaults, repo)
+        if id(defaults) not in composed:
+            composed[id(defaults)] = pickle.dumps(compose(self, defaults, repo))
+        return pickle.loads(composed[id(defaults)])  # a seventh of the time of a copy
+
+    from hydra.core.override_parser.types import OverrideType
+
+    loader.create_defaults_list = create_once
+    loader.ConfigLoaderImpl._compose_config_from_defaults_list = compose_once
+
+
 def pytest_collection_finish():
     """What is there by now stays: collecting garbage among it would copy, after each fork, the pages it is on."""
     if "megatron5d.parity.local_ranks" in sys.modules:  # by whatever test: all join their ranks in the same way
         import_module("ranks")
     if "omegaconf" in sys.modules:
         _parse_files_once(sys.modules["omegaconf"].OmegaConf)
+    if loader := sys.modules.get("hydra._internal.config_loader_impl"):
+        _compose_groups_once(loader)
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -23,7 +23,7 @@ from ranks import run_ranks
 from megatron5d.parity import local_ranks
 from megatron5d.parity.local_ranks import RankFailure
 
-MOST_RANKS = 8  # larger worlds are rare
+MOST_RANKS = 16  # larger worlds are rare
 alone = False  # whether the test that runs is one for which ranks are forked
 
 

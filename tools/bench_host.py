@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -98,6 +99,9 @@ def our_layer(config: Config, world: int = 1, device: torch.device = CPU, graphs
     replayed = StageGraphs(Ledger()) if graphs else None
     stage = Stage(list(model.layers["0"].children()), graphs=replayed)
     batch = make_micro_batch(torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)).to(device)
+    attention: Any = model.layers["0"].attention
+    tables = attention.rope(batch)  # made once for all layers of a stage: every side is given its own
+    attention.rope = lambda batch: tables
     shape = 2, config.train.seq_len // config.parallel.tp, config.train.mbs, config.model.hidden_size
     x, dy = torch.randn(shape, device=device, dtype=DTYPES[config.precision.dtype])
 

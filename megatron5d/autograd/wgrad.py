@@ -2,8 +2,8 @@
 
 In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/bucket.py), and under
 ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`.
-Layers that compute their own weight gradient pass the addition to `defer`. `hand_over_grads` does the same with what
-autograd leaves in `.grad`, so that W adds up all weight gradients and I none.
+Layers that compute their own weight gradient pass the addition to `defer`. `hand_over` does the same with what autograd
+computes, so that W adds up all weight gradients and I none.
 A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is
 `.frozen` no weight gradient is computed, and what autograd leaves is dropped.
 """
@@ -56,6 +56,11 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
     accumulate_weight_grad(grad_buffer(weight), dy.flatten(0, -2), x.flatten(0, -2))
 
 
+def hand_over(parameter: Tensor, grad: Tensor, defer: Defer) -> None:
+    """Adds what autograd has computed to a parameter's gradient, through `defer`."""
+    defer_weight_grad(parameter, defer, partial(_add, parameter, grad))
+
+
 def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
     """Moves what autograd has left in `.grad` to the main gradient, through `defer`.
 
@@ -65,13 +70,9 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
     """
     for parameter in parameters:
         grad = parameter.grad
-        if grad is None:
-            continue
-        if getattr(parameter, "frozen", False):
+        if grad is not None and (hasattr(parameter, "main_grad") or getattr(parameter, "frozen", False)):
             parameter.grad = None
-        elif hasattr(parameter, "main_grad"):
-            parameter.grad = None
-            defer(partial(_add, parameter, grad))
+            hand_over(parameter, grad, defer)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:

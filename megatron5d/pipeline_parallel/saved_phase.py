@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import ENGINE, policy_of
-from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
-from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.autograd.wgrad import Closure, hand_over, hand_over_grads, run_now
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
@@ -38,18 +37,18 @@ class SavedPhase:
         batch: what phases read beside their input.
     """
 
-    __slots__ = ("phase", "batch", "input_grads", "output_edges", "copies", "weight_grads")
+    __slots__ = ("phase", "batch", "input_edges", "output_edges", "copies", "weight_grads")
 
     def __init__(self, phase: nn.Module, batch: MicroBatch | None) -> None:
         self.phase, self.batch = phase, batch
-        self.input_grads: list[Tensor | None] = []  # of the input's floating-point tensors, in order
+        self.input_edges: list[GradientEdge] = []  # where gradients of the input's floating-point tensors come out
         self.output_edges: list[GradientEdge | None] = []  # where those of the output enter the graph
         self.copies: list[HostCopy] = []  # saved tensors that are offloaded to the host
         self.weight_grads = WeightGrads()
 
     def forward(self, x: Any) -> Any:
         """Returns the phase's output, detached from its graph; `x` is the detached output of the phase before."""
-        x, policy = _attach(x, self.input_grads), policy_of(self.phase)
+        x, policy = _attach(x, self.input_edges), policy_of(self.phase)
         if policy.keeps_all:
             y = self.phase(x, self.batch, self.weight_grads)
         else:
@@ -72,12 +71,26 @@ class SavedPhase:
         Returns:
             That of the input, the same.
         """
-        self.weight_grads.immediate = not split
-        edges, self.output_edges = self.output_edges, []
-        _backward(edges, grad if isinstance(grad, tuple) else (grad,))
-        hand_over_grads(_parameters_of(self.phase), self.weight_grads)
-        grads, self.input_grads[:] = tuple(self.input_grads), ()  # the graph, which W keeps, holds them no more
-        return grads if len(grads) > 1 else grads[0] if grads else None
+        defer, inputs, parameters = self.weight_grads, self.input_edges, _parameters_of(self.phase)
+        defer.immediate = not split
+        roots, given = [], []
+        for edge, each in zip(self.output_edges, grad if isinstance(grad, tuple) else (grad,), strict=True):
+            if edge is not None and each is not None:
+                roots.append(edge)
+                given.append(each)
+        self.output_edges, self.input_edges = [], []
+        # What torch.autograd.grad calls in the end: its own checks of edges, which the engine repeats, would take as
+        # long as the pass.
+        grads = ENGINE.run_backward(
+            tuple(roots), tuple(given), False, False, (*inputs, *parameters), allow_unreachable=True,
+            accumulate_grad=False,
+        )  # fmt: skip
+        for parameter, each in zip(parameters, grads[len(inputs) :]):
+            if each is not None:
+                hand_over(parameter, each, defer)
+        if not policy_of(self.phase).keeps_all:
+            hand_over_grads(parameters, defer)  # which recomputed parts have left
+        return grads[: len(inputs)] if len(inputs) > 1 else grads[0] if inputs else None
 
     def run_wgrad(self) -> None:
         """Runs the weight gradients that the backward has kept (W)."""
@@ -156,46 +169,31 @@ class WeightGrads:
         self.waiting.clear()
 
 
-class _PhaseInput(FirstOrderFunction):
-    """Gives a phase its input's tensors and takes their gradients.
+def _attach(x: Any, edges: list[GradientEdge]) -> Any:
+    """Returns the state that a phase is called with, and adds where its gradients leave the phase's graph.
 
-    No leaves of the graph, which would keep the values until the backward even where no operation needs them.
+    There a node of torch passes the tensors on; a backward takes the gradients before it would run, and raise. Leaves
+    would keep the values until the backward even where no operation needs them.
     """
-
-    @staticmethod
-    def forward(ctx, anchor, grads: list[Tensor | None], *tensors):
-        ctx.grads = grads
-        ctx.set_materialize_grads(False)
-        return tuple([x.view_as(x) for x in tensors])
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.grads[:] = grads
-        return None, None, *[None] * len(grads)
-
-
-def _attach(x: Any, grads: list[Tensor | None]) -> Any:
-    """Returns the state that a phase is called with, whose gradients go to `grads`."""
     tensors = _floating(x, [])
     if not tensors:
         return x
-    grads += [None] * len(tensors)
-    if x is tensors[0]:
-        return _PhaseInput.apply(_ANCHOR, grads, x)[0]
-    return _with(x, iter(_PhaseInput.apply(_ANCHOR, grads, *tensors)))
+    attached = torch._C._functions.DelayedError(b"a phase's graph ends at its input", 1 + len(tensors))(
+        _ANCHOR, *tensors
+    )
+    node = attached[0].grad_fn
+    assert node is not None
+    edges += [GradientEdge(node, number) for number in range(1, len(attached))]
+    return attached[1] if x is tensors[0] else _with(x, iter(attached[1:]))
 
 
 def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
     """Returns a state without its graph, and adds where its gradients enter that: an edge keeps no values alive."""
     tensors = _floating(y, [])
-    held = None  # an autograd function in Python, which the edge of its first output keeps alive
     for each in tensors:
-        node = each.grad_fn
-        if node is None or (node is not held and isinstance(node, torch._C._FunctionBase)):
-            edges.append(get_gradient_edge(each) if each.requires_grad else None)
-            held = node
-        else:
-            edges.append(GradientEdge(node, each.output_nr))
+        if each.requires_grad and (each.grad_fn is None or isinstance(each.grad_fn, torch._C._FunctionBase)):
+            each = each.view_as(each)  # an edge into a function in Python, unlike this view's, does not keep it alive
+        edges.append(None if each.grad_fn is None else GradientEdge(each.grad_fn, each.output_nr))
     return y.detach() if isinstance(y, Tensor) and tensors else _with(y, map(Tensor.detach, tensors))
 
 
@@ -221,18 +219,6 @@ def _with(state: Any, tensors: Iterator[Tensor]) -> Any:
         else:
             new.append(_with(item, tensors) if isinstance(item, tuple) else item)
     return tuple(new)
-
-
-def _backward(edges: list[GradientEdge | None], grads: tuple[Tensor | None, ...]) -> None:
-    """Runs backward from a phase's output, without entries that have or require no gradient."""
-    roots, given = [], []
-    for edge, grad in zip(edges, grads, strict=True):
-        if edge is not None and grad is not None:
-            roots.append(edge)
-            given.append(grad)
-    # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
-    # long as the pass.
-    ENGINE.run_backward(tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:

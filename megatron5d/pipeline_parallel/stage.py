@@ -71,6 +71,8 @@ class Stage:
         if self.phases:
             self.hooks.register(self.phases)
         self.steps = steps_of(self.phases)
+        policies = [policy_of(phase) for phase in self.phases]
+        self.offloads = any(each.host_bytes is not None or each.input_host_bytes is not None for each in policies)
         self._in_flight: dict[int, InFlight] = {}
 
     def prefetch(self, op: str) -> None:
@@ -129,11 +131,11 @@ class Pass:
             that of its input; None where it has none.
     """
 
-    __slots__ = ("steps", "state", "_at", "_inner", "_op", "_hooks", "_saved")
+    __slots__ = ("steps", "state", "_at", "_inner", "_op", "_hooks", "_saved", "_fetches")
 
     def __init__(self, stage: Stage, op: str, saved: InFlight, state: Any) -> None:
         self.steps, self.state = stage.steps[op], state
-        self._op, self._hooks, self._saved = op, stage.hooks, saved
+        self._op, self._hooks, self._saved, self._fetches = op, stage.hooks, saved, stage.offloads and op in "BI"
         self._at = 0
         self._inner: Any = None  # goes from phase to phase of a group that runs once more
 
@@ -143,7 +145,7 @@ class Pass:
             return False
         step, saved, hooks = self.steps[self._at], self._saved, self._hooks
         kind, phase = step.kind, step.phase
-        if self._op in "BI":
+        if self._fetches:
             self._fetch_ahead()
         hooks.before(phase, kind)
         if kind == "forward" and step.group is None:

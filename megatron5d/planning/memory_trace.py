@@ -10,7 +10,6 @@ between the first and the last.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.pipeline_parallel.phase import NoHooks
 from megatron5d.pipeline_parallel.stage import Pass, Stage
-from megatron5d.planning.meta_outputs import output_of
+from megatron5d.planning.meta_outputs import operation_of
 from megatron5d.precision.fp8_recipes import quantized_copies
 from megatron5d.precision.gemm import forget_copies
 
@@ -42,11 +41,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
                 yield value
             else:
                 yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
-
-
-@functools.cache
-def _makes_only_views(func: Any) -> bool:
-    return all(each.alias_info is not None for each in func._schema.returns)
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -93,13 +87,14 @@ class MemoryWatch(TorchDispatchMode):
         return self.live_bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out, given = output_of(func, args, kwargs), None
+        kwargs, operation, given = kwargs or {}, operation_of(func), None
+        out = None if operation.outputs is None else operation.outputs(args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-            if _makes_only_views(func):
+            if operation.views:
                 return out
-            given = {id(tensor.untyped_storage()) for tensor in _tensors((args, tuple(kwargs.values())))}
+            if not operation.fresh:
+                given = {id(tensor.untyped_storage()) for tensor in _tensors((args, tuple(kwargs.values())))}
         elif args and out is args[0]:
             return out
         for tensor in (out,) if type(out) is Tensor else _tensors((out,)):

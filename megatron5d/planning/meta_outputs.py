@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,34 +18,55 @@ from torch import Tensor, nn
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
 _INDEX = torch.int64
-_JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
-_COUNTING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
 
 
-def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation of the meta device, if it makes one new tensor element by element, or is another simple one.
+@dataclass(frozen=True)
+class Operation:
+    """What is known of one of torch's operations.
 
     Args:
-        func: the operation, as `__torch_dispatch__` is given it.
-        args: its arguments.
-        kwargs: those with names.
-
-    Returns:
-        The output or outputs, without memory; None where torch has to run it.
+        outputs: makes its outputs on the meta device from its arguments and those with names, if it makes one new
+            tensor element by element or is another simple one; its value is None where torch has to run the operation,
+            and the first argument where that is what has changed. None = torch always runs it.
+        views: whether all outputs are views of arguments.
+        fresh: whether no output shares memory with an argument.
     """
-    if func in _JOINING:
-        return _joined(func is _JOINING[1], *args)
-    if func in _COUNTING:
-        return _counted(*args, **kwargs)
+
+    outputs: Callable[[Sequence[Any], Mapping[str, Any]], Any] | None
+    views: bool
+    fresh: bool
+
+
+_operations: dict[int, Operation] = {}  # by id: operations stay, and torch hashes them in Python
+
+
+def operation_of(func: Any) -> Operation:
+    """Returns what is known of an operation, as `__torch_dispatch__` is given it."""
+    known = _operations.get(id(func))
+    if known is None:
+        aliases = [each.alias_info is not None for each in func._schema.returns]
+        undeclared = func.namespace != "aten" or "unsafe" in func._schema.name  # _unsafe_view is a view
+        known = _operations[id(func)] = Operation(_outputs(func), all(aliases), not (any(aliases) or undeclared))
+    return known
+
+
+def _outputs(func: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | None:
+    if func in _ON_ANY_DEVICE:
+        make = _ON_ANY_DEVICE[func]
+        return lambda args, kwargs: make(*args, **kwargs)
     if func in _WITH_RULE:
-        return _WITH_RULE[func](*args, **kwargs) if args[0].is_meta else None
-    if func is torch.ops.aten._softmax_backward_data.default and args[0].is_meta:
-        return torch.empty(args[0].shape, dtype=args[3], device="meta")
-    if not _is_simple(func) or type(args[0]) not in (Tensor, nn.Parameter, float, int):
+        rule = _WITH_RULE[func]
+        return lambda args, kwargs: rule(*args, **kwargs) if args[0].is_meta else None
+    if not _is_simple(func):
         return None
     if func._schema.is_mutable:
-        return args[0] if args[0].is_meta else None
+        return lambda args, _: args[0] if type(args[0]) in (Tensor, nn.Parameter) and args[0].is_meta else None
+    return partial(_element_wise, functools.lru_cache(1 << 10)(partial(_output, func)))
+
+
+def _element_wise(output: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Returns the output of an element-wise operation, for which `output` gives shape, strides and dtype."""
     given, on_meta = list[tuple](), False
     for value in args:
         if isinstance(value, Tensor):
@@ -53,9 +76,9 @@ def output_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             given.append((value.dtype, value.shape, value.stride()))
         else:
             given.append((type(value), value, ()))
-    if not on_meta:
+    if not on_meta or type(args[0]) not in (Tensor, nn.Parameter, float, int):
         return None
-    shape, strides, dtype = _output(func, tuple(kwargs.items()), *given)
+    shape, strides, dtype = output(tuple(kwargs.items()), *given)
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
@@ -158,6 +181,13 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
     return torch.empty_strided(shape, _strides(shape, order), dtype=x.dtype, device="meta")
 
 
+_ON_ANY_DEVICE: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.cat.default: partial(_joined, False),
+    torch.ops.aten.stack.default: partial(_joined, True),
+    torch.ops.aten.arange.default: _counted,
+    torch.ops.aten.arange.start: _counted,
+    torch.ops.aten.arange.start_step: _counted,
+}
 _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.roll.default: _rolled,
     torch.ops.aten.tril.default: _rolled,
@@ -166,6 +196,9 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.ones_like.default: _like,
     torch.ops.aten.topk.default: _best,
     torch.ops.aten._softmax.default: lambda x, _, half: None if half else _rolled(x),
+    torch.ops.aten._softmax_backward_data.default: lambda dy, _, __, dtype: torch.empty(
+        dy.shape, dtype=dtype, device="meta"
+    ),
     torch.ops.aten.gather.default: lambda x, _, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
     torch.ops.aten.sum.dim_IntList: _reduced,
     torch.ops.aten.amax.default: _reduced,
@@ -191,7 +224,6 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
 """Operations that torch computes in Python; some of them import its compiler."""
 
 
-@functools.cache
 def _is_simple(func: Any) -> bool:
     """Returns whether an operation changes its first argument's elements, or is element-wise and makes a tensor."""
     schema = func._schema
@@ -203,7 +235,6 @@ def _is_simple(func: Any) -> bool:
     return untagged or (torch.Tag.pointwise in func.tags and len(schema.returns) == 1)
 
 
-@functools.lru_cache(1 << 14)
 def _output(func: Any, named: tuple, *given: tuple) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
     """Returns shape, strides and dtype of the output.
 

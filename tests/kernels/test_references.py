@@ -142,7 +142,7 @@ def test_a_second_derivative_is_refused(name):
 
 def test_a_tensor_of_another_gpu_is_refused(monkeypatch):
     class OfAnotherGpu(torch.Tensor):
-        is_cuda = True
+        is_cuda, is_cpu = True, False
 
         def get_device(self):
             return 1

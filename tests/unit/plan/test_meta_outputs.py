@@ -5,11 +5,27 @@ import random
 import pytest
 import torch
 
-from megatron5d.planning.meta_outputs import output_of
+from megatron5d.planning.meta_outputs import operation_of
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 TWO, ONE = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gt.Tensor), (aten.exp.default, aten.silu.default)
+
+
+def output_of(func, args, kwargs):
+    outputs = operation_of(func).outputs
+    return outputs and outputs(args, kwargs)
+
+
+def test_outputs_that_share_memory_are_known():
+    x = torch.ones(2, 3)
+    for func, views, fresh in [
+        (aten.view.default, True, False), (aten.add_.Tensor, True, False), (aten.unbind.int, True, False),
+        (aten._unsafe_view.default, False, False), (aten.mm.default, False, True), (aten.sort.default, False, True),
+    ]:  # fmt: skip
+        known = operation_of(func)
+        assert (known.views, known.fresh) == (views, fresh), func
+    assert aten._unsafe_view.default(x, [3, 2]).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 def strided(rng, shape, dtype):

@@ -149,22 +149,24 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_p
         data=DataConfig(train=[corpus]),
         log=LogConfig(progress=False, memory_check="off", slow_rank=2),
     )
+    marker = tmp_path / "stopped"
 
     def one(rank, world):
-        begin, begun = Stage.begin, []
+        start, begun = GradSync.start_step, []
+        if rank == SLOW:  # a shell that is there by the time it is needed
+            script = "read; sleep 0.2; kill -STOP $1; touch $2; sleep $3; kill -CONT $1"
+            values = map(str, (os.getpid(), marker, 2 * slow_ranks.STALL_S))
+            shell = subprocess.Popen(["bash", "-c", script, "stop", *values], bufsize=0, stdin=subprocess.PIPE)
 
-        def stopped(self, op, *args):
-            if op != "F":
-                return begin(self, op, *args)
+        def counted(self, *args):
             begun.append(None)
-            if rank == SLOW and len(begun) == 7:  # of two micro-batches a step: the first one of step 4
-                shell = f"sleep 0.2; kill -STOP {os.getpid()}; sleep {2 * slow_ranks.STALL_S}; kill -CONT {os.getpid()}"
-                subprocess.Popen(["bash", "-c", shell])
-            if rank != SLOW and len(begun) == 7:
-                time.sleep(1)  # by then the other one waits for us, and is stopped while it does
-            return begin(self, op, *args)
+            if len(begun) == 4 and rank == SLOW:
+                shell.stdin.write(b"\n")
+            while len(begun) == 4 and rank != SLOW and not marker.exists():
+                time.sleep(0.01)  # until then the slow one waits for us, and is stopped while it does
+            return start(self, *args)
 
-        Stage.begin = stopped
+        GradSync.start_step = counted
         return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
     assert run_ranks(one, WORLD, timeout=120) == [0] * WORLD
