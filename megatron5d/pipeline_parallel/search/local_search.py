@@ -257,8 +257,7 @@ def refine(program: Program, problem: Problem, budget: Budget, until: float, see
     while (share := budget.share()) < until:
         heat = unit * HOT * (COLD / HOT) ** ((share - begun) / (until - begun)) if begun < until else 0.0
         makespan = try_moves(graph, run, (now, trial), makespan, count, heat)
-        budget.used += count * MOVE
-        idle += count
+        budget.used, idle = budget.used + count * MOVE, idle + count
         if makespan < best - EQUAL:
             best, order, joined, idle = makespan, run.order.copy(), run.joined.copy(), 0
         if begun == until and idle > PATIENCE * len(order):

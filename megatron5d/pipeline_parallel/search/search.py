@@ -126,9 +126,8 @@ def search_program(
         splits: the costs under every way to deal the layers to stages, of which the search chooses one.
         memory: the most activations a rank may hold, in micro-batches of one rank's layers.
         copies: the most copies of every parameter; 2 admits the bidirectional placement.
-        seconds: time limit; None = none.
         evaluations: the most list schedules to try (32 moves count as one); None = no limit, 0 = only shipped policies.
-        seed: of all chance.
+        seconds, seed: time limit, None = none; of all chance.
         placements: names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
         pairs, cache: which actions may overlap; folder in which results are kept and found, if any.
 
@@ -142,18 +141,7 @@ def search_program(
     _compile()
     budget = Budget(seconds, evaluations)
     named = min(_named(problems, splits), key=_makespan, default=None)
-    listed = _list_scheduled(problems, budget)
-    found = [each for each in (named, listed) if each is not None]
-    if not found:
-        raise ValueError(
-            f"no schedule found holds at most {memory:g} micro-batches of one rank's layers at parallel.pp={pp}; "
-            f"raise the memory (1f1b holds {pp}), or name placements with more chunks"
-        )
-    start = min(found, key=_makespan)
-    for until in (0.1, 1.0):  # a short annealing before the long one pays with heavy ends
-        start = Contender(refine(start.program, start.problem, budget, until, seed), start.problem)
-    found.append(start)
-    best = min(found, key=_makespan)  # the first where they tie
+    best = _fastest(problems, named, budget, seed)
     floor = (named.program.name, _makespan(named)) if named else None
     result = _result(best, round(budget.used), budget.elapsed_s, floor)
     if file:
@@ -161,13 +149,27 @@ def search_program(
     return result
 
 
+def _fastest(problems: list[Problem], named: Contender | None, budget: Budget, seed: int) -> Contender:
+    """Returns what the local search makes of the fastest Program known, or that where it becomes no faster."""
+    listed, memory = _list_scheduled(problems, budget), problems[0].memory
+    found = [each for each in (named, listed) if each is not None]
+    if not found:
+        raise ValueError(
+            f"no schedule found holds at most {memory.max():g} micro-batches of one rank's layers at parallel.pp="
+            f"{len(memory)}; raise the memory (1f1b holds {len(memory)}), or name placements with more chunks"
+        )
+    start = min(found, key=_makespan)
+    for until in (0.1, 1.0):  # a short annealing before the long one pays with heavy ends
+        start = Contender(refine(start.program, start.problem, budget, until, seed), start.problem)
+    return min([*found, start], key=_makespan)  # the first where they tie
+
+
 @keep
 def _compile() -> None:
     """Compiles everything before the budget's time runs; it takes half a minute where numba has not cached it yet."""
     placement = loop_placement(2)
     problem = Problem(placement, 2, Costs().of(placement), np.full(2, 2.0))
-    program = problem.program(shipped_policies(1)[0]) if IS_COMPILED else None
-    if program is not None:
+    if IS_COMPILED and (program := problem.program(shipped_policies(1)[0])):
         refine(program, problem, Budget(None, 1), 1.0)
 
 
