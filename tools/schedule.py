@@ -318,14 +318,14 @@ def _search(options: argparse.Namespace) -> int:
     chosen = models[found.split]
     costs = chosen.of(found.program.placement)
     layout = chosen.layout(found.program.placement) if isinstance(chosen, LayerCosts) else None
-    figures = _figures(found.program, costs, simulate(found.program, costs), layout) | {
+    figures = _figures(found.program, costs, found.simulation, layout) | {
         "placement": found.placement,
         "lower_bound": round(found.lower_bound, 9),
         "best_named": found.named[0] if found.named else None,
         "best_named_makespan": round(found.named[1], 9) if found.named else None,
         "evaluations": found.evaluations,
         "elapsed_s": round(found.elapsed_s, 3),
-        "compiled": found.compiled,
+        "compiled": IS_COMPILED,
     }
     if isinstance(chosen, LayerCosts):
         figures["balance"] = chosen.balance

@@ -226,12 +226,12 @@ DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
 ATTENTION = {
     "64": (64, 64, {}),
     "128": (128, 128, {}),
-    "128-full": (128, 128, {"causal": False}),
     "128-documents": (128, 128, DOCUMENTS),
     "192-128": (192, 128, {}),
     "256": (256, 256, {}),
 }
 ATTENTION_NIGHTLY = {
+    "128-full": (128, 128, {"causal": False}),
     "48": (48, 48, {}),
     "96": (96, 96, {}),
     "96-window": (96, 96, {"window": 1024}),
@@ -245,7 +245,7 @@ ATTENTION_NIGHTLY = {
 
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
     def case(name, d, dv, options):
-        daily = ("sm_80",) * (name == "128") + ("sm_90",) + ("sm_100",) * (name != "128-full")
+        daily = ("sm_80", "sm_90", "sm_100") if name == "128" else ("sm_90",)
         return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily)
 
     return {f"attention-{name}": case(name, *row) for name, row in table.items()}

@@ -27,8 +27,8 @@ INTERPRETED = LAST | {"fp8": 55, "moe": 40, "flash_attention": 45, "pointwise": 
 INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10}
 EMULATED = {"flash_attention": 80, "fp8": 65, "emulated_gpu": 35, "normalization": 30, "moe": 25, "pointwise": 25}
 EMULATED |= {"layers": 20, "fp8_tensor": 15, "closeness": 10, "emulated_random": 10}
-ALIKE = ("normalization", "pointwise", "fp8_tensor", "shares", "multi_tensor")  # every test
-NOT_ALIKE = EMULATED | {"fp8": 20, "moe": 20} | dict.fromkeys(ALIKE, 0)
+SPARED = ("normalization", "pointwise", "fp8_tensor", "shares", "multi_tensor", "layers", "closeness")  # every test
+NOT_ALIKE = EMULATED | {"fp8": 20, "moe": 15, "flash_attention": 15} | dict.fromkeys(SPARED, 0)
 # the interpreter itself; faults that a GPU would not survive; processes that share the host's memory
 NOT_COMPILED = ("interpreter_repair", "planted_faults", "overlap")
 NOT_EMULATED = (*NOT_COMPILED, "benchmarks")

@@ -15,15 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.search.timeline import compiled, compiled_part, overlapped
+from megatron5d.pipeline_parallel.search.timeline import STUCK, compiled, compiled_part, overlapped
 
-F, I, W = 0, 1, 2
+F, I, W = 0, 1, 2  # as in OPS; a full backward is an I and its W
 PAIR_OPS = ((F, I), (F, W), (I, W))
 """What policies overlap; two actions of one kind rarely pay, and only the local search pairs them."""
 NEVER = np.inf
-STUCK = 1e9
-"""A makespan beyond this says that the policy got stuck; what exceeds it is the number of actions left."""
-POLICIES = Path(__file__).with_name("policies.json")
 
 
 class Streams(NamedTuple):
@@ -99,7 +96,7 @@ def rules_of(policy: Policy, streams: Streams) -> Rules:
 @cache
 def shipped_policies(num_streams: int) -> tuple[Policy, ...]:
     """Returns the policies of the file, interpolated to ranks of `num_streams` streams."""
-    entries = json.loads(POLICIES.read_text())["policies"]
+    entries = json.loads(Path(__file__).with_name("policies.json").read_text())["policies"]
     return tuple(_interpolated(entry["policy"], num_streams) for entry in entries)
 
 
@@ -129,11 +126,10 @@ class State(NamedTuple):
 
 @compiled
 def list_schedule(streams: Streams, rules: Rules, actions: np.ndarray) -> float:
-    """Returns the makespan under a policy, or more than STUCK.
+    """Returns the makespan under a policy, or more than STUCK: by as many actions as are left.
 
     Args:
-        streams: the problem.
-        rules: the policy for this problem.
+        streams, rules: the problem, and the policy for it.
         actions: `[num_actions, 5]` is filled in the order of time with rank, whether it is the second of a pair, op,
             stream, and the number of its micro-batch within the stream; empty where only the makespan matters.
     """
@@ -168,8 +164,7 @@ def _run_events(streams, rules, state, actions):
             state.wake[rank] = start
             continue
         end = now + _time(streams, first, one, second, two)
-        state.free[rank] = end
-        state.wake[rank] = end
+        state.free[rank], state.wake[rank] = end, end
         finished = _run(streams, state, actions, rank, now, (end, finished, 0, first, one))
         if second >= 0:
             finished = _run(streams, state, actions, rank, now, (end, finished, 1, second, two))
@@ -185,11 +180,9 @@ def _decide(streams, rules, state, rank, now):
             phase = 1
     if phase == 1 and state.left[rank] <= policy.ending[0]:
         phase = 2
-    f, i, w = (
-        _best(streams, rules, state, rank, now, phase, F),
-        _best(streams, rules, state, rank, now, phase, I),
-        _best(streams, rules, state, rank, now, phase, W),
-    )
+    f = _best(streams, rules, state, rank, now, phase, F)
+    i = _best(streams, rules, state, rank, now, phase, I)
+    w = _best(streams, rules, state, rank, now, phase, W)
     scores, ready, found = (f[0], i[0], w[0]), (f[1], i[1], w[1]), (f[2], i[2], w[2])
     best, start, first, one, second, two = -NEVER, NEVER, -1, -1, -1, -1
     for op in range(3):

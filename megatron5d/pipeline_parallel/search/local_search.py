@@ -11,18 +11,16 @@ Where no move helps any more, annealing begins: a Program may get longer by less
 Source: van Laarhoven, Aarts, Lenstra 1992, Job shop scheduling by simulated annealing, for moves on the critical path.
 """
 
-from collections.abc import Collection
-
 import numpy as np
 
-from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program, Table, program_from_table
-from megatron5d.pipeline_parallel.search.problem import Budget
+from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.timeline import (
     STUCK,
     Graph,
     Run,
     Times,
+    awaited,
     begin,
     compiled,
     compiled_part,
@@ -30,7 +28,6 @@ from megatron5d.pipeline_parallel.search.timeline import (
     empty_times,
     evaluate,
     graph_of,
-    is_second,
 )
 
 FARTHEST, NEAR = 20, 6
@@ -38,8 +35,6 @@ FARTHEST, NEAR = 20, 6
 REACH = 24
 """Positions within which a slot looks for a partner."""
 EQUAL = 1e-9
-ODDS = 1 << 20
-"""Probabilities are multiples of 1 / ODDS."""
 JUMP, PART, GIVE, JOIN = 0, 1, 2, 3
 
 
@@ -48,10 +43,8 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
     """Tries some moves; returns the makespan, without heat no longer than before.
 
     Args:
-        graph: the problem.
-        run: the order, which changes.
-        times: of the order as it stands; and room for those of another.
-        makespan: of the order as it stands.
+        graph, run, makespan: the problem, and the order as it stands.
+        times: of that order; and room for those of another.
         count: how many moves.
         heat: by how much a move that stays may lengthen the makespan: an exponential chance with this mean.
     """
@@ -61,12 +54,15 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
         if high <= low:
             continue
         since, reached = now.start[run.kept[0]], STUCK
-        limit = makespan + EQUAL - heat * np.log((_draw(run, ODDS) + 1) / ODDS)
-        if _in_turn(graph, run, low, high) and _fits(graph, run, low, high):
+        limit = makespan + EQUAL - heat * np.log((_draw(run, 1 << 20) + 1) / (1 << 20))
+        _in_turn(graph, run, low, high)
+        if _fits(graph, run, low, high):
             reached = evaluate(graph, run, now, trial, since, limit)
         if reached <= limit:
             makespan = reached
-            _adopt(now, trial, since)
+            for action in range(len(now.start)):
+                if now.start[action] >= since:
+                    now.start[action], now.end[action] = trial.start[action], trial.end[action]
             continue
         for k in range(high - low):
             action = run.kept[k]
@@ -82,28 +78,9 @@ def _draw(run, below):
 
 
 @compiled_part
-def _adopt(now, trial, since):
-    """Takes over the times of a trial from `since` on."""
-    for action in range(len(now.start)):
-        if now.start[action] >= since:
-            now.start[action], now.end[action] = trial.start[action], trial.end[action]
-            now.arrival[action], now.last[action] = trial.arrival[action], trial.last[action]
-    for rank in range(len(now.free)):
-        now.free[rank] = trial.free[rank]
-
-
-@compiled_part
-def _rank_at(graph, position):
-    rank = 0
-    while graph.rank_start[rank + 1] <= position:
-        rank += 1
-    return rank
-
-
-@compiled_part
 def _slot_start(run, position):
     """Returns where the slot begins in which a position lies."""
-    return position - 1 if is_second(run, run.order[position]) else position
+    return position - 1 if position > 0 and run.joined[run.order[position - 1]] else position
 
 
 @compiled_part
@@ -116,29 +93,24 @@ def _slot_stop(run, position):
 def _critical(graph, run, times, makespan, kind):
     """Returns the position of a slot on a critical path to which a kind of move applies, drawn evenly, or -1."""
     rank = _draw(run, len(graph.cap))
-    while times.free[rank] < makespan - EQUAL:
+    while times.end[run.order[graph.rank_start[rank + 1] - 1]] < makespan - EQUAL:
         rank = (rank + 1) % len(graph.cap)
     position = _slot_start(run, graph.rank_start[rank + 1] - 1)
     seen, chosen = 0, -1
     while True:
         action = run.order[position]
-        begin = times.start[action]
-        awaited = times.arrival[action] >= begin - EQUAL
-        behind = False
-        if position > graph.rank_start[rank]:
-            behind = times.end[run.order[position - 1]] >= begin - EQUAL
-        suits = behind and not awaited
-        if kind != JUMP:
-            suits = run.joined[action] == (kind != JOIN)
-        if suits:
+        begin, first = times.start[action], graph.rank_start[graph.rank[action]]
+        arrival, last = awaited(graph, times, action, run.order[position + 1] if run.joined[action] else -1)
+        behind = position > first and times.end[run.order[position - 1]] >= begin - EQUAL
+        waits = arrival >= begin - EQUAL
+        if behind and not waits if kind == JUMP else run.joined[action] == (kind != JOIN):
             seen += 1
             if _draw(run, seen) == 0:
                 chosen = position
-        if behind and (not awaited or _draw(run, 2) == 0):
+        if behind and (not waits or _draw(run, 2) == 0):
             position = _slot_start(run, position - 1)
-        elif times.last[action] >= 0 and begin > EQUAL:
-            position = _slot_start(run, run.place[times.last[action]])
-            rank = _rank_at(graph, position)
+        elif last >= 0 and begin > EQUAL:
+            position = _slot_start(run, run.place[last])
         else:
             return chosen
 
@@ -146,38 +118,33 @@ def _critical(graph, run, times, makespan, kind):
 @compiled_part
 def _move(graph, run, times, makespan):
     """Makes a move; returns the window that it rewrote, empty where none was possible."""
-    kind = JUMP
+    kind, farthest = JUMP, NEAR
     if graph.pairing:
-        kind = min(max(0, _draw(run, 6) - 1), JOIN)
+        kind, farthest = min(max(0, _draw(run, 6) - 1), JOIN), FARTHEST
     position = _critical(graph, run, times, makespan, kind)
     if position < 0:
         return 0, 0
-    rank = _rank_at(graph, position)
+    rank = graph.rank[run.order[position]]
     first, stop = graph.rank_start[rank], graph.rank_start[rank + 1]
     if kind in (GIVE, JOIN):
         return _join(graph, run, position, first, stop)
-    farthest = FARTHEST if graph.pairing else NEAR
     far = 1 + _draw(run, farthest) if _draw(run, 2) == 0 else 1
     low, high = position, _slot_stop(run, position)
-    if kind == PART:
-        for _ in range(far - 1):
-            high = _slot_stop(run, high) if high < stop else high
-        _keep(run, low, high)
-        run.joined[run.order[position]] = False
-        _shift(run, position + _draw(run, 2), high)
-    elif _draw(run, 2) == 0:
-        for _ in range(far):
-            low = _slot_start(run, low - 1) if low > first else low
-        _keep(run, low, high)
-        for k in range(high - position):
-            _shift(run, position + k, low + k)
-    else:
+    earlier = kind == JUMP and _draw(run, 2) == 0
+    if kind == JUMP and not earlier:
         low = _slot_start(run, position - 1)
-        for _ in range(far - 1):
+    for _ in range(far - (0 if earlier else 1)):
+        if earlier:
+            low = _slot_start(run, low - 1) if low > first else low
+        else:
             high = _slot_stop(run, high) if high < stop else high
-        _keep(run, low, high)
-        for _ in range(position - low):
-            _shift(run, low, high)
+    _keep(run, low, high)
+    if kind == PART:
+        run.joined[run.order[position]] = False
+        position += _draw(run, 2)
+        _swap(run, low, (position, position + 1, high))
+    else:
+        _swap(run, low, (low, position, high))
     return low, high
 
 
@@ -185,32 +152,16 @@ def _move(graph, run, times, makespan):
 def _keep(run, low, high):
     """Copies a window, so that a move can be undone."""
     for k in range(high - low):
-        action = run.order[low + k]
-        run.kept[k], run.kept_joined[k], run.mark[action] = action, run.joined[action], k
+        run.kept[k], run.kept_joined[k] = run.order[low + k], run.joined[run.order[low + k]]
 
 
 @compiled_part
-def _shift(run, at, gap):
-    """Moves the action at a position to the gap before another position."""
-    moving = run.order[at]
-    while at + 1 < gap:
-        action = run.order[at + 1]
-        run.order[at], run.place[action] = action, at
-        at += 1
-    while at > gap:
-        action = run.order[at - 1]
-        run.order[at], run.place[action] = action, at
-        at -= 1
-    run.order[at], run.place[moving] = moving, at
-
-
-@compiled_part
-def _gains(graph, one, two):
-    """Returns whether two actions may overlap and take less time then."""
-    if graph.microbatch[one] == graph.microbatch[two] or not graph.allowed[graph.op[one], graph.op[two]]:
-        return False
-    apart = graph.compute[one] + graph.a2a[one] + graph.compute[two] + graph.a2a[two]
-    return apart > EQUAL + duration(graph, one, two)
+def _swap(run, window, edges):
+    """Swaps two stretches of a kept window: from the first edge to the second, and from there to the third."""
+    low, middle, high = edges
+    for k in range(high - low):
+        action = run.kept[low - window + (middle - low + k) % (high - low)]
+        run.order[low + k], run.place[action] = action, low + k
 
 
 @compiled_part
@@ -233,46 +184,48 @@ def _join(graph, run, position, first, stop):
     low, high = min(host, giver), max(host + 1, stop)
     _keep(run, low, high)
     run.joined[run.order[giver]], run.joined[run.order[host]] = False, True
-    _shift(run, guest, host + 1)
+    _swap(run, low, (host + 1, guest, guest + 1) if guest > host else (guest, guest + 1, host + 1))
     return low, high
 
 
 @compiled_part
+def _gains(graph, one, two):
+    """Returns whether two actions may overlap and take less time then."""
+    if graph.microbatch[one] == graph.microbatch[two] or not graph.allowed[graph.op[one], graph.op[two]]:
+        return False
+    return duration(graph, one, -1) + duration(graph, two, -1) > EQUAL + duration(graph, one, two)
+
+
+@compiled_part
 def _in_turn(graph, run, low, high):
-    """Restores the order of every stream in a rewritten window; returns whether anything changed.
+    """Restores the order of every stream, that of its actions, in a rewritten window.
 
     So a forward that moves over others of its stream lets each of them begin a place sooner or later.
     """
-    changed = False
     for k in range(low, high):
         early = run.order[k]
         for j in range(k + 1, high):
             late = run.order[j]
-            if run.mark[late] < run.mark[early] and graph.stream[late] == graph.stream[early]:
+            if late < early and graph.stream[late] == graph.stream[early]:
                 first, second = run.joined[early], run.joined[late]
                 run.order[k], run.place[late], run.joined[late] = late, k, first
                 run.order[j], run.place[early], run.joined[early] = early, j, second
                 early = late
-        if early != run.kept[k - low] or run.joined[early] != run.kept_joined[k - low]:
-            changed = True
-    return changed
 
 
 @compiled_part
 def _fits(graph, run, low, high):
     """Returns whether a rank keeps to its memory up to the end of a rewritten window."""
-    rank = _rank_at(graph, low)
+    rank = graph.rank[run.order[low]]
     held, freed = 0.0, 0.0
     for position in range(graph.rank_start[rank], high):
         action = run.order[position]
-        held += graph.takes[action]
+        held, freed = held + graph.takes[action], freed + graph.frees[action]
         if run.joined[action]:
-            freed = graph.frees[action]
             continue
         if held > graph.cap[rank]:
             return False
-        held -= graph.frees[action] + freed
-        freed = 0.0
+        held, freed = held - freed, 0.0
     return True
 
 
@@ -287,27 +240,15 @@ MOVE = 1 / 32
 """What a move counts for beside a list schedule of all actions: it times only those anew that come after it."""
 
 
-def refine(
-    program: Program,
-    costs: StageCosts,
-    memory: np.ndarray,
-    pairs: Collection[str],
-    budget: Budget,
-    until: float,
-    seed: int = 0,
-) -> Program:
+def refine(program: Program, problem: Problem, budget: Budget, until: float, seed: int = 0) -> Program:
     """Returns a Program that is no slower, fits the same memory, and keeps the order of micro-batches in every stream.
 
     Args:
-        program: A legal Program.
-        costs: of its stages.
-        memory: `[num_ranks]` the most activations a rank may hold.
-        pairs: which actions may be overlapped anew, such as F&I.
-        budget: counts a move as MOVE evaluations.
-        until: share of the budget at which to end.
+        program, problem: A legal Program, and its costs, its memory, and which actions may be overlapped anew.
+        budget: is used up to the share `until`; a move counts as MOVE evaluations.
         seed: of the random moves.
     """
-    graph, run = graph_of(program, costs, memory, pairs), begin(program, seed)
+    graph, run = graph_of(program, problem.costs, problem.memory, problem.pairs), begin(program, seed)
     now, trial = empty_times(graph), empty_times(graph)
     makespan = evaluate(graph, run, trial, now, -1.0, np.inf)
     count = max(1, min(100, ACTIONS // len(run.order)))
@@ -316,16 +257,12 @@ def refine(
     while (share := budget.share()) < until:
         heat = unit * HOT * (COLD / HOT) ** ((share - begun) / (until - begun)) if begun < until else 0.0
         makespan = try_moves(graph, run, (now, trial), makespan, count, heat)
-        budget.used += count * MOVE
-        idle += count
+        budget.used, idle = budget.used + count * MOVE, idle + count
         if makespan < best - EQUAL:
             best, order, joined, idle = makespan, run.order.copy(), run.joined.copy(), 0
         if begun == until and idle > PATIENCE * len(order):
             begun = share
-    table = program.table
-    first = np.ones(len(order) + 1, dtype=bool)
-    first[1:-1] = ~joined[order[:-1]]
-    slot_start = np.flatnonzero(first)
+    table, slot_start = program.table, np.flatnonzero(np.append(True, ~joined[order]))
     edges = np.searchsorted(slot_start, table.slot_start[table.rank_start])
     moved = Table(edges, slot_start, table.op[order], table.stage[order], table.microbatch[order])
     return program_from_table("auto", program.placement, program.direction, moved)

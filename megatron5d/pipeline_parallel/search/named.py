@@ -1,5 +1,6 @@
 """Placements by name, and the best named schedule under a memory cap: the search never returns a slower one."""
 
+import re
 from collections.abc import Collection
 from typing import Protocol
 
@@ -37,19 +38,16 @@ def placement_called(name: str, num_ranks: int) -> Placement:
     Raises:
         ValueError: An unknown name, or a number of chunks or ranks that it does not admit.
     """
-    kind, _, text = name.partition(":")
-    if kind not in ("loop", "zigzag", "mirrored") or (kind == "mirrored") == bool(text) or not (text or "1").isdigit():
+    found = re.fullmatch(r"mirrored|(loop|zigzag):([1-9]\d*)", name)
+    if not found:
         raise ValueError(f"placement {name!r} is none of loop:<chunks>, zigzag:<chunks>, mirrored; such as loop:4")
-    if kind == "mirrored":
-        if num_ranks % 2:
-            raise ValueError(
-                f"placement mirrored pairs ranks, but parallel.pp={num_ranks} is odd; set parallel.pp={num_ranks + 1}"
-            )
-        return mirrored_placement(num_ranks)
-    chunks = int(text)
-    if chunks < 1:
-        raise ValueError(f"placement {name!r} has {chunks} chunks per rank; the fewest is {kind}:1")
-    return loop_placement(num_ranks, chunks) if kind == "loop" else zigzag_placement(num_ranks, chunks)
+    if name != "mirrored":
+        return (loop_placement if found[1] == "loop" else zigzag_placement)(num_ranks, int(found[2]))
+    if num_ranks % 2:
+        raise ValueError(
+            f"placement mirrored pairs ranks, but parallel.pp={num_ranks} is odd; set parallel.pp={num_ranks + 1}"
+        )
+    return mirrored_placement(num_ranks)
 
 
 def called(placement: Placement) -> str:
@@ -69,9 +67,7 @@ def best_named(
     """Returns the fastest named schedule that fits; None where none does.
 
     Args:
-        pp: pipeline ranks.
-        num_microbatches: of one step.
-        costs: of every placement.
+        pp, num_microbatches, costs: the pipeline, one step, and what it costs on any placement.
         memory: `[pp]` the most activations a rank may hold.
         placements: names of those that may be used.
     """

@@ -8,58 +8,40 @@ from functools import cached_property
 import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
-from megatron5d.pipeline_parallel.program import OPS, Placement, Program, Table, program_from_table
+from megatron5d.pipeline_parallel.program import Placement, Program, Table, program_from_table
 from megatron5d.pipeline_parallel.search.list_scheduler import STUCK, Policy, Streams, list_schedule, rules_of
 from megatron5d.pipeline_parallel.search.named import PAIRS, called
 
-SPLIT_OPS = [OPS.index(op) for op in "FIW"]
-"""What policies schedule; a full backward is an I and its W."""
-
 
 class Budget:
-    """Counts evaluations against two limits: their number, which repeats exactly, and time, which does not.
-
-    Args:
-        seconds: the time limit; None = none.
-        evaluations: the most list schedules to try; None = no limit.
-    """
+    """Counts list schedules tried against their number, which repeats exactly, and time, which does not; None = any."""
 
     def __init__(self, seconds: float | None, evaluations: int | None) -> None:
-        self.seconds, self.limit, self.used = seconds, evaluations, 0.0
-        self._start = time.monotonic()
+        if seconds is None and evaluations is None:
+            raise ValueError("seconds=None and evaluations=None: one of them must end the search; set seconds=10")
+        self.seconds, self.limit = (np.inf if most is None else max(most, 1e-9) for most in (seconds, evaluations))
+        self.used, self._start = 0.0, time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
     def share(self) -> float:
-        """Returns how much of the tighter limit is used up, 1 or more where one is reached."""
-        by_time = 0.0 if self.seconds is None else self.elapsed_s / self.seconds if self.seconds else 1.0
-        if self.limit is None:
-            return by_time
-        by_count = self.used / self.limit if self.limit else 1.0
-        return max(by_count, by_time if by_time >= 1 else 0.0)
+        """Returns how much of the limit is used up, 1 or more where one is reached; of two limits it is the number."""
+        by_time = self.elapsed_s / self.seconds
+        return max(self.used / self.limit, by_time if self.limit == np.inf or by_time >= 1 else 0.0)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a policy is tried on.
+    """What a policy is tried on."""
 
-    Args:
-        placement: which rank holds which stage.
-        num_microbatches: of one step, over both directions.
-        costs: of every stage.
-        memory: `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers.
-        pairs: which of PAIRS may overlap.
-        split: which of several ways to deal the layers to stages these costs are of.
-    """
-
-    placement: Placement
-    num_microbatches: int
-    costs: StageCosts
-    memory: np.ndarray
-    pairs: Sequence[str] = PAIRS
-    split: int = 0
+    placement: Placement  # which rank holds which stage
+    num_microbatches: int  # of one step, over both directions
+    costs: StageCosts  # of every stage
+    memory: np.ndarray  # `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers
+    pairs: Sequence[str] = PAIRS  # which of PAIRS may overlap
+    split: int = 0  # which of several ways to deal the layers to stages these costs are of
 
     @property
     def name(self) -> str:
@@ -67,12 +49,12 @@ class Problem:
 
     @property
     def num_streams(self) -> int:
-        """Streams that one rank holds: its chunks, times the copies."""
+        """Of one rank: its chunks, times the copies."""
         return self.placement.num_stages * self.placement.copies // self.placement.num_ranks
 
     @property
     def num_actions(self) -> int:
-        return len(SPLIT_OPS) * self.placement.num_stages * self.num_microbatches
+        return 3 * self.placement.num_stages * self.num_microbatches
 
     @cached_property
     def direction(self) -> tuple[int, ...]:
@@ -82,10 +64,7 @@ class Problem:
 
     @property
     def is_folded(self) -> bool:
-        """Whether policies are tried on half of the ranks: rank r stands for rank p − 1 − r and the other direction.
-
-        A message over the middle returns to its sender, which stands for the rank that sends the same at that time.
-        """
+        """Whether rank r of half of the ranks stands for rank p − 1 − r and the other direction, too."""
         return self.name == "mirrored" and self.num_microbatches % 2 == 0
 
     @cached_property
@@ -93,38 +72,29 @@ class Problem:
         """The same problem as the list scheduler reads it."""
         placement, costs = self.placement, self.costs
         num_stages, num_ranks, copies = placement.num_stages, placement.num_ranks, placement.copies
-        stream = np.arange(copies * num_stages)
-        stage, rank = stream % num_stages, np.array(placement.route).reshape(-1)
+        stream = np.arange(num_stages * (1 if self.is_folded else copies))
+        stage, holder = stream % num_stages, np.array(placement.route).reshape(-1)[stream]
+        rank = np.minimum(holder, num_ranks - 1 - holder) if self.is_folded else holder
         above, below = np.where(stage < num_stages - 1, stream + 1, -1), np.where(stage > 0, stream - 1, -1)
         neighbour, late = np.stack([above, below], axis=1), np.broadcast_to(costs.comm, num_stages)
-        held_by = [sorted(np.flatnonzero(rank == r), key=lambda held: held % num_stages) for r in range(num_ranks)]
+        held_by = [sorted(np.flatnonzero(rank == r), key=lambda held: held % num_stages) for r in range(rank.max() + 1)]
         along = 2 * np.arange(num_ranks) / max(num_ranks - 1, 1) - 1
-        compute, a2a = (np.ascontiguousarray(times[SPLIT_OPS][:, stage].T) for times in (costs.compute, costs.a2a))
-        streams = Streams(
+        compute, a2a = (np.ascontiguousarray(times[:3, stage].T) for times in (costs.compute, costs.a2a))
+        return Streams(
             rank=rank,
             neighbour=neighbour,
-            latency=np.where(rank[neighbour] != rank[:, None], late[np.stack([stage, stage - 1], axis=1)], 0.0),
+            latency=np.where(holder[neighbour] != holder[:, None], late[np.stack([stage, stage - 1], axis=1)], 0.0),
             num_microbatches=np.bincount(self.direction, minlength=copies)[stream // num_stages],
             compute=compute,
             a2a=a2a,
             size=costs.activation[stage],
             held_by=np.array(held_by),
-            position=1 - 2 * abs(along) if copies > 1 else along,
-            cap=self.memory + 1e-9,
+            position=(1 - 2 * abs(along) if copies > 1 else along)[: len(held_by)],
+            cap=(self.memory + 1e-9)[: len(held_by)],
             pairs=np.array([bool(a2a.any()) and pair in self.pairs for pair in PAIRS[:3]]),
             num_ranks=num_ranks,
             unit=float(compute.mean()) or 1.0,
         )
-        if not self.is_folded:
-            return streams
-        half, held = num_ranks // 2, np.flatnonzero(rank < num_ranks // 2)  # one stream a stage, in this order
-        folded = {
-            name: getattr(streams, name)[held]
-            for name in ("rank", "latency", "num_microbatches", "compute", "a2a", "size")
-        }
-        folded |= {name: getattr(streams, name)[:half] for name in ("position", "cap")}
-        neighbour = np.where(neighbour < 0, -1, neighbour % num_stages)[held]
-        return streams._replace(neighbour=neighbour, held_by=streams.held_by[:half] % num_stages, **folded)
 
     def makespan(self, policy: Policy) -> float:
         """Returns the makespan under a policy; STUCK or more where the policy gets stuck."""
@@ -132,24 +102,22 @@ class Problem:
 
     def program(self, policy: Policy) -> Program | None:
         """Returns the Program that a policy makes; None where it gets stuck."""
-        placement, streams = self.placement, self.streams
-        actions = np.zeros((3 * streams.num_microbatches.sum(), 5), dtype=np.int64)
-        if list_schedule(streams, rules_of(policy, streams), actions) >= STUCK:
+        num_ranks, num_stages = self.placement.num_ranks, self.placement.num_stages
+        actions = np.zeros((3 * self.streams.num_microbatches.sum(), 5), dtype=np.int64)
+        if list_schedule(self.streams, rules_of(policy, self.streams), actions) >= STUCK:
             return None
-        way, actions[:, 3] = np.divmod(actions[:, 3], placement.num_stages)
         if self.is_folded:
-            way = (actions[:, 3] >= placement.num_stages // 2).astype(int)
-            far = actions.copy()
-            far[:, 0] = placement.num_ranks - 1 - far[:, 0]
-            actions, way = np.concatenate([actions, far]), np.concatenate([way, 1 - way])
-        order = np.argsort(actions[:, 0], kind="stable")
-        rank, second, op, stage, number = actions[order].T
-        slot_start = np.append(np.flatnonzero(second == 0), len(order))
+            back = np.outer(2 * actions[:, 3] // num_stages, (0, 0, 0, num_stages, 0))
+            far = actions * (-1, 1, 1, 1, 1) + (num_ranks - 1, 0, 0, num_stages, 0)
+            actions = np.concatenate([actions + back, far - back])
+        rank, second, op, stream, number = actions[np.argsort(actions[:, 0], kind="stable")].T
+        way, stage = np.divmod(stream, num_stages)
+        slot_start = np.append(np.flatnonzero(second == 0), len(actions))
         table = Table(
-            rank_start=np.searchsorted(rank[slot_start[:-1]], np.arange(placement.num_ranks + 1)),
+            rank_start=np.searchsorted(rank[slot_start[:-1]], np.arange(num_ranks + 1)),
             slot_start=slot_start,
-            op=np.array(SPLIT_OPS)[op],
+            op=op,
             stage=stage,
-            microbatch=number + np.array([0, self.direction.count(0)])[way[order]],
+            microbatch=number + way * self.direction.count(0),
         )
         return program_from_table("auto", self.placement, self.direction, table)

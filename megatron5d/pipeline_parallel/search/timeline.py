@@ -33,8 +33,7 @@ def compiled(function: Function, **options: bool) -> Function:
 def compiled_part(function: Function) -> Function:
     """Returns a function that compiled ones call and that allocates no array.
 
-    Without the runtime for allocation, arrays are not reference-counted on the way in and out, and that counting took
-    four fifths of the time of a list schedule.
+    Without the runtime for allocation, numba counts no references to arrays: four fifths of a list schedule's time.
     """
     return compiled(function, _nrt=False)
 
@@ -44,13 +43,12 @@ STUCK = 1e9
 
 
 class Graph(NamedTuple):
-    """What stays while slots move. A actions, V values (see `simulate.wiring`), R ranks."""
+    """What stays while slots move. A actions, R ranks."""
 
     rank_start: np.ndarray  # [R + 1] positions of each rank
-    inputs: np.ndarray  # [A, 2] values that an action waits for
+    rank: np.ndarray  # [A]
+    inputs: np.ndarray  # [A, 2] the actions whose outputs it waits for, or -1
     latencies: np.ndarray  # [A, 2] of the messages that bring them
-    outputs: np.ndarray  # [A] the value it makes
-    makers: np.ndarray  # [V] the action that makes a value
     op: np.ndarray  # [A] index into OPS
     microbatch: np.ndarray  # [A]
     stream: np.ndarray  # [A] equal numbers keep their order: one op of one stage in one direction
@@ -69,62 +67,46 @@ class Run(NamedTuple):
     order: np.ndarray  # [A] the action at every position
     place: np.ndarray  # [A] the position of every action
     joined: np.ndarray  # [A] whether an action runs together with the one behind it
-    chance: np.ndarray  # [1] state of the only source of chance
-    mark: np.ndarray  # [A] where in the window an action was
     kept: np.ndarray  # [A] the actions of the window in their old order
     kept_joined: np.ndarray  # [A]
+    chance: np.ndarray  # [1] state of the only source of chance
 
 
 class Times(NamedTuple):
     """When everything happens under one order."""
 
     start: np.ndarray  # [A]
-    end: np.ndarray  # [A]
-    arrival: np.ndarray  # [A] when the last input of its slot arrives
-    last: np.ndarray  # [A] the action that made it, or -1
+    end: np.ndarray  # [A] -1 while it is not known
     free: np.ndarray  # [R] when a rank is done
     left: np.ndarray  # [R] compute that a rank has still to do
     cursor: np.ndarray  # [R] its next position
-    todo: np.ndarray  # [2R] ranks that may continue
-    ready: np.ndarray  # [V] when a value is made, or -1
-    waiting: np.ndarray  # [V] the rank that waits for it, or -1
 
 
 def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]) -> Graph:
-    """Returns what stays of a Program while its slots move.
-
-    Args:
-        program: A legal Program.
-        costs: of its stages.
-        memory: `[num_ranks]` the most activations a rank may hold.
-        pairs: which actions may be overlapped anew, such as F&I; none are where there is no all-to-all to hide.
-    """
-    table = program.table
-    inputs, latencies, outputs, num_values = wiring(program, costs.comm)
+    """Returns what stays of a Program while its slots move; the arguments are those of `refine`."""
+    table, (inputs, latencies, outputs, num_values) = program.table, wiring(program, costs.comm)
+    op, stage = table.op.astype(np.int64), table.stage
     makers = np.full(num_values, -1)
-    makers[outputs] = np.arange(len(outputs))
-    op = table.op
+    makers[outputs] = np.arange(len(op))
     # a full backward is in one stream with the input gradients, for both send the same message
     sends = np.where(op == OPS.index("B"), OPS.index("I"), op)
     direction = np.array(program.direction, dtype=np.int64)[table.microbatch]
     allowed = np.zeros((len(OPS), len(OPS)), dtype=np.bool_)
-    for pair in pairs if costs.a2a.any() else ():
+    for pair in pairs if costs.a2a.any() else ():  # otherwise there is nothing to hide
         one, two = (OPS.index(name) for name in pair.split("&"))
         allowed[one, two] = allowed[two, one] = True
-    size = costs.activation[table.stage]
     return Graph(
         rank_start=table.slot_start[table.rank_start],
-        inputs=np.array(inputs).reshape(-1, 2),
+        rank=table.rank,
+        inputs=makers[np.array(inputs)].reshape(-1, 2),
         latencies=np.array(latencies).reshape(-1, 2),
-        outputs=np.array(outputs),
-        makers=makers,
-        op=op.astype(np.int64),
+        op=op,
         microbatch=table.microbatch.astype(np.int64),
-        stream=(direction * program.num_stages + table.stage) * len(OPS) + sends,
-        compute=costs.compute[op, table.stage],
-        a2a=costs.a2a[op, table.stage],
-        takes=np.where(op == OPS.index("F"), size, 0.0),
-        frees=np.where(np.isin(op, (OPS.index("W"), OPS.index("B"))), size, 0.0),
+        stream=(direction * program.num_stages + stage) * len(OPS) + sends,
+        compute=costs.compute[op, stage],
+        a2a=costs.a2a[op, stage],
+        takes=np.where(op == OPS.index("F"), costs.activation[stage], 0.0),
+        frees=np.where(np.isin(op, (OPS.index("W"), OPS.index("B"))), costs.activation[stage], 0.0),
         cap=memory + 1e-9,
         allowed=allowed,
         pairing=bool(allowed.any()),
@@ -136,17 +118,14 @@ def begin(program: Program, seed: int) -> Run:
     starts, num_actions = program.table.slot_start, len(program.table.op)
     joined = np.zeros(num_actions, dtype=np.bool_)
     joined[starts[:-1][np.diff(starts) == 2]] = True
-    order, place, mark, kept = (np.arange(num_actions) for _ in range(4))
-    return Run(order, place, joined, np.array([12345 + seed]), mark, kept, joined.copy())
+    order, place, kept = (np.arange(num_actions) for _ in range(3))
+    return Run(order, place, joined, kept, joined.copy(), np.array([12345 + seed]))
 
 
 def empty_times(graph: Graph) -> Times:
     """Returns room for the times of one order."""
-    num_actions, num_ranks, num_values = len(graph.op), len(graph.cap), len(graph.makers)
-    start, end, arrival = (np.zeros(num_actions) for _ in range(3))
-    free, left = np.zeros(num_ranks), np.zeros(num_ranks)
-    last, cursor, todo, waiting = (np.zeros(n, dtype=int) for n in (num_actions, num_ranks, 2 * num_ranks, num_values))
-    return Times(start, end, arrival, last, free, left, cursor, todo, np.zeros(num_values), waiting)
+    start, end, free, left = (np.zeros(len(sizes)) for sizes in (graph.op, graph.op, graph.cap, graph.cap))
+    return Times(start, end, free, left, np.zeros(len(graph.cap), dtype=int))
 
 
 @compiled_part
@@ -155,90 +134,66 @@ def evaluate(graph, run, before, times, since, limit):
 
     What begins earlier than `since` under the order `before` stays as it is, and is not noted again.
     """
-    num_ranks = len(graph.cap)
-    done = _resume(graph, run, before, times, since)
-    count = num_ranks
-    while count > 0:
-        rank = times.todo[count - 1]
-        count -= 1
-        while times.cursor[rank] < graph.rank_start[rank + 1]:
-            first = times.cursor[rank]
-            missing = _run_slot(graph, run, times, rank)
-            if missing >= 0:
-                times.waiting[missing] = rank
-                break
+    _resume(graph, run, before, times, since)
+    ranks, makespan, moving = len(graph.cap), 0.0, True
+    while moving:
+        moving = False
+        for rank in range(ranks):
+            while times.cursor[rank] < graph.rank_start[rank + 1] and _run_slot(graph, run, times, rank):
+                moving = True
             if times.free[rank] + times.left[rank] > limit:
                 return STUCK
-            done += times.cursor[rank] - first
-            for position in range(first, times.cursor[rank]):
-                value = graph.outputs[run.order[position]]
-                if times.waiting[value] >= 0:
-                    times.todo[count] = times.waiting[value]
-                    count += 1
-                    times.waiting[value] = -1
-    makespan = 0.0
-    for rank in range(num_ranks):
-        makespan = max(makespan, times.free[rank])
-    return makespan if done == len(run.order) else STUCK
+    for rank in range(ranks):
+        makespan = max(makespan, times.free[rank] if times.cursor[rank] == graph.rank_start[rank + 1] else STUCK)
+    return makespan
 
 
 @compiled_part
 def _resume(graph, run, before, times, since):
-    """Brings every rank to its first slot that does not begin before `since`; returns the number of actions passed."""
-    for value in range(len(graph.makers)):
-        maker = graph.makers[value]
-        known = maker >= 0 and before.start[maker] < since
-        times.ready[value] = before.end[maker] if known else -1.0
-        times.waiting[value] = -1
-    times.ready[-1] = 0.0
-    passed = 0
+    """Brings every rank to its first slot that does not begin before `since`."""
+    for action in range(len(graph.op)):
+        times.end[action] = before.end[action] if before.start[action] < since else -1.0
     for rank in range(len(graph.cap)):
-        first, stop = graph.rank_start[rank], graph.rank_start[rank + 1]
-        low, high = first, stop
-        while low < high:
-            middle = (low + high) // 2
-            if before.start[run.order[middle]] < since:
-                low = middle + 1
+        times.cursor[rank], times.free[rank], times.left[rank] = graph.rank_start[rank], 0.0, 0.0
+        for position in range(graph.rank_start[rank], graph.rank_start[rank + 1]):
+            action = run.order[position]
+            if times.end[action] < 0:
+                times.left[rank] += graph.compute[action]
             else:
-                high = middle
-        times.cursor[rank], times.todo[rank] = low, rank
-        times.free[rank] = before.end[run.order[low - 1]] if low > first else 0.0
-        times.left[rank] = 0.0
-        for position in range(low, stop):
-            times.left[rank] += graph.compute[run.order[position]]
-        passed += low - first
-    return passed
+                times.cursor[rank], times.free[rank] = position + 1, times.end[action]
 
 
 @compiled_part
 def _run_slot(graph, run, times, rank):
-    """Runs the next slot of a rank; returns the value that it still waits for, or -1."""
+    """Runs the next slot of a rank, if all that it waits for has been made; returns whether it has."""
     position = times.cursor[rank]
     one = run.order[position]
     two = run.order[position + 1] if run.joined[one] else -1
-    arrival, last = 0.0, -1
-    for action in (one, two):
-        if action < 0:
-            continue
-        for k in range(2):
-            value = graph.inputs[action, k]
-            time = times.ready[value]
-            if time < 0:
-                return value
-            time += graph.latencies[action, k]
-            if time > arrival:
-                arrival, last = time, graph.makers[value]
+    arrival, last = awaited(graph, times, one, two)
+    if arrival == np.inf:
+        return False
     start = max(times.free[rank], arrival)
     end = start + duration(graph, one, two)
     for action in (one, two):
         if action >= 0:
             times.start[action], times.end[action] = start, end
-            times.arrival[action], times.last[action] = arrival, last
-            times.ready[graph.outputs[action]] = end
             times.left[rank] -= graph.compute[action]
-    times.free[rank] = end
-    times.cursor[rank] = position + (1 if two < 0 else 2)
-    return -1
+    times.free[rank], times.cursor[rank] = end, position + (1 if two < 0 else 2)
+    return True
+
+
+@compiled_part
+def awaited(graph, times, one, two):
+    """Returns when the last input of a slot arrives, inf where that is not known, and the action that makes it."""
+    arrival, last = 0.0, -1
+    for action in (one, two):
+        for k in range(2 if action >= 0 else 0):
+            maker = graph.inputs[action, k]
+            if maker >= 0 and times.end[maker] < 0:
+                return np.inf, maker
+            if maker >= 0 and times.end[maker] + graph.latencies[action, k] > arrival:
+                arrival, last = times.end[maker] + graph.latencies[action, k], maker
+    return arrival, last
 
 
 @compiled_part
@@ -253,10 +208,3 @@ def duration(graph, one, two):
 def overlapped(compute, a2a, other_compute, other_a2a):
     """Returns the time of two overlapped actions, as `simulate` counts it."""
     return max(max(compute + other_compute, a2a + other_a2a), max(compute + a2a, other_compute + other_a2a))
-
-
-@compiled_part
-def is_second(run, action):
-    """Returns whether an action runs together with the one before it."""
-    position = run.place[action]
-    return position > 0 and run.joined[run.order[position - 1]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,7 +216,7 @@ def prediction(config: Config, program: Program, result: SearchResult | None) ->
     if result.named is not None:
         name, makespan = result.named
         text += f", {100 * (makespan / found.makespan - 1):.1f} % faster than {name}, the best named one that fits"
-    return text if result.compiled else f"{text}; without numba, which would try a hundred times as many"
+    return text if find_spec("numba") else f"{text}; without numba, which would try a hundred times as many"
 
 
 def _splits(config: Config) -> list[Config]:

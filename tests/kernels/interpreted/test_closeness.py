@@ -8,6 +8,8 @@ from megatron5d import kernels
 from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.gemm import grouped_matmul
 
+pytestmark = pytest.mark.hopper
+
 LUCK = 1.05
 
 

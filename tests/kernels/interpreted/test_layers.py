@@ -23,6 +23,8 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
+pytestmark = pytest.mark.hopper
+
 
 @pytest.fixture
 def overwritten(monkeypatch):
@@ -73,10 +75,10 @@ def numbers(config, in_place, monkeypatch):
 @pytest.mark.parametrize(
     "parts, fp8, inner",
     [
-        pytest.param([], "none", 48, marks=pytest.mark.hopper),
-        pytest.param(["qkv"], "none", 48, marks=pytest.mark.hopper),
-        pytest.param(["attention", "mlp"], "none", 48, marks=pytest.mark.hopper),
-        pytest.param([], "blockwise", 48, marks=[pytest.mark.fp8, pytest.mark.hopper]),
+        ([], "none", 48),
+        (["qkv"], "none", 48),
+        (["attention", "mlp"], "none", 48),
+        pytest.param([], "blockwise", 48, marks=pytest.mark.fp8),
         pytest.param([], "blockwise", 128, marks=pytest.mark.fp8),
         pytest.param(["mlp"], "blockwise", 128, marks=pytest.mark.fp8),
     ],

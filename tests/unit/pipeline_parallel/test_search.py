@@ -9,7 +9,7 @@ from megatron5d.pipeline_parallel.program import OPS, loop_placement, zigzag_pla
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.list_scheduler import shipped_policies
 from megatron5d.pipeline_parallel.search.local_search import refine
-from megatron5d.pipeline_parallel.search.named import PAIRS, best_named, candidates
+from megatron5d.pipeline_parallel.search.named import best_named, candidates
 from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.search import search_program
 from megatron5d.pipeline_parallel.simulate import simulate
@@ -33,11 +33,12 @@ def check(result, costs, cap) -> None:
     stage_costs = costs.of(result.program.placement)
     peaks = verify(result.program, cap, stage_costs)
     exact = simulate(result.program, stage_costs)
-    assert result.makespan == pytest.approx(exact.makespan) and result.overhead == pytest.approx(exact.overhead)
-    assert result.peak == pytest.approx(peaks.peak_activations)
-    assert result.lower_bound <= result.overhead + 1e-9
+    found = result.simulation
+    assert found.makespan == pytest.approx(exact.makespan) and found.overhead == pytest.approx(exact.overhead)
+    assert found.peak_activations == pytest.approx(peaks.peak_activations)
+    assert result.lower_bound <= found.overhead + 1e-9
     if result.named is not None:
-        assert result.makespan <= result.named[1] + 1e-9
+        assert found.makespan <= result.named[1] + 1e-9
 
 
 @pytest.mark.parametrize(("text", "placement", "copies", "cap", "evaluations", "figure"), FIGURES)
@@ -46,7 +47,7 @@ def test_figures_at_sixteen_ranks(text, placement, copies, cap, evaluations, fig
     costs = parse_costs(text)
     options = {"seconds": None, "evaluations": evaluations, "placements": [placement]}
     result = search_program(16, 64, [costs], memory=cap, copies=copies, **options)
-    assert result.overhead <= figure + 1e-6
+    assert result.simulation.overhead <= figure + 1e-6
     assert result.program.copies <= copies
     check(result, costs, cap)
 
@@ -72,9 +73,9 @@ def test_ends_that_differ():
     costs = with_ends(30)
     result = search_program(8, 32, [costs], memory=10.0, seconds=None, evaluations=6000)
     check(result, costs, 10.0)
-    work = result.makespan - result.overhead
+    work = result.simulation.makespan - result.simulation.overhead
     assert result.named is not None
-    assert result.overhead <= 0.75 * (result.named[1] - work)
+    assert result.simulation.overhead <= 0.75 * (result.named[1] - work)
 
 
 def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, float]:
@@ -92,7 +93,7 @@ def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, 
     options = {"seconds": None, "evaluations": 1000, "placements": [placement], "copies": copies}
     result = search_program(16, 64, [costs], memory=20.0, **options)
     check(result, costs, 20.0)
-    return result.makespan, min(named), result.makespan - result.overhead
+    return result.simulation.makespan, min(named), result.simulation.makespan - result.simulation.overhead
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_ends_that_differ_with_two_copies_and_experts(num_layers, text, dualpipe
     options = {"copies": 2, "seconds": None, "evaluations": 2000, "placements": ["mirrored"]}
     result = search_program(16, 64, deals, memory=20.0, **options)
     check(result, deals[result.split], 20.0)
-    assert result.makespan - 216 <= 0.75 * dualpipe
+    assert result.simulation.makespan - 216 <= 0.75 * dualpipe
 
 
 def test_with_two_copies_more_layers_on_the_end_ranks_pay():
@@ -120,7 +121,8 @@ def test_with_two_copies_more_layers_on_the_end_ranks_pay():
     deals = [with_ends(128, parse_costs(DEAR), balance) for balance in BALANCES]
     found, before = (search_program(16, 64, some, **options) for some in (deals, deals[:2]))
     least = 216.0  # work of the busiest rank where that is as little as can be
-    assert BALANCES[found.split] == "ends" and found.makespan - least <= 0.9 * (before.makespan - least)
+    over, before_over = (each.simulation.makespan - least for each in (found, before))
+    assert BALANCES[found.split] == "ends" and over <= 0.9 * before_over
     check(found, deals[found.split], 20.0)
 
 
@@ -143,7 +145,7 @@ def test_local_search_keeps_programs_legal_and_never_slows_them(schedule, text):
     costs = parse_costs(text).of(program.placement)
     before = simulate(program, costs)
     cap = before.peak_activations
-    after = refine(program, costs, cap, PAIRS, Budget(None, 200), 1.0)
+    after = refine(program, Problem(program.placement, 10, costs, cap), Budget(None, 200), 1.0)
     verify(after, cap.tolist(), costs)
     found = simulate(after, costs)
     assert found.makespan <= before.makespan + 1e-9

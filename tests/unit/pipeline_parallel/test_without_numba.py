@@ -12,7 +12,7 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
 from megatron5d.pipeline_parallel.search.list_scheduler import shipped_policies
 from megatron5d.pipeline_parallel.search.local_search import refine
-from megatron5d.pipeline_parallel.search.named import PAIRS, placement_called
+from megatron5d.pipeline_parallel.search.named import placement_called
 from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.search import search_program
 from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
@@ -31,13 +31,14 @@ def found() -> list[str]:
             texts.append(write_program(program) if program else f"stuck {problem.makespan(policy)}")
     program = build_program("zb_v", 4, 6)
     costs = COSTS.of(program.placement)
-    texts.append(write_program(refine(program, costs, np.full(4, 5.0), PAIRS, Budget(None, 10), 1.0)))
+    problem = Problem(program.placement, 6, costs, np.full(4, 5.0))
+    texts.append(write_program(refine(program, problem, Budget(None, 10), 1.0)))
     return texts
 
 
 def small() -> float:
     """The makespan that a search with few evaluations ends at."""
-    return search_program(2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20).makespan
+    return search_program(2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20).simulation.makespan
 
 
 def test_the_same_is_found():
