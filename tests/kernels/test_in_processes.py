@@ -3,8 +3,8 @@
 Several files share a process: to start one takes longer than some of them. Most of the time is Triton's compiler, which
 an empty cache makes a fresh clone wait for: unless MEGATRON5D_ALL_KERNELS=1, sm_100 is spared the tests marked `alike`,
 whose kernels differ from those of sm_90 in packed arithmetic alone, and `hopper`, of masks and shapes that every GPU
-treats alike; of tests that are emulated the interpreter runs the last case alone, and all cases of those marked
-`interpreted`; and lines, which only the message of a fault would name, are not compiled in.
+treats alike; tests marked `interpreted` have all cases interpreted and the last one emulated, others the other way
+round; and lines, which only the message of a fault would name, are not compiled in.
 """
 
 import os
@@ -20,13 +20,14 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
 EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
-SECONDS_A_PROCESS = 120
+SECONDS_A_PROCESS = 150
 # of a core: interpreted, and emulated with an empty cache; files that are not here take a few
 LAST = {"benchmarks": 30, "planted_faults": 15, "overlap": 10, "flash_attention": 10, "fp8": 10}
 INTERPRETED = LAST | {"fp8": 55, "moe": 40, "flash_attention": 45, "pointwise": 25}
 INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10}
 EMULATED = {"flash_attention": 80, "fp8": 65, "emulated_gpu": 35, "normalization": 30, "moe": 25, "pointwise": 25}
 EMULATED |= {"layers": 20, "fp8_tensor": 15, "closeness": 10, "emulated_random": 10}
+LAST_EMULATED = EMULATED | {"normalization": 5, "fp8_tensor": 5}
 SPARED = ("normalization", "pointwise", "fp8_tensor", "shares", "multi_tensor", "layers", "closeness")  # every test
 NOT_ALIKE = EMULATED | {"fp8": 20, "moe": 15, "flash_attention": 15} | dict.fromkeys(SPARED, 0)
 # the interpreter itself; faults that a GPU would not survive; processes that share the host's memory
@@ -52,7 +53,7 @@ LAST_ALONE = EMULATES and not EVERYTHING
 SHARES = shares("interpreter", ONLY_EMULATED, LAST if LAST_ALONE else INTERPRETED)
 COMPILER = pytest.mark.skipif(not EMULATES, reason="the emulated GPU is built by g++")
 for emulated in ["sm_90", "sm_100"] + ["sm_80", "sm_120"] * EVERYTHING:
-    seconds = NOT_ALIKE if emulated == "sm_100" and not EVERYTHING else EMULATED
+    seconds = EMULATED if EVERYTHING else LAST_EMULATED if emulated == "sm_90" else NOT_ALIKE
     SHARES += shares(emulated, NOT_EMULATED, seconds, COMPILER)
 if torch.cuda.is_available():
     SHARES += shares("gpu", NOT_COMPILED + ONLY_EMULATED, EMULATED)
@@ -66,9 +67,8 @@ def test_passes(place, files):
     command += ["-m", "not alike and not hopper"] if place == "sm_100" and not EVERYTHING else []
     lines = {} if place in ("interpreter", "gpu") else {"TRITON_DISABLE_LINE_INFO": "1"}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | lines
-    where = {"MEGATRON5D_KERNELS": place}
-    if place == "interpreter":
-        where = {"TRITON_INTERPRET": "1"} | ({"MEGATRON5D_LAST_CASES": "1"} if LAST_ALONE else {})
+    where = {"TRITON_INTERPRET": "1"} if place == "interpreter" else {"MEGATRON5D_KERNELS": place}
+    where |= {"MEGATRON5D_LAST_CASES": "1"} if LAST_ALONE and place != "gpu" else {}
     run = subprocess.run(
         [*command, *files], cwd=HERE.parents[1], env=environment | where, capture_output=True, text=True, timeout=1800
     )
