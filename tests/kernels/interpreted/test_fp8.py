@@ -159,6 +159,7 @@ def test_powers_of_two_lose_nothing_when_transposed():
     assert torch.equal(again.dequantize(), x)
 
 
+@pytest.mark.interpreted
 @pytest.mark.alike
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows, width", [(1, 1), (7, 130), (5, 384)])
