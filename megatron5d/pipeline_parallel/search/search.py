@@ -28,8 +28,8 @@ from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
 
-LARGE = 1 << 17
-"""Actions from which on policies are ranked with fewer micro-batches."""
+LARGE, TRIED, TRIAL = 1 << 17, 4, 0.1
+"""Actions from which on policies are ranked with fewer micro-batches; what the local search tries, each for a TRIAL."""
 
 
 @dataclass(frozen=True)
@@ -151,17 +151,18 @@ def search_program(
 
 def _fastest(problems: list[Problem], named: Contender | None, budget: Budget, seed: int) -> Contender:
     """Returns what the local search makes of the fastest Program known, or that where it becomes no faster."""
-    listed, memory = _list_scheduled(problems, budget), problems[0].memory
-    found = [each for each in (named, listed) if each is not None]
+    memory = problems[0].memory
+    found = [*([named] if named else []), *_list_scheduled(problems, budget)]
     if not found:
         raise ValueError(
             f"no schedule found holds at most {memory.max():g} micro-batches of one rank's layers at parallel.pp="
             f"{len(memory)}; raise the memory (1f1b holds {len(memory)}), or name placements with more chunks"
         )
-    start = min(found, key=_makespan)
-    for until in (0.1, 1.0):  # a short annealing before the long one pays with heavy ends
-        start = Contender(refine(start.program, start.problem, budget, until, seed), start.problem)
-    return min([*found, start], key=_makespan)  # the first where they tie
+    tried, after = sorted(found, key=_makespan)[: TRIED if problems[0].num_actions < LARGE else 1], list[Contender]()
+    for until in [*(TRIAL * (place + 1) for place in range(len(tried))), 1.0]:
+        start = tried.pop(0) if tried else min(after, key=_makespan)
+        after.append(Contender(refine(start.program, start.problem, budget, until, seed), start.problem))
+    return min([*found, *after], key=_makespan)  # the first where they tie
 
 
 @keep
@@ -205,8 +206,8 @@ def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Con
             yield Contender(program, admitted[program.placement])
 
 
-def _list_scheduled(problems: list[Problem], budget: Budget) -> Contender | None:
-    """Returns the fastest Program that shipped policies make; None where all get stuck."""
+def _list_scheduled(problems: list[Problem], budget: Budget) -> list[Contender]:
+    """Returns the fastest Programs that shipped policies make; none where all get stuck."""
     few = min(problems[0].num_microbatches, 4 * len(problems[0].memory))
     small = [replace(one, num_microbatches=few) if one.num_actions >= LARGE else one for one in problems]
     tried = list[tuple[float, int, Policy]]()
@@ -215,10 +216,9 @@ def _list_scheduled(problems: list[Problem], budget: Budget) -> Contender | None
             if IS_COMPILED or len(tried) < len(problems) or budget.share() < 1:
                 tried.append((small[index].makespan(policy), index, policy))
                 budget.used += 1
-    for _, index, policy in sorted(tried, key=itemgetter(0)):
-        if program := problems[index].program(policy):
-            return Contender(program, problems[index])
-    return None
+    ranking = sorted(tried, key=itemgetter(0))[:TRIED]
+    programs = [(problems[index].program(policy), problems[index]) for _, index, policy in ranking]
+    return [Contender(program, problem) for program, problem in programs if program]
 
 
 def _result(best: Contender, evaluations: int, elapsed_s: float, named: tuple[str, float] | None) -> SearchResult:
