@@ -76,7 +76,7 @@ RULES = {
 }
 
 
-ON_EVERY_GPU = ("full", "all_at_once")  # others are of the same code
+ON_EVERY_GPU = ("all_at_once",)  # others are of the same code
 
 
 @pytest.mark.parametrize(
