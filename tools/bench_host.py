@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +101,7 @@ def our_layer(config: Config, world: int = 1, device: torch.device = CPU, graphs
     stage = Stage(list(model.layers["0"].children()), graphs=replayed)
     batch = make_micro_batch(torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)).to(device)
     attention: Any = model.layers["0"].attention
-    tables = attention.rope(batch)  # made once for all layers of a stage: every side is given its own
+    tables = attention.rope(copy(batch))  # made once for all layers of a stage: every side is given its own
     attention.rope = lambda batch: tables
     shape = 2, config.train.seq_len // config.parallel.tp, config.train.mbs, config.model.hidden_size
     x, dy = torch.randn(shape, device=device, dtype=DTYPES[config.precision.dtype])
