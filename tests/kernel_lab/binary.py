@@ -1,8 +1,10 @@
 """What a compiled kernel costs and which instructions it uses, read from its binary with tools of Triton's wheel."""
 
 import re
+import struct
 import subprocess
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 
 import triton
@@ -38,15 +40,41 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def _nvidia(cubin: bytes, disassemble: bool) -> tuple[int, int, str]:
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "-res-usage", file.name))
         assert usage, "cuobjdump printed no resource usage"
-        # the instructions alone, without looking for where branches lead: the same text in three quarters of the time
-        listing = _run("nvdisasm", "--no-dataflow", "--no-vliw", "-c", file.name) if disassemble else ""
-    return int(usage[1]), int(usage[2]), listing
+    return int(usage[1]), int(usage[2])
+
+
+def _instructions(cubin: bytes) -> bytes:
+    """The section of an ELF file that holds its kernel's instructions."""
+    (table,), (size, number, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * n) for n in range(number)]  # name, …, start, bytes
+    (found,) = (each for each in sections if cubin.startswith(b".text.", sections[names][4] + each[0]))
+    return cubin[found[4] : found[4] + found[5]]
+
+
+def disassemble(cubins: list[bytes], architecture: str) -> list[str]:
+    """A listing for each: of all at once, as the disassembler takes 0.4 s to start and hardly any to read a kernel."""
+    if not cubins:
+        return []
+    parts = [_instructions(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(parts))
+        file.flush()
+        name = architecture.replace("sm_", "SM") + ("" if architecture == "sm_80" else "a")
+        lines = _run("nvdisasm", "--binary", name, "--no-dataflow", "--no-vliw", file.name).splitlines()
+    at = [int(found[1], 16) if (found := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s", line)) else -1 for line in lines]
+    ends = list(accumulate(map(len, parts)))
+    assert max(at) + 16 == ends[-1], f"nvdisasm has not read {architecture} to its end: {lines[-1:]}"
+    return [
+        "\n".join(line for line, place in zip(lines, at) if end - len(part) <= place < end)
+        for part, end in zip(parts, ends)
+    ]
 
 
 def _loops(ptx: str) -> list[str]:
@@ -111,28 +139,36 @@ def _amd(assembly: str) -> tuple[int, int, str]:
     return value("vgpr_count"), value("vgpr_spill_count") + value("private_segment_fixed_size"), assembly
 
 
-def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
-    """Resources and instructions of one compiled launch.
+def examine(launches: list[Launch], architecture: str, count: bool) -> list[dict]:
+    """Resources and instructions of compiled launches.
 
     Args:
-        launch: from `capture`.
-        architecture: the target it was compiled for.
-        disassemble: whether to count instructions (slower).
+        launches: from `capture`.
+        architecture: the target they were compiled for.
+        count: whether to count instructions (slower).
 
     Returns:
-        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts
-        (BESIDE: exponentials taken while a GEMM is under way), how many groups of asynchronous
+        for each: registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction
+        counts (BESIDE: exponentials taken while a GEMM is under way), how many groups of asynchronous
         GEMMs the assembler closes beyond those that the program commits, and `stack_pointer_as_number`.
     """
-    asm = launch.compiled.asm
     if architecture.startswith("gfx"):
-        registers, stack, listing = _amd(asm["amdgcn"])
-    else:
-        counted = disassemble and COUNTED_IN_PTX.search(asm["ptx"]) is not None
-        registers, stack, listing = _nvidia(asm["cubin"], counted or CASTS_TO_FP8.search(asm["ptx"]) is not None)
+        return [_report(launch, *_amd(launch.compiled.asm["amdgcn"])) for launch in launches]
+
+    def listed(ptx: str) -> bool:
+        return bool(count and COUNTED_IN_PTX.search(ptx) or CASTS_TO_FP8.search(ptx))
+
+    cubins = {launch.compiled.asm["cubin"]: "" for launch in launches}
+    read = list({one.compiled.asm["cubin"]: 0 for one in launches if listed(one.compiled.asm["ptx"])})
+    cubins |= zip(read, disassemble(read, architecture))
+    usage = {cubin: _usage(cubin) for cubin in cubins}
+    return [_report(one, *usage[one.compiled.asm["cubin"]], cubins[one.compiled.asm["cubin"]]) for one in launches]
+
+
+def _report(launch: Launch, registers: int, stack: int, listing: str) -> dict:
     counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
     counts[BESIDE] = _beside(listing)
-    shared, ptx = launch.compiled.metadata.shared, asm.get("ptx", "")
+    shared, ptx = launch.compiled.metadata.shared, launch.compiled.asm.get("ptx", "")
     return {
         "kernel": launch.name,
         "num_warps": launch.num_warps,

@@ -43,8 +43,7 @@ def compile_case(name: str, target: str) -> dict:
     case = CASES[name]
     with capture(target) as (launches, selected):
         case.run()
-    disassemble = target in case.promises
-    reports = [examine(launch, target, disassemble) for launch in launches]
+    reports = examine(launches, target, count=target in case.promises)
     return {"launches": _distinct(reports), "selected": sorted(selected)}
 
 

@@ -192,7 +192,7 @@ with capture("sm_90") as (launches, _):
     CASES["fp8-weight-grad"].run()
     x = meta(4096, 7168, dtype=torch.uint8)
     _transpose_kernel[(32, 56)](x, x.t().contiguous(), 4096, 7168, 128)
-reports = [examine(launch, "sm_90", False) for launch in launches]
+reports = examine(launches, "sm_90", count=False)
 budget = json.loads(compile_gate.BUDGET.read_text())["fp8-weight-grad"]["sm_90"]["performance"]
 budget["_transpose_kernel"] = budget["_fp8_transpose_kernel"]
 for one in (reports[-2], reports[-1]):
