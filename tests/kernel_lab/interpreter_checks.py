@@ -9,18 +9,25 @@
 import numpy as np
 import triton.language as tl
 from kernel_lab.bounds import allowed, storages
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterOptions, TensorHandle
 
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _POISON = {8: 0x7F, 16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}
 
 
 def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
     masked = np.asarray(mask.data, bool)  # a block's condition and a scalar's: the interpreter makes integers of it
-    live = pointers.data[np.broadcast_to(masked, pointers.data.shape)].reshape(-1)
+    live = pointers.data.reshape(-1)
+    if not masked.all():
+        live = pointers.data[np.broadcast_to(masked, pointers.data.shape)]
     if live.size == 0:
         return
     width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    lowest, highest = int(live.min()), int(live.max()) + width
+    if any(start <= lowest and highest <= stop for start, stop in allowed):
+        return
     inside = np.zeros(live.shape, bool)
     for start, stop in allowed:
         inside |= (live >= np.uint64(start)) & (live + np.uint64(width) <= np.uint64(stop))
@@ -43,6 +50,15 @@ def _poisoned(pointers: TensorHandle) -> TensorHandle:
     bits = 0x7FC0 if dtype == tl.bfloat16 else _POISON[dtype.primitive_bitwidth]
     raw = np.full(pointers.data.shape, bits, getattr(np, f"uint{dtype.primitive_bitwidth}"))
     return TensorHandle(raw.view(np_dtype), dtype)
+
+
+def _check_overflow(self, a, b, operation) -> None:
+    """Triton's own check, which takes ten operations of the interpreter, in one of NumPy."""
+    kind = a.type.scalar
+    if kind.int_bitwidth < 64:
+        exact = _EXACT[operation.__name__](a.handle.data, b.handle.data, dtype=np.int64)
+        if exact.min() < kind.get_int_min_value() or exact.max() > kind.get_int_max_value():
+            raise AssertionError(f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}")
 
 
 def _checked_call(original):
@@ -99,5 +115,6 @@ def install_checks() -> None:
     builder.create_masked_load = _checked_load(builder.create_masked_load)
     builder.create_masked_store = _checked_store(builder.create_masked_store)
     builder.create_atomic_rmw = _checked_atomic(builder.create_atomic_rmw)
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
     interpreter._patch_lang_tensor = _indexable(interpreter._patch_lang_tensor)
     interpreter.interpreter_builder.options = InterpreterOptions(debug=True)

@@ -26,23 +26,25 @@ _find_np_dtype = interpreter._get_np_dtype
 _equal = core.dtype.__eq__
 _computation_type, _broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
 _PLAIN = {tl.float32, tl.float64, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64}
-_shapes: dict[tuple[int, ...], core.block_type] = {}  # the first type of each shape; others share its tuple
+_shapes: dict[tuple[int, ...] | None, core.block_type] = {}  # the first type of each shape; others share its tuple
 _patch_lang, _patched = interpreter._patch_lang, set()  # the packages that are patched now
 _np_dtypes: dict[str, object] = {}
 
 
 def _block_type(self, element_ty, shape) -> None:
-    plain = isinstance(shape, list | core.tuple)  # Triton's own tuple: a Python one is refused
-    sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape) if plain else ()
-    plain = plain and all(type(size) is int for size in sizes)  # 4.0 == 4 would find the type of 4
-    if plain and sizes in _shapes:
-        first = _shapes[sizes]
+    first, sizes = vars(shape).get("first") if isinstance(shape, core.tuple) else None, None
+    if first is None and isinstance(shape, list | core.tuple):  # Triton's own tuple: a Python one is refused
+        sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        sizes = sizes if all(type(size) is int for size in sizes) else None  # 4.0 == 4 would find the type of 4
+        first = _shapes.get(sizes)
+    if first is not None:
         self.element_ty, self.shape, self.numel = element_ty, first.shape, first.numel
-        self.name = f"<{self.shape}, {self.element_ty}>"
+        self.name = f"<{first.shape.text}, {element_ty}>"
     else:
         _make_block_type(self, element_ty, shape)
-        if plain:
-            _shapes[sizes] = self
+        if sizes is not None:
+            _shapes[sizes] = self.shape.first = self
+            self.shape.text = str(self.shape)
 
 
 @cache
