@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -277,7 +278,8 @@ def _described(error: BaseException) -> str:
 _PART_BYTES = 4 << 20  # of a message in one request: TCPStore takes no more than 8 MiB
 _MESSAGES_PER_REQUEST = 1024
 _READ_WITHIN_S = 3.0  # for the others to read a failure of rank 0: they poll once a second
-_numbers = itertools.count()  # of groups, which all ranks create in the same order
+# Of the groups of each store: all ranks that share it create them in the same order.
+_numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()
 
 
 class StoreGroup:
@@ -299,7 +301,8 @@ class StoreGroup:
         alone = not dist.is_initialized()
         self.rank, self.world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self._store: dist.Store = dist.HashStore() if alone else default_store()
-        self._name, self._timeout_s = f"megatron5d/store_group/{next(_numbers)}", timeout_s
+        number = next(_numbers.setdefault(self._store, itertools.count()))
+        self._name, self._timeout_s = f"megatron5d/store_group/{number}", timeout_s
         self._round = self._answers = self._deleted_answers = 0
 
     def send(self, message: bytes) -> None:

@@ -154,15 +154,10 @@ def examine(launches: list[Launch], architecture: str, count: bool) -> list[dict
     """
     if architecture.startswith("gfx"):
         return [_report(launch, *_amd(launch.compiled.asm["amdgcn"])) for launch in launches]
-
-    def listed(ptx: str) -> bool:
-        return bool(count and COUNTED_IN_PTX.search(ptx) or CASTS_TO_FP8.search(ptx))
-
-    cubins = {launch.compiled.asm["cubin"]: "" for launch in launches}
-    read = list({one.compiled.asm["cubin"]: 0 for one in launches if listed(one.compiled.asm["ptx"])})
-    cubins |= zip(read, disassemble(read, architecture))
-    usage = {cubin: _usage(cubin) for cubin in cubins}
-    return [_report(one, *usage[one.compiled.asm["cubin"]], cubins[one.compiled.asm["cubin"]]) for one in launches]
+    made = [(launch, launch.compiled.asm["cubin"], launch.compiled.asm["ptx"]) for launch in launches]
+    read = [cubin for _, cubin, ptx in made if count and COUNTED_IN_PTX.search(ptx) or CASTS_TO_FP8.search(ptx)]
+    listings = dict(zip(read, disassemble(read, architecture)))
+    return [_report(launch, *_usage(cubin), listings.get(cubin, "")) for launch, cubin, _ in made]
 
 
 def _report(launch: Launch, registers: int, stack: int, listing: str) -> dict:

@@ -30,6 +30,21 @@ def test_messages_reach_rank_0_and_its_answers_all(monkeypatch):
     assert keys[-1] == keys[-2] == keys[-3], "what all have read is forgotten"
 
 
+def test_ranks_that_were_in_other_worlds_before_meet(tmp_path):
+    def fn(rank, world):
+        for _ in range(2 - rank):  # as in a world that the others were not in
+            StoreGroup(2.0)
+        dist.destroy_process_group()
+        store = dist.FileStore(str(tmp_path / "store"), world)
+        dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
+        group, heard = StoreGroup(2.0), []
+        group.send(b"%d" % rank)
+        group.on_rank_0(lambda: heard.append(group.receive_all()))
+        return heard
+
+    assert run_ranks(fn, 3) == [[[b"0", b"1", b"2"]], [], []]
+
+
 def test_who_sends_no_message_is_named_on_every_rank():
     def fn(rank, world):
         group = StoreGroup(1.0)
