@@ -82,7 +82,7 @@ SPACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp8_blocks": ("float8 rows 16384x4096", "ours, blocks", MANY),
     "fp8_transpose": ("float8 transposed 16384x4096", "ours", MANY),
     "fp8_swiglu": ("SwiGLU to float8 8192x14336", "ours", {"ROWS": (4, 8, 16, 32), **FEW}),
-    "fp8_swiglu_backward": ("SwiGLU backward to float8 8192x14336", "ours", MANY),
+    "fp8_swiglu_backward": ("SwiGLU backward to float8 8192x14336", "ours", {"ROWS": (4, 8, 16, 32), **FEW}),
     "fp8_rms_norm": ("RMSNorm to float8 16384x4096", "ours", ELEMENTS),
     "all_gather_gemm": ("all-gather GEMM, 8 ranks, 8192x1792x8192", "ours", GEMM),
     "gemm_reduce_scatter": (SCATTER, "ours", GEMM),
