@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import tuning
-from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
-from megatron5d.kernels.flash_attention.backward_keys import launch_keys, uncapped
+from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, num_processors, tl
+from megatron5d.kernels.flash_attention.backward_keys import in_shares, launch_keys, uncapped
 from megatron5d.kernels.flash_attention.mask import (
     among_keys,
     at_edges,
@@ -172,8 +172,8 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
     sizes = (s, rows.shape[3], a, kernel_scale(rule), rule.softcap, rule.window or 0)
     constants = {"FLAGS": tuple(flags(rule).values()), "D": next_power_of_2(d), "DV": next_power_of_2(dv_dim)}
 
-    def prepared(operation, spans_of):
-        config = tuning.select(operation, q.device, **key)
+    def prepared(operation, spans_of, **more):
+        config = tuning.select(operation, q.device, **key, **more)
         block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
         assert PADDING % block_m == 0, "the rows' statistics end with a block of queries"
         mode = reach([q, dout, k, v], config.pop("DESCRIBED"))
@@ -183,8 +183,9 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
         rest = (spans, stride, *sizes, t, b, a // g, (d, dv_dim), rule.scale)
         return (*tiles, layouts, tuple(rows), mask), rest, {"REACH": mode, **constants, **config}
 
-    before, rest, config = prepared("attention_backward_keys", query_spans)
-    launch_keys(before, rest, config, (dk, dv))
+    cut = in_shares(t, b * g, next_power_of_2(max(d, dv_dim)), num_processors(q.device))
+    before, rest, config = prepared("attention_backward_keys", query_spans, shares=int(cut))
+    launch_keys(before, rest, config, (dk, dv), cut)
     before, rest, config = prepared("attention_backward_queries", key_spans)
     _query_kernel[(cdiv(s, config["BLOCK_M"]), a, b)](*before, dq, *rest, **config)
     return dq, dk, dv

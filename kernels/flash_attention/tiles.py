@@ -95,10 +95,13 @@ def kernel_scale(rule: AttentionRule) -> float:
 
 
 def tuning_key(d: int, dv: int, rule: AttentionRule) -> dict[str, int]:
-    """Returns the shape keys of the tables: head dims that are cut and masks at two edges take more registers."""
+    """Returns the shape keys of the tables: head dims that are cut and masks at two edges take more registers.
+
+    `split` is 1 for the two edges of a window, 2 for those that depend on documents or positions.
+    """
     cut = d != next_power_of_2(d) or dv != next_power_of_2(dv) or d != dv
-    split = needs_spans(rule) or rule.window is not None
-    return {"head_dim": max(d, dv), "cut": int(cut), "split": int(split)}
+    split = 2 if needs_spans(rule) else int(rule.window is not None)
+    return {"head_dim": max(d, dv), "cut": int(cut), "split": split}
 
 
 def flags(rule: AttentionRule) -> dict:

@@ -97,7 +97,7 @@ def capture(architecture: str):
     with (
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(dispatch, "runs_triton", lambda x: True),
-        mock.patch.object(dispatch, "num_processors", lambda device: 132),
+        mock.patch.object(dispatch, "_NUM_PROCESSORS_WITHOUT_GPU", 132),
         mock.patch.object(tuning, "select", select),
         mock.patch.object(tuning, "architecture", lambda device: tuning.nearest(architecture)),
     ):

@@ -103,9 +103,9 @@ def _vocabulary() -> None:
     forward_and_backward(kernels.cross_entropy(meta(4096, 32000, dtype=torch.float32, grad=True), labels))
 
 
-def _attention(d: int, dv: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
-    q = meta(4096, 2, 16, d, dtype=dtype, grad=True)
-    k, v = meta(4096, 2, 4, d, dtype=dtype, grad=True), meta(4096, 2, 4, dv, dtype=dtype, grad=True)
+def _attention(d: int, dv: int, dtype: torch.dtype = torch.bfloat16, batch: int = 2, heads: int = 4, **options) -> None:
+    q = meta(4096, batch, 4 * heads, d, dtype=dtype, grad=True)
+    k, v = (meta(4096, batch, heads, dim, dtype=dtype, grad=True) for dim in (d, dv))
     forward_and_backward(kernels.attention(q, k, v, scale=d**-0.5, **options))
 
 
@@ -223,18 +223,22 @@ OVERLAP = {
     "sm_100": ("tcgen05", *FLAGS),
 }
 DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
+FEW = {"batch": 1, "heads": 1}  # the keys' backward cuts its work into shares
 ATTENTION = {
     "64": (64, 64, {}),
     "128": (128, 128, {}),
     "128-documents": (128, 128, DOCUMENTS),
+    "128-few": (128, 128, FEW),
     "192-128": (192, 128, {}),
     "256": (256, 256, {}),
 }
 ATTENTION_NIGHTLY = {
     "128-full": (128, 128, {"causal": False}),
     "48": (48, 48, {}),
+    "64-few": (64, 64, FEW),
     "96": (96, 96, {}),
     "96-window": (96, 96, {"window": 1024}),
+    "96-few": (96, 96, FEW),
     "64-full-float16": (64, 64, {"causal": False, "dtype": torch.float16}),
     "128-window": (128, 128, {"window": 1024}),
     "64-window-sinks": (64, 64, {"window": 128, "sinks": meta(16, grad=True)}),
@@ -245,7 +249,7 @@ ATTENTION_NIGHTLY = {
 
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
     def case(name, d, dv, options):
-        daily = ("sm_80", "sm_90", "sm_100") if name == "128" else ("sm_90",)
+        daily = ("sm_80", "sm_90", "sm_100") if name in ("128", "128-few") else ("sm_90",)
         return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily)
 
     return {f"attention-{name}": case(name, *row) for name, row in table.items()}
@@ -257,8 +261,7 @@ def _ahead_cases() -> dict[str, Case]:
     def case(d, dv, options):
         return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
 
-    table: dict[str, tuple] = {"64": (64, 64, {}), "128": (128, 128, {}), "128-window": (128, 128, {"window": 1024})}
-    table |= {"128-documents": (128, 128, DOCUMENTS), "192-128": (192, 128, {})}
+    table: dict[str, tuple] = {"64": (64, 64, {}), "128": (128, 128, {}), "192-128": (192, 128, {})}
     return {f"attention-ahead-{name}": case(*row) for name, row in table.items()}
 
 

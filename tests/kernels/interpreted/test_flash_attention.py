@@ -11,6 +11,7 @@ import torch
 
 from megatron5d import kernels
 from megatron5d.kernels import tuning
+from megatron5d.kernels.flash_attention import backward as flash_attention_backward
 from megatron5d.kernels.flash_attention import forward as flash_attention_forward
 from megatron5d.kernels.flash_attention.mask import key_spans, query_spans
 from megatron5d.kernels.flash_attention.plain import AttentionRule
@@ -79,10 +80,16 @@ RULES = {
 ON_EVERY_GPU = ("all_at_once",)  # others are of the same code
 
 
+@pytest.fixture(params=["a program a block", "shares"])
+def keys_by(request, monkeypatch):
+    """How dk and dv are spread over processors, whatever their number."""
+    monkeypatch.setattr(flash_attention_backward, "in_shares", lambda *sizes: request.param == "shares")
+
+
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=[pytest.mark.hopper] * (rule not in ON_EVERY_GPU)) for rule in RULES]
 )
-def test_every_rule(rule):
+def test_every_rule(rule, keys_by):
     check(*inputs(), **RULES[rule])
 
 
@@ -96,7 +103,7 @@ ZIGZAG = torch.cat((torch.arange(0, 260), torch.arange(780, 1040)))
     {"documents": TWO}, {"causal": False, "documents": TWO, "window": 270},
     {"q_positions": ZIGZAG, "k_positions": ZIGZAG}, {"q_positions": ZIGZAG, "k_positions": ZIGZAG, "window": 300},
 ])  # fmt: skip
-def test_blocks_seen_whole_between_blocks_seen_in_part(rule):
+def test_blocks_seen_whole_between_blocks_seen_in_part(rule, keys_by):
     check(*inputs(s=520, b=1, a=1), **rule)
 
 
