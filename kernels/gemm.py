@@ -35,6 +35,9 @@ from megatron5d.kernels.dispatch import (
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
 
 
+_WORTH_UNITS = 1 << 23  # multiplications; starting these units takes longer than fewer of them
+
+
 def expert_lanes(count: int) -> int:
     """Returns how many lanes look for a tile's expert; fewer than a warp's would be other binaries, and no faster."""
     return max(next_power_of_2(count), 32)
@@ -71,6 +74,24 @@ def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
+def _add_matmul(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    """Computes `grad += a b` in plain torch, wider than a and b where grad is.
+
+    What was bfloat16 is multiplied exactly by units for bfloat16, too, which a CPU may have; sums are float32.
+    """
+    if a.dtype == grad.dtype:
+        grad.addmm_(a, b)
+        return
+    units = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = units.fp32_precision
+    try:
+        if a.dtype == torch.bfloat16 and a.numel() * b.shape[1] >= _WORTH_UNITS:
+            units.fp32_precision = "bf16"
+        grad.addmm_(a.to(grad.dtype), b.to(grad.dtype))
+    finally:
+        units.fp32_precision = before
+
+
 def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
     """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
     ends = ends_of(offsets, x.shape[0])
@@ -79,7 +100,7 @@ def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_g
         dy, x = dy[: ends[-1]], x[: ends[-1]]
     for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
         if sides[1].shape[0]:
-            grad.addmm_(*[side if side.dtype == grad.dtype else side.to(grad.dtype) for side in sides])
+            _add_matmul(grad, *sides)
 
 
 @jit
@@ -326,7 +347,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
-    main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
+    _add_matmul(main_grad, dy.t(), x)
 
 
 def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:

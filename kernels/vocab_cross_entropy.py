@@ -41,8 +41,9 @@ def vocab_statistics_reference(
         part = slice(lo, lo + 4096)
         z = logits[part, :num_valid_columns].to(wide)
         row_max[part] = z.amax(-1)
-        row_sum[part] = (z - row_max[part, None]).exp_().sum(-1)
         target[part] = z.gather(-1, column[part, None]).squeeze(-1).where(here[part], 0)
+        shifted = (z - row_max[part, None]) if logits.dtype == wide else z.sub_(row_max[part, None])
+        row_sum[part] = shifted.exp_().sum(-1)
     return row_max, row_sum, target
 
 
@@ -66,10 +67,12 @@ def vocab_cross_entropy_backward_reference(
     softmax_scale = scale / row_sum * (1 + 2 * z_coef * (row_max + row_sum.log()))
     for lo in range(0, logits.shape[0], 4096):
         part = slice(lo, lo + 4096)
-        d = (logits[part, :num_valid_columns].to(wide) - row_max[part, None]).exp_().mul_(softmax_scale[part, None])
+        d = logits[part, :num_valid_columns].to(wide)  # the logits themselves if they are as wide
+        d.sub_(row_max[part, None]).exp_().mul_(softmax_scale[part, None])
         if num_valid_columns:
             d.scatter_add_(-1, column[part, None], -scale[part].where(here[part], 0)[:, None])
-        logits[part, :num_valid_columns] = d.to(logits.dtype)
+        if logits.dtype != wide:
+            logits[part, :num_valid_columns] = d
     logits[:, num_valid_columns:] = 0
     return logits
 

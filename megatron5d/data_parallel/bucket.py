@@ -244,9 +244,7 @@ class Bucket:
 
     def clear_grads(self) -> None:
         """Sets the main gradients to zero; called before the first gradient of a step."""
-        self.grad_slice.zero_()
-        if not self.shards_grads:
-            self.grads.zero_()
+        self.resident_grads.zero_()
 
     def allocate_grads(self) -> None:
         """Allocates the buffer of main gradients, filled with zeros, if it is not there."""
