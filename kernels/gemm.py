@@ -34,7 +34,6 @@ from megatron5d.kernels.dispatch import (
 )
 from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
 
-
 _WORTH_UNITS = 1 << 23  # multiplications; starting these units takes longer than fewer of them
 
 
