@@ -131,29 +131,10 @@ def _store_rows(y_ptr, tile, row, last, column, n):
 
 @jit(do_not_specialize=["num_tiles", "num_experts", "rows"])  # which change with every batch of tokens
 def _rows_kernel(
-    x_tiles,
-    w_tiles,
-    x_scales_ptr,
-    w_scales_ptr,
-    y_ptr,
-    offsets_ptr,
-    num_tiles,
-    num_experts,
-    rows,
-    n,
-    k,
-    w_rows,
-    SCALED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    CUT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    SETTLE: tl.constexpr,
-    POINTERS: tl.constexpr,
-):
+    x_tiles, w_tiles, x_scales_ptr, w_scales_ptr, y_ptr, offsets_ptr, num_tiles, num_experts, rows, n, k, w_rows,
+    SCALED: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, SETTLE: tl.constexpr, POINTERS: tl.constexpr,
+):  # fmt: skip
     tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
     expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, rows, BLOCK_M, EXPERTS)
     column = tile_n * BLOCK_N
@@ -190,18 +171,9 @@ def _rows_kernel(
 
 @jit
 def _weight_grad_kernel(
-    dy_tiles,
-    x_tiles,
-    grad_ptr,
-    offsets_ptr,
-    n,
-    k,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BAND: tl.constexpr,
-    POINTERS: tl.constexpr,
-):
+    dy_tiles, x_tiles, grad_ptr, offsets_ptr, n, k,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BAND: tl.constexpr, POINTERS: tl.constexpr,
+):  # fmt: skip
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
     expert = tl.program_id(1).to(tl.int64)
     first = tl.load(offsets_ptr + expert).to(tl.int32)

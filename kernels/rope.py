@@ -48,19 +48,9 @@ def apply_rope_reference(
 
 @jit
 def _rotate_heads(
-    x_ptr,
-    y_ptr,
-    cos,
-    sin,
-    num_heads,
-    head_dim,
-    head_stride,
-    half,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x_ptr, y_ptr, cos, sin, num_heads, head_dim, head_stride, half,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """Turns all heads of one token; those of `y` begin `head_dim` elements apart."""
     j = tl.arange(0, HALF)[None, :]
     if INTERLEAVED:
@@ -92,37 +82,11 @@ def _angles(cos_ptr, sin_ptr, half, turn, HALF: tl.constexpr):
 
 @jit(do_not_specialize=["batch", "q_heads", "k_heads"])
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    batch,
-    q_heads,
-    k_heads,
-    q_dim,
-    k_dim,
-    half,
-    q_stride_s,
-    q_stride_b,
-    q_stride_a,
-    k_stride_s,
-    k_stride_b,
-    k_stride_a,
-    q_out_stride_s,
-    q_out_stride_b,
-    k_out_stride_s,
-    k_out_stride_b,
-    table_stride_s,
-    table_stride_b,
-    turn,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    Q_REST: tl.constexpr,
-    K_REST: tl.constexpr,
-):
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, batch, q_heads, k_heads, q_dim, k_dim, half, q_stride_s,
+    q_stride_b, q_stride_a, k_stride_s, k_stride_b, k_stride_a, q_out_stride_s, q_out_stride_b, k_out_stride_s,
+    k_out_stride_b, table_stride_s, table_stride_b, turn,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b
@@ -295,24 +259,9 @@ def apply_rope_to_ends(
 
 @jit
 def _join_kernel(
-    gradients,
-    strides,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    batch,
-    q_heads,
-    k_heads,
-    dim,
-    half,
-    table_stride_s,
-    table_stride_b,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    gradients, strides, cos_ptr, sin_ptr, out_ptr, batch, q_heads, k_heads, dim, half, table_stride_s, table_stride_b,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b

@@ -48,17 +48,9 @@ def vocab_statistics_reference(
 
 
 def vocab_cross_entropy_backward_reference(
-    logits: Tensor,
-    labels: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    dloss: Tensor,
-    vocab_start: int,
-    num_valid_columns: int,
-    *,
-    z_coef: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
-) -> Tensor:
+    logits: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor, vocab_start: int,
+    num_valid_columns: int, *, z_coef: float = 0.0, ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # fmt: skip
     """Computes one shard's gradient in plain torch, written over `logits`."""
     wide = row_max.dtype
     num_valid_columns = max(num_valid_columns, 0)
@@ -168,17 +160,9 @@ def vocab_statistics(
 
 
 def vocab_cross_entropy_backward(
-    logits: Tensor,
-    labels: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    dloss: Tensor,
-    vocab_start: int,
-    num_valid_columns: int,
-    *,
-    z_coef: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
-) -> Tensor:
+    logits: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor, vocab_start: int,
+    num_valid_columns: int, *, z_coef: float = 0.0, ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # fmt: skip
     """Computes the gradient of the token loss with respect to one shard's logits, written over them.
 
     Args:

@@ -58,25 +58,10 @@ def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
 
 @jit
 def _fp8_matmul_kernel(
-    a_desc,
-    b_desc,
-    a_scales,
-    a_strides,
-    b_scales,
-    b_strides,
-    out_ptr,
-    m,
-    n,
-    k,
-    A_ROWS: tl.constexpr,
-    B_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr,
-    GROUP: tl.constexpr,
-    SETTLE: tl.constexpr,
-):
+    a_desc, b_desc, a_scales, a_strides, b_scales, b_strides, out_ptr, m, n, k,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr, GROUP: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
     tile_m, tile_n = swizzled(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -211,24 +196,10 @@ def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXP
 
 @jit(do_not_specialize=["num_experts"])
 def _weight_grad_fp8_kernel(
-    dy_desc,
-    x_desc,
-    dy_scales,
-    dy_strides,
-    x_scales,
-    x_strides,
-    grad_ptr,
-    offsets_ptr,
-    n,
-    k,
-    num_experts,
-    EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    GROUP: tl.constexpr,
+    dy_desc, x_desc, dy_scales, dy_strides, x_scales, x_strides, grad_ptr, offsets_ptr, n, k, num_experts,
+    EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, GROUP: tl.constexpr,
     SETTLE: tl.constexpr,
-):
+):  # fmt: skip
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
     expert = tl.program_id(1).to(tl.int64)
     begin, count = _groups_of_expert(expert, offsets_ptr, num_experts, GROUP, EXPERTS)

@@ -38,19 +38,9 @@ def _store_quantized(x, values_ptr, scales_ptr, live, known, LARGEST: tl.constex
 
 @jit(do_not_specialize=["rows"])
 def _swiglu_kernel(
-    gate_up_ptr,
-    weights_ptr,
-    values_ptr,
-    scales_ptr,
-    rows,
-    width,
-    stride,
-    WEIGHTED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    gate_up_ptr, weights_ptr, values_ptr, scales_ptr, rows, width, stride,
+    WEIGHTED: tl.constexpr, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Processes one group of columns of some rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1).to(tl.int64)
@@ -92,25 +82,10 @@ def _swiglu_backward_kernel(
 
 @jit
 def _norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    values_ptr,
-    scales_ptr,
-    mean_ptr,
-    inverse_ptr,
-    rows,
-    width,
-    stride,
-    eps,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, inverse_ptr, rows, width, stride, eps,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Normalises whole rows, then quantises them group by group."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)

@@ -79,17 +79,9 @@ def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr
 
 @jit
 def _cast_kernel(
-    x_ptr,
-    amax_ptr,
-    values_ptr,
-    scale_ptr,
-    rows,
-    columns,
-    x_stride,
-    LARGEST: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, amax_ptr, values_ptr, scale_ptr, rows, columns, x_stride,
+    LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Casts one tile; the first program writes the scale, which each computes for itself."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
@@ -101,17 +93,9 @@ def _cast_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _cast_rows_kernel(
-    x_ptr,
-    amax_ptr,
-    values_ptr,
-    scales_ptr,
-    rows,
-    columns,
-    x_stride,
-    LARGEST: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, amax_ptr, values_ptr, scales_ptr, rows, columns, x_stride,
+    LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Casts one tile with a scale for each row; the first tile of a row writes them. Rows change with each step."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)

@@ -115,15 +115,9 @@ InFlight = tuple[int, int]
 
 
 def find_peak(
-    program: Program,
-    rank: int,
-    traces: Mapping[int, StageTrace],
-    message_bytes: Sequence[int],
-    replay: Replay | None = None,
-    *,
-    repeat: Repeat | None = None,
-    moments: list[Moment] | None = None,
-) -> Peak:
+    program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: Sequence[int],
+    replay: Replay | None = None, *, repeat: Repeat | None = None, moments: list[Moment] | None = None,
+) -> Peak:  # fmt: skip
     """Returns the worst moment of a step on one rank.
 
     Args:

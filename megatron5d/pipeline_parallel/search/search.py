@@ -104,19 +104,10 @@ def _load(file: Path, problems: list[Problem]) -> SearchResult:
 
 
 def search_program(
-    pp: int,
-    num_microbatches: int,
-    splits: Sequence[CostModel],
-    *,
-    memory: float,
-    copies: int = 1,
-    seconds: float | None = 10.0,
-    evaluations: int | None = None,
-    seed: int = 0,
-    placements: Collection[str] | None = None,
-    pairs: Collection[str] = PAIRS,
-    cache: Path | None = None,
-) -> SearchResult:
+    pp: int, num_microbatches: int, splits: Sequence[CostModel], *, memory: float, copies: int = 1,
+    seconds: float | None = 10.0, evaluations: int | None = None, seed: int = 0,
+    placements: Collection[str] | None = None, pairs: Collection[str] = PAIRS, cache: Path | None = None,
+) -> SearchResult:  # fmt: skip
     """Returns the fastest Program found under a memory cap, never slower than the best named schedule that fits.
 
     The result follows from the arguments alone where `evaluations` ends the search and not `seconds`.
