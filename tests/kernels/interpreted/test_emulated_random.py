@@ -100,6 +100,8 @@ def test_agrees_with_float64(number):
     for got, want in kinds[number % len(kinds)](dice):
         assert got.shape == want.shape and bool(got.isfinite().all())
         error, size = (got.double() - want.detach()).norm(), want.norm()
-        # 16 bits; of numbers around 1 where all but rounding cancels: one visible key, sinks (a sum over queries)
-        cancels = size < 0.1 or want.dim() == 1
-        assert error <= 1e-2 * (max(size, want.numel() ** 0.5) if cancels else size), (number, error)
+        # 16 bits; of numbers around 1 where all but rounding cancels: one visible key, sinks (whose gradients are sums
+        # of rounded terms over queries)
+        summed = want.dim() == 1
+        scale = max(size, want.numel() ** 0.5) if size < 0.1 or summed else size
+        assert error <= (2e-2 if summed else 1e-2) * scale, (number, error)
