@@ -168,7 +168,7 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         off = sorted((each for each in found if each.relative > options.tolerance), key=stage_of)
         record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
-        record["untried"] = untried(config, check.truth, TOLERANCES["fp64"])
+        record["untried"] = untried(config, check.truth, records, TOLERANCES["fp64"])
         if off:
             figures = [each.quantity for each in off if each.step == 1 and not each.position]
             record |= {"first_step": list(dict.fromkeys(figures)), "advice": advice(off[0])}
