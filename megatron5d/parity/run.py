@@ -152,6 +152,15 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
     return rows.masked_fill(padding, IGNORED)
 
 
+def with_gaps(rows: Tensor, gbs: int) -> Tensor:
+    """Returns rows in whose last step, where it is not the first, every other one has padding inside, and the last one
+    is padding throughout."""
+    rows, length = rows.clone(), rows.shape[1]
+    if len(rows) > gbs > 1:
+        rows[-gbs::2, length // 4 : length // 2] = rows[-1] = IGNORED
+    return rows
+
+
 def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> MicroBatch:
     """Returns all rows, or as in training those of these numbers."""
     data, rows = config.data, rows if numbers is None else rows[numbers]

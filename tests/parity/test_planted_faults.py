@@ -125,6 +125,12 @@ def windows_everywhere(patch):
     patch.setattr(block_attention.ContextPlan, "of_window", lambda self, window: self)
 
 
+def padding_unseen(patch):
+    """A chunk of the sequence is not told that padding divides it."""
+    original = block_attention.Planner.__call__
+    patch.setattr(block_attention.Planner, "__call__", lambda self, documents: original(self, None))
+
+
 def trained_although_frozen(patch):
     original = grad_sync.make_buckets
 
@@ -171,6 +177,7 @@ FAULTS = {
     "clip alone": (norm_of_a_rank, [*DENSE, "parallel.zero=1", "optim.clip=5"], "Step 1", "look at the update"),
     "roomy": (capacity_of_a_share, [*MOE, "parallel.cp=2", "moe.capacity_factor=2"], "Step 1", "layers.1.combine"),
     "whole": (windows_everywhere, [*DENSE, *MIXED], "Step 1", "in the output of layers.1.attention"),
+    "gaps": (padding_unseen, [*DENSE, "parallel.cp=2"], "Step 3", "in the output of layers.0.attention"),
     "frozen": (trained_although_frozen, [*DENSE, *FROZEN], "Step 1", "gradients differ"),
     "uneven": (last_of_an_uneven_number, [*DENSE, *UNEVEN], "Step 1", "in the output of embedding"),
     "first": (first_weights_of_a_share, [*DENSE, "parallel.tp=2"], "before the first step", "how they begin"),
