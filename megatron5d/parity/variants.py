@@ -38,6 +38,7 @@ MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen
 MIN_CLIP = 1e-3  # to a smaller norm gradients vanish beside optim.eps
 MAX_CLIP = 0.1  # a larger norm gradients of a small model may not have
 MAX_CAPACITY = 1.0  # from a larger one no token may be dropped
+MAX_SOFTCAPS = {"attention_softcap": 0.01, "logit_softcap": 1.0}  # beside larger ones first scores are nothing
 
 
 def exact(config: Config, steps: int) -> Config:
@@ -46,10 +47,12 @@ def exact(config: Config, steps: int) -> Config:
 
     Precision is fp64 without FP8 GEMMs; the schedule of the rate, the weights' random beginning and the masks of
     the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, a
-    gradient from being clipped or a token from being dropped, and no rate and no clipped gradient from being seen.
+    gradient from being clipped, a score from being capped or a token from being dropped, and no rate and no clipped
+    gradient from being seen.
     """
     o, d, moe = config.optim, config.data, config.moe
     capacity = None if moe.capacity_factor is None else min(moe.capacity_factor, MAX_CAPACITY)
+    softcaps = {name: min(getattr(config.model, name), most) for name, most in MAX_SOFTCAPS.items()}
     bias_rate = max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))
     eod = 0 if d.document_mask or d.eod_mask_loss else None
     warmup = min(o.warmup_steps, 1, steps - 1)
@@ -61,6 +64,7 @@ def exact(config: Config, steps: int) -> Config:
         checkpoint=CheckpointConfig(),
         log=LogConfig(),
         data=DataConfig(document_mask=d.document_mask, eod_mask_loss=d.eod_mask_loss, eod=eod),
+        model=replace(config.model, **softcaps),
         precision=PrecisionConfig(dtype="fp64"),
         moe=replace(moe, fp8_dispatch=False, bias_rate=bias_rate, capacity_factor=capacity),
         train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),

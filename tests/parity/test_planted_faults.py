@@ -10,6 +10,7 @@ from megatron5d.context_parallel import block_attention, zigzag
 from megatron5d.data import batch
 from megatron5d.data_parallel import bucket, grad_sync, weight_gather
 from megatron5d.expert_parallel import load_balancing, router
+from megatron5d.model import attention
 from megatron5d.optim import sharded_state
 from megatron5d.parity import run, variants
 from megatron5d.tensor_parallel import embedding, linear
@@ -125,6 +126,16 @@ def windows_everywhere(patch):
     patch.setattr(block_attention.ContextPlan, "of_window", lambda self, window: self)
 
 
+def uncapped_over_cp(patch):
+    original = attention.AttentionCore.__init__
+
+    def init(self, *arguments):
+        original(self, *arguments)
+        self.score["softcap"] *= self.context is None
+
+    patch.setattr(attention.AttentionCore, "__init__", init)
+
+
 def padding_unseen(patch):
     """A chunk of the sequence is not told that padding divides it."""
     original = block_attention.Planner.__call__
@@ -177,6 +188,7 @@ FAULTS = {
     "clip alone": (norm_of_a_rank, [*DENSE, "parallel.zero=1", "optim.clip=5"], "Step 1", "look at the update"),
     "roomy": (capacity_of_a_share, [*MOE, "parallel.cp=2", "moe.capacity_factor=2"], "Step 1", "layers.1.combine"),
     "whole": (windows_everywhere, [*DENSE, *MIXED], "Step 1", "in the output of layers.1.attention"),
+    "caps": (uncapped_over_cp, ["model=gemma2_2b", "parallel.cp=2"], "Step 1", "in the output of layers.0.attention"),
     "gaps": (padding_unseen, [*DENSE, "parallel.cp=2"], "Step 3", "in the output of layers.0.attention"),
     "frozen": (trained_although_frozen, [*DENSE, *FROZEN], "Step 1", "gradients differ"),
     "uneven": (last_of_an_uneven_number, [*DENSE, *UNEVEN], "Step 1", "in the output of embedding"),
