@@ -66,7 +66,9 @@ def exact(config: Config, steps: int) -> Config:
         data=DataConfig(document_mask=d.document_mask, eod_mask_loss=d.eod_mask_loss, eod=eod),
         model=replace(config.model, **softcaps),
         precision=PrecisionConfig(dtype="fp64"),
-        moe=replace(moe, fp8_dispatch=False, bias_rate=bias_rate, capacity_factor=capacity),
+        moe=replace(
+            moe, fp8_dispatch=False, bias_rate=bias_rate, capacity_factor=capacity, replay=None, record=None
+        ),
         train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),
         optim=replace(
             o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),

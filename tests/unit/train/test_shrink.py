@@ -66,8 +66,9 @@ def test_one_step_is_a_schedule_too(schedule):
 def test_rounding_and_files_are_taken_out():
     config, found = small(
         8, "experiment=quickstart", "precision.dtype=bf16", "precision.master_weights=false", "optim.eps=1e-15",
-        "data.document_mask=true", "data.eod=3",
+        "data.document_mask=true", "data.eod=3", "moe.replay=routing.npz", "moe.record=again.npz",
     )  # fmt: skip
+    assert found.moe.replay is None and found.moe.record is None
     assert found.precision.dtype == "fp64" and found.optim.eps == 1e-8 and found.checkpoint.dir is None
     assert found.data == dataclasses.replace(type(found.data)(), document_mask=True, eod=0)
 
