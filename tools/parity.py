@@ -87,7 +87,7 @@ from megatron5d.parity.certificate import (
 from megatron5d.parity.differences import Difference, axes_of, differences, sample_differences, untried
 from megatron5d.parity.local_ranks import RankFailure
 from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
-from megatron5d.parity.run import ROWS_SEED, Choices, RankRecord, alone, make_rows, short_run
+from megatron5d.parity.run import ROWS_SEED, Choices, RankRecord, alone, make_rows, short_run, with_gaps
 from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
 from megatron5d.planning.predict import planned_config
 from megatron5d.train.build import sizes_of
@@ -168,7 +168,7 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         off = sorted((each for each in found if each.relative > options.tolerance), key=stage_of)
         record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
-        record["untried"] = untried(config, check.truth, TOLERANCES["fp64"])
+        record["untried"] = untried(config, check.truth, records, TOLERANCES["fp64"])
         if off:
             figures = [each.quantity for each in off if each.step == 1 and not each.position]
             record |= {"first_step": list(dict.fromkeys(figures)), "advice": advice(off[0])}
@@ -194,7 +194,8 @@ class Check:
     def __init__(self, config: Config, exactly: Config, options: argparse.Namespace) -> None:
         self.config, self.options = config, options
         steps = options.steps
-        self.rows = first_rows(config, steps) if options.data else make_rows(config, steps, ignored=IGNORED)
+        random = with_gaps(make_rows(config, steps, ignored=IGNORED), config.train.gbs)
+        self.rows = first_rows(config, steps) if options.data else random
         self.coarse = options.precision == "bf16"
         self.choices: Choices | None = {} if self.coarse else None
         (self.truth,) = self._train(alone(exactly), 1)

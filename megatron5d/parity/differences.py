@@ -104,7 +104,9 @@ def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: 
 def tensor_differences(
     quantity: str, held: Sequence[Rectangles], truth: dict[str, Tensor], tolerance: float = 0.0, floor: float = 0.0
 ) -> Iterator[Difference]:
-    """Yields the difference of every tensor over all rectangles; an element that nobody holds is infinitely far off.
+    """Yields the difference of every tensor over all rectangles.
+
+    An element that nobody holds is infinitely far off, and so is a tensor that one process does not have.
 
     Args:
         truth: the whole tensors, in the order in which they are told.
@@ -114,7 +116,7 @@ def tensor_differences(
     by_name: dict[str, list[tuple[int, tuple[int, ...], Tensor]]] = {name: [] for name in truth}
     for rank, rectangles in enumerate(held):
         for name, offset, values in rectangles:
-            by_name[name].append((rank, offset, values))
+            by_name.setdefault(name, []).append((rank, offset, values))
     least = max([1e-30, *(floor * whole.abs().max().item() for whole in truth.values() if whole.numel())])
     for name, whole in truth.items():
         scale, worst, found = max(whole.abs().max().item(), least), Difference(quantity, name), []
@@ -133,6 +135,9 @@ def tensor_differences(
             worst = Difference(quantity, name, inf, None, (), tuple(missing.nonzero()[0].tolist()), float("nan"))
         ranks = sorted({rank for relative, rank, *_ in found if relative > tolerance})
         yield replace(worst, ranks=tuple(ranks), expected=whole[worst.position].item())
+    for name in sorted(by_name.keys() - truth.keys()):
+        ranks = sorted({rank for rank, *_ in by_name[name]})
+        yield Difference(quantity, name, inf, ranks[0], tuple(ranks), by_name[name][0][1], expected=float("nan"))
 
 
 Tensors = tuple[int, str, list[Rectangles], Rectangles]
@@ -189,10 +194,12 @@ def _without(values: Tensor, offset: Sequence[int], left_out: Tensor | None) -> 
     return values if left_out is None else values.masked_fill(left_out[index_of(offset, values)], 0.0)
 
 
-def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
+def untried(config: Config, truth: RankRecord, records: Sequence[RankRecord], tolerance: float) -> list[str]:
     """Returns what equal numbers say nothing about, because one process has done nothing there.
 
     Args:
+        truth: of one process.
+        records: of the ranks, which alone may have had no room for what they send.
         tolerance: relative change of a weight below which it counts as not moved.
     """
     found, model = list[str](), config.model
@@ -213,6 +220,15 @@ def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
         still += [] if any(moved) else [str(step)]
     if still:
         found.append(f"no update was made in step {', '.join(still)}: no weight moved by more than {tolerance:g}")
+    norm = max(each["grad_norm"] for each in truth.figures)
+    if norm <= config.optim.clip:
+        found.append(f"no gradient was clipped: their norm is at most {norm:.2g}, optim.clip = {config.optim.clip:g}")
+    dropped = [value for step in truth.layers for name, value in step.items() if name.endswith("dropped")]
+    moe = config.moe
+    if moe.capacity_factor is not None and dropped and not any(dropped):
+        found.append(f"no token was dropped: moe.capacity_factor = {moe.capacity_factor:g} left room for all")
+    if moe.exchange == "planned" and config.parallel.ep > 1 and not records[0].repeats:
+        found.append(f"no step was repeated: moe.planned_imbalance = {moe.planned_imbalance:g} left room for all")
     if noise := rounding_alone(truth):
         found.append(f"an update was not compared, of a gradient that is rounding alone: {', '.join(noise)}")
     return found

@@ -108,6 +108,7 @@ class RankRecord:
     figures: list[dict[str, float]] = field(default_factory=list)  # losses by name, grad_norm, num_targets
     layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did
     samples: list[list[list[int]]] = field(default_factory=list)  # numbers of the sequences of each micro-batch
+    repeats: int = 0  # steps that were run once more, for want of room (moe.exchange=planned)
     hidden: list[dict[str, float]] = field(default_factory=list)  # its share of each phase's output, as one number
     gradients: list[Rectangles] = field(default_factory=list)  # what it owns, before clipping
     # before the first step and after the last all that it holds, after the others what it owns
@@ -149,6 +150,15 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
         if both > met:
             rows[: t.gbs], met = first, both
     return rows.masked_fill(padding, IGNORED)
+
+
+def with_gaps(rows: Tensor, gbs: int) -> Tensor:
+    """Returns rows in whose last step, where it is not the first, every other one has padding inside, and the last one
+    is padding throughout."""
+    rows, length = rows.clone(), rows.shape[1]
+    if len(rows) > gbs > 1:
+        rows[-gbs::2, length // 4 : length // 2] = rows[-1] = IGNORED
+    return rows
 
 
 def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> MicroBatch:
@@ -259,6 +269,7 @@ def train_on_rank(
         result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True, where=where)
         if result.repeated:
             del record.gradients[-2]
+            record.repeats += 1
         targets = float(result.num_targets)
         record.figures.append(result.losses | {"grad_norm": result.grad_norm, "num_targets": targets})
         record.layers.append(result.layers)

@@ -7,6 +7,8 @@ recompute and everything that is no size are not touched.
 Turns off one thing of a layout at a time, and runs it, to find which of them a difference needs.
 """
 
+import fnmatch
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +18,7 @@ from typing import Any
 from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import data_parallel, divisors
 from megatron5d.config.convert import Change, changed, leaves, override_text, value_of
-from megatron5d.config.derived import moe_layers, split_of
+from megatron5d.config.derived import moe_layers, split_of, window_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import (
     CheckpointConfig,
@@ -28,11 +30,15 @@ from megatron5d.config.schema import (
     RecomputeConfig,
 )
 from megatron5d.model.partition import stage_specs
+from megatron5d.train.preflight import parameter_names
 from megatron5d.train.scheduling.auto_schedule import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
 MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen
 MIN_CLIP = 1e-3  # to a smaller norm gradients vanish beside optim.eps
+MAX_CLIP = 0.1  # a larger norm gradients of a small model may not have
+MAX_CAPACITY = 1.0  # from a larger one no token may be dropped
+MAX_SOFTCAPS = {"attention_softcap": 0.01, "logit_softcap": 1.0}  # beside larger ones first scores are nothing
 
 
 def exact(config: Config, steps: int) -> Config:
@@ -40,10 +46,14 @@ def exact(config: Config, steps: int) -> Config:
     files.
 
     Precision is fp64 without FP8 GEMMs; the schedule of the rate, the weights' random beginning and the masks of
-    the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, and no
-    rate and no clipped gradient from being seen.
+    the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, a
+    gradient from being clipped, a score from being capped or a token from being dropped, and no rate and no clipped
+    gradient from being seen.
     """
     o, d, moe = config.optim, config.data, config.moe
+    capacity = None if moe.capacity_factor is None else min(moe.capacity_factor, MAX_CAPACITY)
+    softcaps = {name: min(getattr(config.model, name), most) for name, most in MAX_SOFTCAPS.items()}
+    bias_rate = max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))
     eod = 0 if d.document_mask or d.eod_mask_loss else None
     warmup = min(o.warmup_steps, 1, steps - 1)
     implementation = "auto" if o.implementation == "apex" else o.implementation  # which has nothing for CPUs
@@ -54,12 +64,15 @@ def exact(config: Config, steps: int) -> Config:
         checkpoint=CheckpointConfig(),
         log=LogConfig(),
         data=DataConfig(document_mask=d.document_mask, eod_mask_loss=d.eod_mask_loss, eod=eod),
+        model=replace(config.model, **softcaps),
         precision=PrecisionConfig(dtype="fp64"),
-        moe=replace(moe, fp8_dispatch=False, bias_rate=max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))),
+        moe=replace(
+            moe, fp8_dispatch=False, bias_rate=bias_rate, capacity_factor=capacity, replay=None, record=None
+        ),
         train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),
         optim=replace(
             o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),
-            implementation=implementation, skip_norm=0.0, clip=max(o.clip, MIN_CLIP * (o.clip > 0)),
+            implementation=implementation, skip_norm=0.0, clip=o.clip and min(max(o.clip, MIN_CLIP), MAX_CLIP),
             lr=max(o.lr, MIN_RATE), min_lr=max(o.min_lr, MIN_RATE),
         ),
         pipeline=pipeline,
@@ -71,23 +84,28 @@ def features(c: Config, world: int) -> tuple:
     m, p, t, r = c.model, c.parallel, c.train, c.recompute
     heads, kv = m.num_heads // p.tp, max(1, m.num_kv_heads // p.tp)  # of a tp rank
     _, inner = split_of(c)
-    moe, count = moe_layers(m), t.gbs // (t.mbs * data_parallel(c, world))
+    moe, dp = moe_layers(m), data_parallel(c, world)
+    count = t.gbs // (t.mbs * dp)
     stages = p.pp * p.vpp
     latents = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_rope_head_dim
     rows, layers = t.seq_len // p.cp * t.mbs, m.num_layers // stages  # of a cp rank, of a stage
-    wide = (m.ffn_hidden_size, m.expert_hidden_size, m.shared_ffn_hidden_size) if c.optim.name == "muon" else ()
+    windowed = [window_of(m, i) is not None for i in range(m.num_layers)]
+    muon = c.optim.name == "muon"
+    wide = (m.ffn_hidden_size, m.expert_hidden_size, m.shared_ffn_hidden_size) if muon else ()
     return (
         (m.num_kv_heads == m.num_heads, m.num_kv_heads == 1, m.num_kv_heads < p.tp, heads > inner, kv > inner),
         (m.vocab_size % p.tp == 0, m.attention == "mla" and latents < m.hidden_size),
-        _reach(c),
+        (_reach(c), any(windowed), all(windowed)),
         (rows % p.tp, tuple(size > m.hidden_size for size in wide)),
+        muon and 4 * layers > p.tp * dp,  # a layer's matrices are four, and several rounds update them
         (m.num_experts > p.ep, m.top_k > 1, m.top_k < m.num_experts, m.top_k > m.num_experts // p.ep),
         (m.top_k > p.ep // p.ep_inner, m.top_k > p.ep),
         (m.num_groups > 1, m.top_groups > 1, m.top_groups < m.num_groups, m.num_experts > m.num_groups),
         (len(moe) > 0, len(moe) < m.num_layers, m.num_layers > 1, m.num_mtp_layers > 1),
-        (t.mbs > 1, min(count, 2 * p.pp), r.logit_tokens is None or r.logit_tokens < rows),
+        (t.mbs > 1, min(count, 2 * p.pp), count % p.pp, r.logit_tokens is None or r.logit_tokens < rows),
         r.logit_tokens is not None and rows % r.logit_tokens > 0,
         (m.num_layers % stages > 0 and c.pipeline.split == "even", min(r.group_layers, layers) > 1),
+        layers > 1 and c.pipeline.layout is None,  # a listed layout keeps several by itself
         layers % min(r.group_layers, max(1, layers)) > 0,
         r.num_layers is None or r.num_layers * p.pp < m.num_layers,
     )
@@ -207,13 +225,26 @@ def _layers(c: Config, world: int) -> Iterator[Change]:
     if r.stage_layers is not None:
         change["recompute.stage_layers"] = [min(each, 1) for each in r.stage_layers]
     change |= {"model.first_k_dense": min(m.first_k_dense, 1), "model.moe_interval": min(m.moe_interval, 2)}
+    named = _named(c)
     for count in counts:
         if m.moe_layers is not None:
             some = range(count) if len(m.moe_layers) == m.num_layers else range(count // 2, max(1, count - 1))
             change["model.moe_layers"] = list(some)
-        if m.window_layers is not None:
-            change["model.window_layers"] = [i for i in m.window_layers if i < count]
-        yield change | {"model.num_layers": count}
+        if m.window_layers is not None:  # those at equal distances, the first and the last among them
+            places = [i * (m.num_layers - 1) // max(1, count - 1) for i in range(count)]
+            change["model.window_layers"] = [i for i, place in enumerate(places) if place in m.window_layers]
+        fewer_layers = change | {"model.num_layers": count}
+        if _named(changed(c, fewer_layers)) == named:
+            yield fewer_layers
+
+
+def _named(c: Config) -> list[set[tuple[bool, bool]]]:
+    """Returns of every glob that may tell layers apart which parameters in and outside of layers it matches or not."""
+    o = c.optim
+    entries = [*o.freeze, *o.lr_scale, *o.decay_scale, *o.decay_exclude, *o.muon_exclude]
+    globs = [glob for glob in (each.split()[-1] for each in entries) if re.search(r"[\d?[]", glob)]
+    names = parameter_names(c) if globs else []
+    return [{(name.startswith("layers."), fnmatch.fnmatch(name, glob)) for name in names} for glob in globs]
 
 
 def _batch(c: Config, world: int) -> Iterator[Change]:

@@ -86,10 +86,10 @@ class Guard:
                 "such steps out with optim.on_nonfinite=skip"
             )
         if self.in_a_row > config.max_skipped:
+            lower = "lower optim.lr, continue from an earlier checkpoint, " if num_targets else ""
             raise FloatingPointError(
                 f"{told}. This is step {self.in_a_row} in a row without an update, optim.max_skipped = "
-                f"{config.max_skipped}: lower optim.lr, continue from an earlier checkpoint, leave steps out with "
-                f"{this_step}, or raise optim.max_skipped"
+                f"{config.max_skipped}: {lower}leave steps out with {this_step}, or raise optim.max_skipped"
             )
         return reason
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from megatron5d.comm.collectives import Pending
-from megatron5d.context_parallel import zigzag
+from megatron5d.context_parallel import block_attention, zigzag
 from megatron5d.data import batch
 from megatron5d.data_parallel import bucket, grad_sync, weight_gather
 from megatron5d.expert_parallel import load_balancing, router
+from megatron5d.model import attention
 from megatron5d.optim import sharded_state
-from megatron5d.parity import run
+from megatron5d.parity import run, variants
 from megatron5d.tensor_parallel import embedding, linear
 from megatron5d.tools.parity import main
 from megatron5d.topology import init_weights
@@ -110,7 +111,63 @@ def capacity_of_a_share(patch):
     patch.setattr(router, "all_gather", lambda x, axis: torch.cat([x] * axis.size))
 
 
+def norm_of_a_rank(patch):
+    """Each rank clips to a norm of its own."""
+    original = step.Trainer.__init__
+
+    def init(self, *arguments, **options):
+        original(self, *arguments, **options)
+        self.clip *= 1 + self.mesh["world"].rank
+
+    patch.setattr(step.Trainer, "__init__", init)
+
+
+def windows_everywhere(patch):
+    patch.setattr(block_attention.ContextPlan, "of_window", lambda self, window: self)
+
+
+def uncapped_over_cp(patch):
+    original = attention.AttentionCore.__init__
+
+    def init(self, *arguments):
+        original(self, *arguments)
+        self.score["softcap"] *= self.context is None
+
+    patch.setattr(attention.AttentionCore, "__init__", init)
+
+
+def padding_unseen(patch):
+    """A chunk of the sequence is not told that padding divides it."""
+    original = block_attention.Planner.__call__
+    patch.setattr(block_attention.Planner, "__call__", lambda self, documents: original(self, None))
+
+
+def trained_although_frozen(patch):
+    original = grad_sync.make_buckets
+
+    def make(units, mesh, *rest):
+        *rest, frozen = rest
+        return original(units, mesh, *rest, frozen if mesh["world"].size == 1 else lambda spec: False)
+
+    patch.setattr(grad_sync, "make_buckets", make)
+
+
+def last_of_an_uneven_number(patch):
+    """Where pp ranks do not divide the micro-batches, the last one reads the first one's tokens."""
+    original = step.Trainer.accumulate
+
+    def accumulate(self, batches, watched=False):
+        if len(batches) % self.mesh["pp"].size:
+            batches = [*batches[:-1], step.replace(batches[-1], tokens=batches[0].tokens)]
+        return original(self, batches, watched)
+
+    patch.setattr(step.Trainer, "accumulate", accumulate)
+
+
 MOE = ["model=tiny_moe"]
+UNEVEN = ["model.num_layers=4", "parallel.pp=2", "parallel.vpp=2", "pipeline.schedule=interleaved", "train.gbs=9"]
+MIXED = ["parallel.cp=2", "model.num_layers=6", "model.window_layers=[0,1,2,3,4]", "model.attention_window=34"]
+FROZEN = ["model.num_layers=8", "optim.freeze=[layers.6.*]"]
 BIAS = ["moe.balance=[bias]", "moe.bias_rate=1e-3"]
 DENSE = ["model=tiny"]
 WINDOW = ["parallel.cp=2", "model.attention_window=34"]
@@ -128,6 +185,13 @@ FAULTS = {
     "kept": (kept_gradients, [*DENSE, "parallel.zero=1"], "Step 2", "gradients differ"),
     "clip": (unscaled_from_step_2, [*DENSE, "parallel.zero=1", "optim.clip=0.1"], "Step 2", "look at the update"),
     "norm": (norm_of_all_ranks, [*DENSE, "parallel.tp=2"], "Step 1", "their norm differs"),
+    "clip alone": (norm_of_a_rank, [*DENSE, "parallel.zero=1", "optim.clip=5"], "Step 1", "look at the update"),
+    "roomy": (capacity_of_a_share, [*MOE, "parallel.cp=2", "moe.capacity_factor=2"], "Step 1", "layers.1.combine"),
+    "whole": (windows_everywhere, [*DENSE, *MIXED], "Step 1", "in the output of layers.1.attention"),
+    "caps": (uncapped_over_cp, ["model=gemma2_2b", "parallel.cp=2"], "Step 1", "in the output of layers.0.attention"),
+    "gaps": (padding_unseen, [*DENSE, "parallel.cp=2"], "Step 3", "in the output of layers.0.attention"),
+    "frozen": (trained_although_frozen, [*DENSE, *FROZEN], "Step 1", "gradients differ"),
+    "uneven": (last_of_an_uneven_number, [*DENSE, *UNEVEN], "Step 1", "in the output of embedding"),
     "first": (first_weights_of_a_share, [*DENSE, "parallel.tp=2"], "before the first step", "how they begin"),
 }
 
@@ -191,6 +255,12 @@ def test_what_was_not_tried_is_told(monkeypatch, capsys):
     monkeypatch.setattr(router, "choose", fixed)
     assert main(["--world", "2", *MOE, "parallel.ep=2"]) == 0
     assert "not tried: routing was not tried in layer_1: every token" in capsys.readouterr().out
+    roomy = [*MOE, "parallel.ep=2", "moe.exchange=planned", "moe.planned_imbalance=2"]
+    assert main(["--world", "2", *roomy]) == 0
+    assert "not tried: no step was repeated" in capsys.readouterr().out
+    monkeypatch.setattr(variants, "MAX_CLIP", 100)
+    assert main(["--world", "2", *DENSE, "parallel.tp=2", "optim.clip=50"]) == 0
+    assert "not tried: no gradient was clipped" in capsys.readouterr().out
     monkeypatch.setattr(step.Guard, "refuses", lambda *_: "never")
     assert main(["--world", "2", *DENSE, "parallel.tp=2"]) == 0
     assert "not tried: no update was made in step 1, 2, 3" in capsys.readouterr().out

@@ -249,14 +249,15 @@ class Reporter:
         """Ends the display and the writers of a process that is going to exit with a code."""
         self._slow_ranks.close()
         self._display.close()
-        if self.active and self._losses and not code:
+        if self.active and self._steps_here and not code:
             self.say(self._result())
         self._writers.close(code)
 
     def _result(self) -> str:
         """Returns what the run has come to: one batch is noise."""
         losses = list(self._losses)
-        told = f"finished step {self.run.progress.step}: training loss {sum(losses) / len(losses):.4f}"
+        told = f"finished step {self.run.progress.step}: "
+        told += f"training loss {sum(losses) / len(losses):.4f}" if losses else "no step had a finite loss"
         told += f" (mean of the last {len(losses)} steps)" if len(losses) > 1 else ""
         if self._valid_losses:
             best = min(self._valid_losses, key=lambda step: self._valid_losses[step])

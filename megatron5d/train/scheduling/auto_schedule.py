@@ -5,6 +5,7 @@ And what is wrong with the pipeline of a configuration, whatever its schedule.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -281,10 +282,12 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
     except ValueError as error:
         reason, fix = _reason_and_fix(config, error)
         knobs = [knob for knob in PIPELINE_KNOBS if knob in str(error)] or ["pipeline.schedule"]
-        if "num_microbatches" in reason:
-            knobs.append("train.gbs")
-            reason = f"{reason} = train.gbs / (train.mbs·dp) = {config.train.gbs} / {sequences_at_once(config, world)}"
-            fix = _nearest_batch(config, world) or fix
+        if found := re.search(r"num_microbatches=(\d+)", reason):
+            unit = sequences_at_once(config, world)
+            batch = int(found[1]) * unit
+            knobs.append("train.gbs" if batch == config.train.gbs else "train.gbs_ramp")
+            reason = f"{reason} = {knobs[-1]} / (train.mbs·dp) = {batch} / {unit}"
+            fix = (_nearest_batch(config, world) or fix) if batch == config.train.gbs else "train.gbs_ramp=null"
         elif config.pipeline.schedule == "dualpipe" and config.parallel.pp % 2:
             fix = _pairs_of_ranks(config, world)
         elif not fix and config.pipeline.schedule.startswith("file:") and knobs != ["pipeline.costs"]:

@@ -249,6 +249,19 @@ def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(tmp_path, 
     assert fault.fix.startswith(fix)
 
 
+def test_a_small_batch_of_a_ramp_is_named_and_not_the_last_one():
+    config = Config(
+        model=ModelConfig(num_layers=2),
+        parallel=ParallelConfig(pp=2),
+        pipeline=PipelineConfig(schedule="dualpipe"),
+        train=TrainConfig(gbs=8, mbs=1, gbs_ramp=[3, 5, 6]),
+    )
+    (fault,) = pipeline_faults(config, 2)
+    assert "num_microbatches=3 = train.gbs_ramp / (train.mbs·dp) = 3 / 1" in fault.reason
+    assert fault.fix == "train.gbs_ramp=null" and "train.gbs_ramp" in fault.knobs
+    assert pipeline_faults(replace(config, train=replace(config.train, gbs_ramp=None)), 2) == []
+
+
 def test_costs_that_cannot_be_read_are_no_fault_of_the_schedules_file(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(write_program(build_program("1f1b", 2, 8)))

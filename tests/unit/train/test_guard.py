@@ -217,7 +217,15 @@ def test_skipped_steps_are_counted_over_a_restart(tmp_path):
     saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=1, keep="0")
     config = dataclasses.replace(masked_config(tmp_path, on_nonfinite="skip", max_skipped=1), checkpoint=saved)
     for _ in range(2):
-        with pytest.raises(RankFailure, match=r"in step 3 .*step 2 in a row without an update"):
+        with pytest.raises(RankFailure, match=r"in step 3 .*step 2 in a row without an update") as stopped:
             run_ranks(weights_of_run, WORLD, config)
+        assert "lower optim.lr" not in str(stopped.value), "no rate gives a batch a target"
     run_file = step_folder(tmp_path / "checkpoints", 2) / "run.json"
     assert json.loads(run_file.read_text())["progress"]["skipped_in_a_row"] == 1
+
+
+def test_a_run_without_any_loss_says_so(tmp_path, capfd):
+    config = masked_config(tmp_path)
+    data = dataclasses.replace(config.data, skip_steps=["1-4"])
+    run_ranks(weights_of_run, WORLD, dataclasses.replace(config, data=data))
+    assert "finished step 4: no step had a finite loss" in capfd.readouterr().err
