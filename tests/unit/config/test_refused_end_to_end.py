@@ -183,6 +183,14 @@ def test_what_is_wrong_on_one_node_alone_is_told_once_and_ends_all(argv, second,
     assert told.count("the configuration is refused") == 1 and everything_below(folder) == before
 
 
+def test_what_is_wrong_on_rank_0_alone_ends_the_others_in_order(folder):
+    """It has no configuration that they could compare theirs with."""
+    write_corpus(folder / "whole", vocab_size=97)
+    (code, _, told), other = two_ranks(folder, [*TINY, "data.train=[scratch/corpus]"], ["data.train=[whole]"])
+    assert (code, *other) == (2, 2, "", ""), other
+    assert told.startswith("the configuration is refused") and "waits for" not in told
+
+
 def test_every_rank_takes_the_configuration_of_rank_0(folder):
     """Each would save in a folder of its own, or train at a rate of its own."""
     write_corpus(folder / "whole", vocab_size=97)
