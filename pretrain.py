@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from megatron5d.config.checks import run_checks
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import REFUSED, ConfigError, Fault, refuse
+from megatron5d.config.errors import REFUSED, ConfigError, Fault, Refused, refuse
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import schedule_faults
@@ -123,6 +123,9 @@ def _run(config: Config, meeting: Meeting) -> int:
         said = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
         if said is None:
             raise
+        if isinstance(error, Refused):
+            print(said, file=sys.stderr, flush=True)
+            raise SystemExit(REFUSED) from error
         raise SystemExit(said) from error
 
 

@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron5d.config.convert import from_dict, parse_json, read_json, write_whole
-from megatron5d.config.errors import ConfigError
+from megatron5d.config.errors import ConfigError, Refused
 from megatron5d.config.schema import Config
 
 _NAME = re.compile(r"step-(\d{8,})$")
 MANIFEST = "files.json"
 RUN = "run.json"
+FORMAT = 1  # of run.json; raised when an older reader would misread it
 METADATA = ".metadata"  # DCP's: which tensors there are, and where
 TENSORS = ".distcp"  # suffix of the files that hold tensors
 LEFT = ".left"  # after the name of a checkpoint that the run went back behind
@@ -294,16 +295,22 @@ def _remove(folder: Path) -> None:
 
 def read_run(folder: Path) -> dict:
     """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config`
-    (train/state.py). Raises ValueError: the file is damaged."""
+    (train/state.py). Raises Refused: the file is damaged, or a newer version wrote it."""
     fault = changed(folder, RUN)
     if fault:
-        raise ValueError(fault)
-    return read_json(folder / RUN)
+        raise Refused(fault)
+    try:
+        record = read_json(folder / RUN)
+    except ValueError as error:
+        raise Refused(error) from error
+    if isinstance(saved := record.get("format"), int) and saved > FORMAT:
+        raise Refused(f"{folder} has format {saved}, this version reads up to {FORMAT}; upgrade megatron5d")
+    return record
 
 
 def saved_config(folder: Path) -> Config:
     """Returns the configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
-    Raises ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys."""
+    Raises Refused: run.json is damaged, or holds what is no configuration; names the file and the keys."""
     return config_of(folder, read_run(folder).get("config"))
 
 
@@ -315,7 +322,7 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
         groups: only these groups and their keys are read, as nested mappings; None = all, and others are refused.
     """
     if not isinstance(saved, dict) or not all(isinstance(group, dict) for group in saved.values()):
-        raise ValueError(f"{folder / RUN} is refused: its config is no object of groups of keys")
+        raise Refused(f"{folder / RUN} is refused: its config is no object of groups of keys")
     if groups is not None:
         saved = _shared(saved, groups)
     from megatron5d.config.checks.values import VALUE_CHECKS
@@ -329,7 +336,7 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
     except ConfigError as error:
         faults = [fault.reason for fault in error.faults]
     if faults:
-        raise ValueError(f"{folder / RUN} is refused: {'; '.join(faults)}")
+        raise Refused(f"{folder / RUN} is refused: {'; '.join(faults)}")
     return config
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import (
     MANIFEST,
+    METADATA,
     TENSORS,
     changed,
     fault_of,
@@ -27,7 +28,7 @@ from megatron5d.checkpoint.folder import (
     read_run,
     step_folder,
 )
-from megatron5d.checkpoint.index import SavedTensor
+from megatron5d.checkpoint.index import SavedTensor, read_pickled
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
 from megatron5d.checkpoint.storage import Reader, read
 from megatron5d.checkpoint.tensor_file import Damaged, Save, SavedItem, TensorFile
@@ -332,6 +333,11 @@ class SavedTensors:
         for key, saved in self.tensors.items():
             if sum(prod(item.extent) for item in saved.items.values()) != prod(saved.size):
                 faults.append(f"{self.folder}: the parts of {key} are not {list(saved.size)} elements together")
+        if (pickled := self.folder / METADATA).is_file():  # which other tools load, and may execute
+            try:
+                read_pickled(pickled.read_bytes())
+            except ValueError as error:
+                faults.append(f"{pickled} is refused: {error}")
         return sorted(faults)
 
 

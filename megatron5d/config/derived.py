@@ -161,7 +161,8 @@ def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
 def resumed_progress(config: Config) -> dict[str, Any]:
     """Returns `progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
 
-    It is read without checks: where that checkpoint is not whole, the run resumes from an earlier one.
+    It is read without checks, and what is no count is left out: where that checkpoint is not whole, the run resumes
+    from an earlier one.
     """
     c = config.checkpoint
     named = {"auto": c.dir, "none": None}.get(c.resume, c.resume)
@@ -170,8 +171,9 @@ def resumed_progress(config: Config) -> dict[str, Any]:
     numbers = {int(path.name[5:]): path for path in Path(named).glob("step-*") if path.name[5:].isdecimal()}
     folder = numbers[max(numbers)] if numbers else Path(named)
     try:
-        return dict(json.loads((folder / "run.json").read_text())["progress"])
-    except (OSError, ValueError, KeyError, TypeError):
+        progress = json.loads((folder / "run.json").read_bytes())["progress"]
+        return {key: value for key, value in progress.items() if type(value) is int and value >= 0}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
 
 

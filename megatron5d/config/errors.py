@@ -68,6 +68,10 @@ class ConfigError(ValueError):
         super().__init__(message(self.faults))
 
 
+class Refused(ValueError):
+    """A file that the configuration names is not what it should be; ends a run that has not begun with exit code 2."""
+
+
 def message(faults: Sequence[Fault]) -> str:
     """Returns all faults as one text, in the order found."""
     count = f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"

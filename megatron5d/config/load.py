@@ -38,6 +38,8 @@ def unreadable(text: str, why: str) -> tuple[str, str, str]:
         fix = f"{text}, each option a word of its own"
     elif key not in leaves():
         fix = unknown_key(key).fix if re.fullmatch(r"[A-Za-z_][\w.]*", key) else _WORDS
+    elif equals and value.count("${") > value.count("}"):
+        fix = shlex.quote(f"{text}}}")
     elif equals and (home := at_home(value)) != value:
         fix = shlex.quote(f"{key}={home}")
     elif equals and isinstance(default, (str, list, type(None))):
@@ -51,8 +53,9 @@ def unreadable(text: str, why: str) -> tuple[str, str, str]:
 
 
 def at_home(value: str) -> str:
-    """Returns a value with the home folder in place of each `~/` at the beginning of a path."""
-    return re.sub(r"(?<![^\[\s,'\"])~(?=/|$|[,\]])", lambda _: expanduser("~"), value)
+    """Returns a value with the home folder in place of each `~/` at the beginning of a path, and `$NAME` filled in."""
+    value = re.sub(r"(?<![^\[\s,'\"])~(?=/|$|[,\]])", lambda _: expanduser("~"), value)
+    return re.sub(r"\$[A-Za-z_]\w*", lambda found: expandvars(found.group()), value)
 
 
 def unresolved(reason: str, key: str, overrides: Sequence[str]) -> str:
@@ -65,6 +68,8 @@ def unresolved(reason: str, key: str, overrides: Sequence[str]) -> str:
     if found := re.search(r"Interpolation key '([^']+)' not found", reason):
         name = found.group(1)
         meant = None if name.isupper() else closest_key(name, leaves())
+        if meant is None and "." in name:
+            return unknown_key(name).fix
         if meant is None:
             known = expandvars(f"${name}") != f"${name}"
             meant = "now:%Y-%m-%d_%H-%M-%S" if name == "now" else f"oc.env:{name}" + ("" if known else ",DEFAULT")
@@ -211,14 +216,14 @@ class _Spelling:
         return {str(key): value for key, value in data.items()}
 
     def _check_texts(self, data: dict[Any, Any], raw: Any) -> None:
-        """Returns the texts that name a folder called ~ or None."""
+        """Refuses texts that name a folder called ~, $NAME or None."""
         for key in leaves():
             value, written = _found(data, key), _found(raw, key)
             texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
             if any(at_home(text) != text for text in texts):
                 home = [at_home(text) for text in texts]
                 fix = shlex.quote(f"{key}={home[0] if isinstance(value, str) else '[' + ','.join(home) + ']'}")
-                self._fault("home", key, f"{key} = {value}: no shell has put your home folder in place of ~", fix)
+                self._fault("home", key, f"{key} = {value}: no shell has filled in ~ or $NAME", fix)
             for inner in re.findall(r"\$\{([\w.]+)\}", written) if isinstance(written, str) else ():
                 if inner in leaves() and _found(data, inner) is None and written != f"${{{inner}}}":
                     self._fault("null-in-text", key, f"{key} = {written}, and {inner} is null", f"{inner}=NAME")

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from megatron5d.config.errors import Refused
+
 T = TypeVar("T")
-_RAISED: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+_RAISED: dict[str, type[Exception]] = {
+    "OSError": OSError, "Refused": Refused, "ValueError": ValueError, "RuntimeError": RuntimeError,
+}  # fmt: skip
 _BYTES, _FAULT = b"\0", b"\1"  # before what is not JSON, which begins with neither
 
 
@@ -170,7 +174,7 @@ def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
 
 def _told(error: Exception) -> tuple[str, str]:
     """Returns what the other ranks raise for this rank's error: its kind and message, or our call stack."""
-    for kind in ("OSError", "ValueError"):
+    for kind in ("OSError", "Refused", "ValueError"):
         if isinstance(error, _RAISED[kind]):
             return kind, str(error)
     return "RuntimeError", "".join(traceback.format_exception(error))

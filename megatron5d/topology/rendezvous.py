@@ -109,7 +109,7 @@ class Troubled(Exception):
 class Hello:
     """What a rank says when it comes to the meeting."""
 
-    word: str = ""  # should be the same on all ranks
+    word: str = ""  # should be the same on all ranks; "" where there is none
     # called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none
     review: Callable[[str], tuple[str, str]] | None = None
     trouble: str = ""  # why this rank cannot continue; "" where it can
@@ -260,7 +260,7 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
             store.add(known, newest - joined)
             joined, started = newest, _store_of_start(store, newest)
             trouble, remark = hello.trouble, ""
-            if not trouble and hello.review and started.get(_DIGEST).decode() != _digest(hello.word):
+            if not trouble and hello.review and started.get(_DIGEST).decode() not in (_digest(""), _digest(hello.word)):
                 trouble, remark = hello.review(started.get(_WORD).decode())
             _come(started, rank, trouble, remark)
         return started is not None and started.check([_VERDICT])

@@ -230,15 +230,15 @@ def parameter_names(config: Config) -> list[str]:
 def glob_faults(config: Config, world: int) -> list[Fault]:
     """Globs of parameter names that match none of the model's: what they were to exclude is treated as all else."""
     optim, default = config.optim, OptimConfig()
-    asked = {"decay_exclude": optim.decay_exclude}
+    asked = {key: getattr(optim, key) for key in ("decay_exclude", "freeze", "lr_scale", "decay_scale")}
     if optim.name == "muon" and optim.muon_exclude != default.muon_exclude:
         asked["muon_exclude"] = optim.muon_exclude
     if not any(asked.values()):
         return []
     names, found = parameter_names(config), []
-    for key, globs in asked.items():
-        if lost := [glob for glob in globs if not fnmatch.filter(names, glob)]:
-            kept = ",".join(f"'{glob}'" for glob in globs if glob not in lost)
+    for key, entries in asked.items():  # of scales, each with a factor before the glob
+        if lost := [entry for entry in entries if not fnmatch.filter(names, entry.split(maxsplit=1)[-1])]:
+            kept = ",".join(f"'{entry}'" for entry in entries if entry not in lost)
             reason = f"optim.{key}: {' and '.join(lost)} matches no parameter; there are for example {names[0]}, "
             shown = names[len(names) // 2]
             found.append(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import megatron5d
-from megatron5d.checkpoint.folder import RUN, config_of, read_run
+from megatron5d.checkpoint.folder import FORMAT, RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
-from megatron5d.config.errors import Fault
+from megatron5d.config.errors import Fault, Refused
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.bucket import Bucket, Segment
 from megatron5d.data_parallel.grad_sync import GradSync
@@ -28,7 +28,6 @@ from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 Held = Sequence[tuple[ShardSpec, ShardedTensor]]
 READ = {group: keys for group, keys in to_dict(Config()).items() if group in ("model", "moe", "optim")}  # on resume
-FORMAT = 1  # of run.json; raised when an older reader would misread it
 
 
 @dataclass
@@ -159,24 +158,22 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
-    Raises ValueError: a newer version wrote it, or it is damaged; names the file and the keys."""
+    Raises Refused: a newer version wrote it, or it is damaged; names the file and the keys."""
     record, file = read_run(folder), folder / RUN
     if not isinstance(saved := record.get("format"), int):
-        raise ValueError(f"{file} is refused: format = {saved!r} is no whole number")
-    if saved > FORMAT:
-        raise ValueError(f"{folder} has format {saved}, this version reads up to {FORMAT}; upgrade megatron5d")
+        raise Refused(f"{file} is refused: format = {saved!r} is no whole number")
     progress = record.get("progress")
     if not isinstance(progress, dict):
-        raise ValueError(f"{file} is refused: progress = {progress!r} is no object")
+        raise Refused(f"{file} is refused: progress = {progress!r} is no object")
     known = {field.name: field.default for field in fields(Progress)}
     faults = [f"progress.{key} is none of {', '.join(known)}" for key in progress if key not in known]
     for key, value in (known | progress).items():
         if key == "wandb_id" and not (value is None or isinstance(value, str)):
             faults.append(f"progress.{key} = {value!r} is neither a text nor null")
-        elif key in known and key != "wandb_id" and not (type(value) is int and value >= 0):
-            faults.append(f"progress.{key} = {value!r} is no whole number of at least 0")
+        elif key in known and key != "wandb_id" and not (type(value) is int and 0 <= value < 2**63):
+            faults.append(f"progress.{key} = {value!r} is no whole number of at least 0 and below 2^63")
     if faults:
-        raise ValueError(f"{file} is refused: {'; '.join(faults)}")
+        raise Refused(f"{file} is refused: {'; '.join(faults)}")
     config_of(folder, record.get("config"), READ)
     return record
 

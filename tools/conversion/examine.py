@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron5d.checkpoint.folder import read_run, saved_config
+from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights
@@ -28,6 +28,7 @@ from megatron5d.checkpoint.load import PREFIX, SavedTensors, fault_of_file, whol
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.topology.launcher import die_with_parent
+from megatron5d.train.state import read_record
 
 BLOCK_ELEMENTS = 1 << 23  # of each of two tensors, compared at a time
 Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # an offset and a shape -> that rectangle of a tensor
@@ -37,7 +38,7 @@ def inspect(args: argparse.Namespace) -> int:
     """Prints what a checkpoint holds, and of which run it is; returns 0. Raises ValueError: no whole checkpoint, or its
     index or run.json is damaged."""
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
-    run, config = read_run(saved.folder), saved_config(saved.folder)
+    run, config = read_record(saved.folder), saved_config(saved.folder)
     layout, default = to_dict(config.parallel), to_dict(Config().parallel)
     files = {path.name: path.stat().st_size for path in sorted(saved.folder.iterdir())}
     about: dict[str, Any] = {"path": str(saved.folder), **{key: run.get(key) for key in ("version", "commit")}}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron5d.checkpoint.folder import read_run, saved_config
+from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.files import check_vacant
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
@@ -21,6 +21,7 @@ from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import holds_tokenizer, planned_export
+from megatron5d.train.state import read_record
 
 
 def from_hf(args: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def to_hf(args: argparse.Namespace) -> int:
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     check_vacant(args.out)
-    run, config = read_run(folder), saved_config(folder)
+    run, config = read_record(folder), saved_config(folder)
     export = planned_export(
         config,
         partial(print, file=sys.stderr),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.folder import read_run, saved_config
+from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
@@ -26,7 +26,7 @@ from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 from megatron5d.train.hf_export import check_complete
-from megatron5d.train.state import Progress, twin
+from megatron5d.train.state import Progress, read_record, twin
 
 _OTHER_NAMES = {"fp32_param": "param"}  # of kinds of the optimiser's state: by one or the other layout of Megatron-Core
 
@@ -102,7 +102,7 @@ def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
     """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run
     is."""
     optim, saved = config.optim, SavedTensors(folder)
-    progress = Progress(**read_run(folder)["progress"])
+    progress = Progress(**read_record(folder)["progress"])
     if optim.name != "adamw" or optim.lr_scale or optim.decay_scale or optim.decay_exclude or optim.freeze:
         raise ValueError(f"--optimizer: Megatron-LM groups parameters for Adam by their dims alone; {folder} has "
                          f"optim.name = {optim.name}, lr_scale, decay_scale, decay_exclude or freeze")  # fmt: skip

@@ -57,7 +57,7 @@ from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.scheduling.auto_schedule import searched_layout
-from megatron5d.train.state import run_tensors
+from megatron5d.train.state import read_record, run_tensors
 
 RESHARDED = "resharded"  # key of run.json: what the checkpoint was made of
 NEIGHBOURS = 8  # ranks whose files are written together, at most
@@ -195,7 +195,7 @@ def reshard(args: argparse.Namespace) -> int:
         stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
         made = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
         made["config"] = json.loads(json.dumps(to_dict(config)))
-        final = step_folder(args.out, read_run(source.folder)["progress"]["step"])
+        final = step_folder(args.out, read_record(source.folder)["progress"]["step"])
         if fault_of(final) is None and read_run(final).get(RESHARDED) == made:  # killed after it had its name
             point_latest_to(final)
             shutil.rmtree(final.with_suffix(".reshard"), ignore_errors=True)

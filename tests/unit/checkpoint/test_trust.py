@@ -20,7 +20,7 @@ from megatron5d.checkpoint.hf.safetensors_folder import save_folder
 from megatron5d.checkpoint.index import read_pickled
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import load_tensors
+from megatron5d.checkpoint.load import SavedTensors, load_tensors
 from megatron5d.checkpoint.save import Saver
 
 VALUES = {"model.a": torch.randn(6, 4, dtype=torch.float64), "model.b": torch.randn(10).bfloat16()}
@@ -114,6 +114,15 @@ def test_a_metadata_that_is_none_is_refused_without_effect(content):
 def test_metadata_beside_our_index_is_not_opened(place):
     (place / "step-00000024" / ".metadata").write_bytes(pickle.dumps(Calls(exec, "raise SystemExit")))
     assert is_whole(loaded(place / "step-00000024"), 24)
+
+
+def test_verifying_reports_metadata_that_other_tools_would_execute(place):
+    folder = place / "step-00000024"
+    assert SavedTensors(folder).faults_outside() == []
+    (folder / ".metadata").write_bytes(pickle.dumps(Calls(exec, "raise SystemExit")))
+    write_manifest(folder)
+    (fault,) = SavedTensors(folder).faults_outside()
+    assert ".metadata is refused: it names builtins.exec" in fault
 
 
 def test_no_item_of_tensors_executes_anything(tmp_path):

@@ -101,7 +101,9 @@ PASTED = [  # what is written, the key that is meant, and the value that it has 
     ("log.dir=~/runs/x", "log.dir", "/home/me/runs/x"),
     ('log.dir="~/runs/x"', "log.dir", "/home/me/runs/x"),
     ("data.train=[~/a/b]", "data.train", ["/home/me/a/b"]),
+    ("data.train=[$HOME/a/b]", "data.train", ["/home/me/a/b"]),
     ("checkpoint.dir=${HOME}/x", "checkpoint.dir", "/home/me/x"),
+    ("log.dir=${checkpoint.dir", "log.dir", None),
     ("checkpoint.dir=${log.dri}/x", "checkpoint.dir", "runs/x"),
     ("log.dir=${oc.env:NOSUCH}/x", "log.dir", "DEFAULT/x"),
     ("log.dir=runs/${log.wandb.name}", "log.wandb.name", "NAME"),
@@ -137,6 +139,10 @@ def test_a_printed_fix_works_when_pasted(written, key, value, monkeypatch):
         assert all(fault.id in ("data-train-files", "log-wandb-installed") for fault in again.faults), again
         config = load_config([*SOUND, *others, *kept, pasted])
     assert value_of(config, key) == value
+
+
+def test_an_unknown_key_in_a_value_is_helped_by_its_neighbours(capsys):
+    assert "the nearest are train.gbs" in told([*SOUND, "model.hidden_size=${train.foo}"], capsys)
 
 
 def test_a_sweep_is_refused_with_a_loop_that_runs(tmp_path):

@@ -1,5 +1,6 @@
 """pretrain.py itself refuses: exit code 2, one message from one rank, before anybody is met and anything is written."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from forks import Fork
 from runs import write_corpus
 
+from megatron5d.checkpoint.folder import write_manifest
 from megatron5d.config.checks import run_checks
 from megatron5d.config.schema import (
     CheckpointConfig,
@@ -183,6 +185,14 @@ def test_what_is_wrong_on_one_node_alone_is_told_once_and_ends_all(argv, second,
     assert told.count("the configuration is refused") == 1 and everything_below(folder) == before
 
 
+def test_what_is_wrong_on_rank_0_alone_ends_the_others_in_order(folder):
+    """It has no configuration that they could compare theirs with."""
+    write_corpus(folder / "whole", vocab_size=97)
+    (code, _, told), other = two_ranks(folder, [*TINY, "data.train=[scratch/corpus]"], ["data.train=[whole]"])
+    assert (code, *other) == (2, 2, "", ""), other
+    assert told.startswith("the configuration is refused") and "waits for" not in told
+
+
 def test_every_rank_takes_the_configuration_of_rank_0(folder):
     """Each would save in a folder of its own, or train at a rate of its own."""
     write_corpus(folder / "whole", vocab_size=97)
@@ -192,6 +202,20 @@ def test_every_rank_takes_the_configuration_of_rank_0(folder):
     assert "not the same on all ranks: optim.lr = 0.002, 0.001 on rank 1" in told and "checkpoint.dir = " in told
     (saved,) = folder.glob("*/ck/step-00000001")
     assert '"lr":0.002' in (saved / "run.json").read_text().replace(" ", "")
+
+
+@pytest.mark.parametrize("change", [{"progress": {"step": "3"}}, {"format": 99}, {"config": "[" * 200_000}])
+def test_a_record_written_by_hand_is_refused_as_a_configuration_is(change, folder):
+    write_corpus(folder / "whole", vocab_size=97)
+    saved = [*TINY, "checkpoint.dir=ck"]
+    assert pretrain(folder, *saved).returncode == 0
+    run = folder / "ck" / "step-00000001" / "run.json"
+    run.write_text(json.dumps(json.loads(run.read_text()) | change).replace('"[[', "[[").replace('[["', "[["))
+    write_manifest(run.parent)
+    ended = pretrain(folder, *saved)
+    assert (
+        ended.returncode == 2 and "Traceback" not in ended.stderr and str(Path("ck", run.parent.name)) in ended.stderr
+    )
 
 
 def test_cfg_and_help_end_well(folder):

@@ -19,6 +19,14 @@ def test_each_glob_matches_some_parameter(model, overrides):
     assert glob_faults(load_config([f"model={model}", fix, *overrides]), 8) == []
 
 
+@pytest.mark.parametrize("key", ["freeze", "lr_scale", "decay_scale"])
+def test_globs_of_other_keys_match_too(key):
+    factor = "" if key == "freeze" else "0.5 "
+    config = load_config(["model=tiny", f"optim.{key}=['{factor}head.*','{factor}hed.*']"])
+    (fault,) = glob_faults(config, 1)
+    assert fault.knobs == (f"optim.{key}",) and fault.fix == f"\"optim.{key}=['{factor}head.*']\""
+
+
 def test_globs_of_muon_count_where_they_are_asked_for():
     muon = ["model=tiny", "optim.name=muon"]
     assert glob_faults(load_config(muon), 1) == []
