@@ -237,7 +237,8 @@ def test_a_tokenizer_that_is_gone_or_none_is_told(sources, tmp_path, capsys):
     (hf / "tokenizer.json").unlink()
     assert run("from-hf", "--hf", hf, "--out", tmp_path / "none") == 0
     assert run("to-hf", "--checkpoint", tmp_path / "none", "--out", tmp_path / "out") == 0
-    assert "no tokenizer is written" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no tokenizer is written" in told and "a run takes data.tokenizer=PATH, to-hf --tokenizer PATH" in told
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "vocab.json",
