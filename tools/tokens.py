@@ -134,17 +134,19 @@ def decode(args: argparse.Namespace) -> list[dict]:
     return shown
 
 
-def copy(parts: Sequence[tuple[IndexedDataset, int, int]], out: str, overwrite: bool) -> dict:
-    """Writes documents first … end − 1 of each dataset to one, with their sequences as they are."""
-    dtypes = {data.dtype.name: data.prefix for data, _, _ in parts}
+def copy(parts: Sequence[tuple[str, int, int | None]], out: str, overwrite: bool) -> dict:
+    """Writes documents first … end − 1 (None: to the last) of each pair of files to one, with their sequences as they
+    are. One pair is open at a time: a process may have fewer files open than there are to join."""
+    dtypes = {IndexedDataset(prefix).dtype.name: prefix for prefix, _, _ in parts}
     if len(dtypes) > 1:
         raise ValueError(
             f"files of {' and '.join(f'{name} ({prefix})' for name, prefix in dtypes.items())}: one id type"
         )
     documents = [np.zeros(1, np.int64)]  # sequences before each document
-    with _writing(out, parts[0][0].dtype, overwrite) as writer:
-        for data, first, end in parts:
-            indices = data.index.document_indices[first : end + 1]
+    with _writing(out, np.dtype(next(iter(dtypes))), overwrite) as writer:
+        for prefix, first, end in parts:
+            data = IndexedDataset(prefix)
+            indices = data.index.document_indices[first : None if end is None else end + 1]
             starts = _sequence_starts(data)[indices[0] : indices[-1] + 1]
             inner = np.searchsorted(starts, np.arange(starts[0], starts[-1], CHUNK_TOKENS))
             groups = np.unique([0, *inner, len(starts) - 1])  # whole sequences of about CHUNK_TOKENS
@@ -230,13 +232,13 @@ def run(args: argparse.Namespace) -> list[dict]:
         return decode(args)
     if args.command == "import":
         return [import_arrays(args)]
+    parts: list[tuple[str, int, int | None]]
     if args.command == "merge":
-        read = [IndexedDataset(prefix) for prefix in args.prefixes]
-        parts = [(data, 0, data.num_documents) for data in read]
+        parts = [(prefix, 0, None) for prefix in args.prefixes]
     else:
-        data = IndexedDataset(args.prefix)
-        parts = [(data, *_range(args.documents or args.share, args.share is not None, data.num_documents))]
-    if any(Path(args.out).resolve() == Path(data.prefix).resolve() for data, _, _ in parts):
+        total = IndexedDataset(args.prefix).num_documents
+        parts = [(args.prefix, *_range(args.documents or args.share, args.share is not None, total))]
+    if any(Path(args.out).resolve() == Path(prefix).resolve() for prefix, _, _ in parts):
         raise ValueError(f"--out {args.out} is one of the files that are read")
     return [copy(parts, args.out, args.overwrite)]
 

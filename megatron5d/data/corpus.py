@@ -139,7 +139,9 @@ NO_TEXT = re.compile(  # tables, arrays and archives: as text they would be trai
 )
 NO_TEXT_MAGIC = (b"ARRO", b"PK\3\4", b"\x93NUM", b"MMID")
 # files that describe a dataset: taken only by --glob or where they are named themselves
-ABOUT_DATA = re.compile(r"(readme|licen[sc]e|notice|changelog|citation|dataset_?(card|infos?)|state)(\W.*)?")
+ABOUT_DATA = re.compile(
+    r"(readme(_[a-z]{2})?|licen[sc]e|notice|changelog|citation|dataset_?(card|infos?)|state)(\W.*)?"
+)
 JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")  # of preprocessing itself (preprocess.py)
 
 
@@ -226,7 +228,7 @@ def list_files(
     Args:
         inputs: files and folders (searched recursively, through symbolic links too).
         globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl and parquet, and of
-            text where there is neither, without the files that describe a dataset.
+            text where there is neither, without the files that describe a dataset and without hidden ones.
         excludes: patterns; a file is left out if its path below the input, or any part of that path, matches. So are
             the journals and summaries of preprocessing, which may be written among the texts.
         passed_over: to which the files are added that are neither taken nor excluded.
@@ -289,10 +291,11 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _taken(names: Sequence[str], globs: Sequence[str]) -> set[str]:
-    """Returns the files of a folder that are read; text beside jsonl or parquet describes them and is left out."""
+    """Returns the files of a folder that are read; text beside jsonl or parquet describes them and is left out, and
+    hidden files and folders hold what programs keep for themselves, copies of the others too."""
     if globs:
         return {name for name in names if any(_matches(name, glob) for glob in globs)}
-    plain = {name: _plain_name(name.rpartition("/")[2]) for name in names}
+    plain = {name: _plain_name(name.rpartition("/")[2]) for name in names if "/." not in f"/{name}"}
     about = {n for n, p in plain.items() if p.endswith((".json", *TEXT)) and ABOUT_DATA.fullmatch(p)}
     records = {name for name, end in plain.items() if end.endswith(JSONL + PARQUET)} - about
     return records or {name for name, end in plain.items() if end.endswith(TEXT)} - about

@@ -189,7 +189,7 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
     )
     special = [each.piece for each in pieces if each.type in (_CONTROL, _UNKNOWN)]
     backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
-    _add_bos(backend, file.parent, proto.trainer_spec.bos_id)
+    _add_ends(backend, file.parent, proto.trainer_spec)
     return backend
 
 
@@ -198,16 +198,19 @@ def _literal(text: str) -> str:
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
-def _add_bos(backend: Any, folder: Path, bos: int) -> None:
-    """Makes texts begin as the folder's settings say; a bare model file says nothing, and training adds no token."""
+def _add_ends(backend: Any, folder: Path, spec: Any) -> None:
+    """Makes texts begin and end as the folder's settings say; a bare model file says nothing, and training adds no
+    token."""
     from tokenizers.processors import TemplateProcessing
 
     settings = read_object(folder / SETTINGS)
-    by_class = str(settings.get("tokenizer_class")).startswith("Llama")  # which adds one unless told otherwise
-    if bos >= 0 and settings.get("add_bos_token", by_class):
-        token = backend.id_to_token(bos)
-        template = (f"{token} $A", f"{token} $A {token}:1 $B:1", [(token, bos)])
-        backend.post_processor = TemplateProcessing(*template)
+    by_class = str(settings.get("tokenizer_class")).startswith("Llama")  # which adds <s> unless told otherwise
+    asked = ((spec.bos_id, "add_bos_token", by_class), (spec.eos_id, "add_eos_token", False))
+    first, last = ([backend.id_to_token(i)] if i >= 0 and settings.get(key, usual) else [] for i, key, usual in asked)
+    if first or last:
+        single, second = [*first, "$A", *last], [f"{part}:1" for part in (*first, "$B", *last)]
+        tokens = [(token, backend.token_to_id(token)) for token in {*first, *last}]
+        backend.post_processor = TemplateProcessing(single, single + second, tokens)
 
 
 def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[Any, Any]]:

@@ -198,7 +198,7 @@ def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) ->
         return source
     if source is None or not (given or config.data.tokenizer or holds_tokenizer(source)):
         where = "names no data.tokenizer" if source is None else f"has no data.tokenizer, and {source} holds none"
-        tell(f"no tokenizer is written: the run {where}; {otherwise}")
+        tell(f"no tokenizer is written: the run {where}; a run takes data.tokenizer=PATH, to-hf --tokenizer PATH")
     elif not holds_tokenizer(source):
         knob = "--tokenizer" if given else "the run's data.tokenizer ="
         raise ValueError(f"{knob} {source} is no tokenizer, or not there any more; {otherwise}, or --no-tokenizer")

@@ -239,17 +239,17 @@ def resume(
     told = ("model", "moe", "precision", "optim", "data", "train", "parallel", "pipeline", "recompute", "kernels")
     changed = changed_keys(record["config"], config, told)
     changed += [f"data.weights = {began}, as it began"] * kept
-    architecture = [line for line in changed if line.startswith(("model.", "moe.balance ", "optim.freeze "))]
+    decides = ("model.", "moe.balance ", "optim.freeze ", "optim.muon_exclude ")  # which weights and moments there are
+    architecture = [line for line in changed if line.startswith(decides)]
     held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)
     if held > here:  # where some are missing or have another shape, loading names them
         raise ValueError(
             f"{folder} holds {held:,} weights, and this model has a place for {here:,} of them: "
-            f"{'; '.join(architecture)}; resume with the architecture that was saved, or take the weights that fit: "
+            f"{'; '.join(architecture)}; resume with {_as_saved(architecture, before)}, or take the weights that fit: "
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
-    if any(line.startswith("optim.muon_exclude ") for line in changed):  # which decides which moments there are
-        architecture += [line for line in changed if line.startswith("optim.muon_exclude ")]
-        architecture += [f"resume with 'optim.muon_exclude={json.dumps(before.optim.muon_exclude)}', or {alone}"]
+    if architecture:
+        architecture.append(f"resume with {_as_saved(architecture, before)}, or {alone}")
     tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
     load_tensors(folder, tensors, architecture, twin=twin)
     refuse_nonfinite(folder, tensors)
@@ -260,6 +260,16 @@ def resume(
     sync.start_gather()
     sync.finish_gather()
     return progress, changed, config
+
+
+def _as_saved(architecture: Sequence[str], before: Config) -> str:
+    """Returns how to have the weights and moments that were saved, by the lines about keys that decide which there are:
+    lists of globs to paste, and the rest in words."""
+    lists = [
+        key for key in ("freeze", "muon_exclude") if any(line.startswith(f"optim.{key} ") for line in architecture)
+    ]
+    pasted = [f"'optim.{key}={json.dumps(getattr(before.optim, key))}'" for key in lists]
+    return " and ".join(pasted + ["the architecture that was saved"] * (len(architecture) > len(lists)))
 
 
 def checkpoint_faults(config: Config, world: int) -> list[Fault]:

@@ -173,15 +173,22 @@ def test_a_weight_that_is_not_finite_is_named_whatever_way_it_comes(tmp_path, co
             begun(config, 2)
 
 
-def test_another_muon_exclude_is_told_by_its_key(tmp_path, config_of):
-    muon, other = ["optim.name=muon"], 'optim.muon_exclude=["*embedding.*","head.*","*.mlp.*"]'
-    assert train_on_ranks(config_of(tmp_path / "run", 1, *muon), 1) == [0]
-    default = config_of(tmp_path / "run", 1, *muon).optim.muon_exclude
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [
+        (["optim.name=muon"], 'optim.muon_exclude=["*embedding.*","head.*","*.mlp.*"]'),
+        (['optim.freeze=["*.mlp.*"]'], "optim.freeze=[]"),
+        (['optim.freeze=["*.mlp.*"]'], 'optim.freeze=["head.*"]'),
+    ],
+)
+def test_another_list_of_what_has_moments_is_told_by_its_key(tmp_path, config_of, saved, other):
+    assert train_on_ranks(config_of(tmp_path / "run", 1, *saved), 1) == [0]
+    before = config_of(tmp_path / "run", 1, *saved).optim
     with pytest.raises(RankFailure) as told:
-        begun(config_of(tmp_path / "run", 2, *muon, other, "train.steps=2"), 2)
+        begun(config_of(tmp_path / "run", 2, *saved, other, "train.steps=2"), 2)
     message, folder = str(told.value), tmp_path / "run" / "step-00000001"
     assert f"init.from_checkpoint={folder}" in message and "saved with" in message
-    pasted = re.search(r"resume with '(optim\.muon_exclude=.*?)'", message)[1]
-    config = config_of(tmp_path / "run", 1, *muon, pasted, "train.steps=2")
-    assert config.optim.muon_exclude == default
+    pasted = re.search(r"resume with '(optim\..*?)', or", message)[1]
+    config = config_of(tmp_path / "run", 1, *saved, pasted, "train.steps=2")
+    assert (config.optim.muon_exclude, config.optim.freeze) == (before.muon_exclude, before.freeze)
     assert begun(config, 1)[0][3] == 1

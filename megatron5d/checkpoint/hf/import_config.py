@@ -93,12 +93,15 @@ def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what a Hugging Face folder says about the ids of special tokens: in config.json, and in
     generation_config.json.
 
-    Returns the former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there; the whole latter.
+    Returns the former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there or, beside a vision
+    tower, in its `text_config`; the whole latter.
     """
     config, generation = (
         read_json(path) if (path := Path(folder) / name).is_file() else {}
         for name in ("config.json", "generation_config.json")
     )
+    inner = config.get("text_config")
+    config = (inner if isinstance(inner, dict) else {}) | config
     return {f"{k}_token_id": config.get(f"{k}_token_id") for k in ("bos", "eos", "pad")}, generation
 
 

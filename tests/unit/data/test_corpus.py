@@ -161,11 +161,13 @@ def test_every_file_is_taken_once_however_it_is_linked(tmp_path):
 def test_files_that_describe_the_data_are_passed_over_and_named(tmp_path):
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "train.parquet", {"text": TEXTS})
-    for name in ("README.md", "LICENSE.txt", "dataset_infos.json", "notes.txt", "a.csv", ".gitattributes"):
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("README.md", "README_zh.txt", "LICENSE.txt", "dataset_infos.json", "notes.txt", "a.csv",
+                 ".gitattributes", "data/._train.parquet", ".ipynb_checkpoints/notes-checkpoint.txt"):  # fmt: skip
         (tmp_path / name).write_text("{}")
     passed_over = []
     assert [f.name for f in list_files([str(tmp_path)], passed_over=passed_over)] == ["train.parquet"]
-    assert len(passed_over) == 6
+    assert len(passed_over) == 9
     assert [f.name for f in list_files([str(tmp_path)], ["*.md"])] == ["README.md"]
     assert [f.name for f in list_files([str(tmp_path / "README.md")])] == ["README.md"]
     (tmp_path / "data" / "train.parquet").unlink()

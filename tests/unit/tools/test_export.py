@@ -186,18 +186,20 @@ def test_what_a_folder_says_about_tokens_comes_out_again(sources, tmp_path, kind
     assert set(end_tokens(tmp_path / "out")) == {7, 5, 0, eod}
 
 
-def test_texts_begin_as_the_source_says(sources, tmp_path):
+def test_texts_begin_and_end_as_the_source_says(sources, tmp_path):
     """Llama's class puts <s> before a text unless its settings say otherwise; a bare model file says nothing."""
     shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
-    for settings, begin in (({}, []), ({"tokenizer_class": "LlamaTokenizer"}, [1]),
-                            ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, [])):  # fmt: skip
+    llama = {"tokenizer_class": "LlamaTokenizer"}
+    cases = (({}, [], []), (llama, [1], []), (llama | {"add_bos_token": False}, [], []),
+             (llama | {"add_eos_token": True}, [1], [2]), ({"add_eos_token": True}, [], [2]))  # fmt: skip
+    for settings, begin, end in cases:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         for name, text in exported_tokenizer(tmp_path, None, {"model_type": "llama"}).items():
             (tmp_path / "out").mkdir(exist_ok=True)
             (tmp_path / "out" / name).write_text(text)
         (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-        assert theirs("ask").input_ids == begin + load_tokenizer(sources["bpe"]).encode("ask")
+        assert theirs("ask").input_ids == begin + load_tokenizer(sources["bpe"]).encode("ask") + end
 
 
 def test_qwen2_with_another_tokenizer_leaves_as_a_llama_that_computes_the_same(sources, tmp_path, capsys):
@@ -235,7 +237,8 @@ def test_a_tokenizer_that_is_gone_or_none_is_told(sources, tmp_path, capsys):
     (hf / "tokenizer.json").unlink()
     assert run("from-hf", "--hf", hf, "--out", tmp_path / "none") == 0
     assert run("to-hf", "--checkpoint", tmp_path / "none", "--out", tmp_path / "out") == 0
-    assert "no tokenizer is written" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no tokenizer is written" in told and "a run takes data.tokenizer=PATH, to-hf --tokenizer PATH" in told
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "vocab.json",
@@ -251,7 +254,7 @@ def test_no_file_of_another_model_stays_beside_an_export(sources, tmp_path, name
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
-@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json", "text_config"])
 @pytest.mark.parametrize("source", ["--hf", "--checkpoint"])
 def test_generation_ends_at_every_end_token_of_the_folder(sources, tmp_path, capsys, source, place):
     hf = tmp_path / "hf"
@@ -263,8 +266,12 @@ def test_generation_ends_at_every_end_token_of_the_folder(sources, tmp_path, cap
         model.model.embed_tokens.weight.fill_(1.0)
         model.lm_head.weight.zero_()[5] = 1.0
     model.save_pretrained(hf)
-    settings = json.loads((hf / place).read_text())
-    (hf / place).write_text(json.dumps(settings | {"eos_token_id": [0, 5] if source == "--hf" else 5}))
+    ends, file = {"eos_token_id": [0, 5] if source == "--hf" else 5}, hf / place.replace("text_config", "config.json")
+    settings = json.loads(file.read_text())
+    if place == "text_config":  # beside a vision tower
+        del settings["eos_token_id"]
+        ends = {place: ends}
+    file.write_text(json.dumps(settings | ends))
     if source == "--checkpoint":
         assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
     folder = hf if source == "--hf" else tmp_path / "ours"

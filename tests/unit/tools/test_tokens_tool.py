@@ -49,12 +49,11 @@ def test_merged_and_cut_files_are_those_of_the_same_documents(tmp_path, monkeypa
     monkeypatch.setattr(tokens, "CHUNK_TOKENS", chunk)
     a, b = write_raw(tmp_path / "a", A), write_raw(tmp_path / "b", B)
     whole = write_raw(tmp_path / "whole", A + B + A)
-    read = [IndexedDataset(prefix) for prefix in (a, b, a)]
-    tokens.copy([(data, 0, data.num_documents) for data in read], str(tmp_path / "m"), False)
+    tokens.copy([(prefix, 0, None) for prefix in (a, b, a)], str(tmp_path / "m"), False)
     assert content(tmp_path / "m") == content(whole)
     everything = A + B + A
     for first, end in ((0, 1), (2, 5), (1, 8), (2, 3)):
-        tokens.copy([(IndexedDataset(whole), first, end)], str(tmp_path / "c"), True)
+        tokens.copy([(whole, first, end)], str(tmp_path / "c"), True)
         assert content(tmp_path / "c") == content(write_raw(tmp_path / "part", everything[first:end]))
 
 
@@ -72,6 +71,17 @@ def test_the_command_line_merges_cuts_and_inspects(tmp_path):
     known = {"dtype": "uint16", "documents": 5, "sequences": 8, "tokens": 13, "empty_documents": 1}
     known |= {"longest_document": 4, "smallest_id": 1, "largest_id": 13, "documents_end_with": None}
     assert known.items() <= found.items() and found["bytes"] == sum(map(len, content(tmp_path / "m")))
+
+
+def test_more_files_are_joined_than_a_process_may_have_open(tmp_path):
+    """Where a run names too many, it says to merge them."""
+    many = [write_raw(tmp_path / f"{i}", A) for i in range(60)]
+    words = [sys.executable, "tools/tokens.py", "merge", *many, "--out", str(tmp_path / "m")]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -n 64; exec "$@"', "-", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path / "m") == content(write_raw(tmp_path / "whole", A * 60))
 
 
 def test_what_cannot_be_joined_or_read_is_refused_by_name(tmp_path):
