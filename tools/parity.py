@@ -92,6 +92,7 @@ from megatron5d.parity.variants import Ablation, ablations, differing, exact, fa
 from megatron5d.planning.predict import planned_config
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
+from megatron5d.train.preflight import glob_faults
 from megatron5d.train.provenance import code_here
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
@@ -141,7 +142,7 @@ def _compare(options: argparse.Namespace) -> int:
     config = exact(asked, options.steps)
     if options.data:
         config = replace(config, data=replace(asked.data, eod=end_of_document(asked)))
-    if faults := faults_of(config, options.world):
+    if faults := faults_of(config, options.world) or glob_faults(config, options.world):
         raise ConfigError(faults)
     if not options.no_shrink:
         config = shrink(config, options.world, keep=["model.vocab_size"] if options.data else [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ import torch
 
 from megatron5d.checkpoint.layout import named
 from megatron5d.checkpoint.load import agreed_checkpoint
-from megatron5d.comm.collectives import all_reduce
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
@@ -31,7 +29,7 @@ from megatron5d.topology.init_weights import initialize_rectangle
 from megatron5d.topology.launcher import restarted_job
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
-from megatron5d.topology.shard_spec import spec_of, without_memory
+from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
@@ -94,7 +92,6 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     )
     with without_memory():
         model = GPT(config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared)
-    _check_globs(config, mesh, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
     notes, progress = [*idle_routers(config), layout.note, passed_over(config, checkpoint)], Progress()
@@ -112,32 +109,6 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, layout, notes, padded)
-
-
-def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
-    """Refuses globs of optim.freeze and of scales that no parameter's name matches, and to freeze all parameters.
-
-    Raises ValueError: on every rank.
-
-    Comm: all_reduce over the world of one number per glob.
-    """
-    optim, knobs = config.optim, ("freeze", "lr_scale", "decay_scale")
-    globs = [(knob, entry.split(maxsplit=1)[-1]) for knob in knobs for entry in getattr(optim, knob)]
-    if not globs:
-        return
-    specs = [spec_of(parameter) for parameter in model.parameters()]
-    found = [any(fnmatch.fnmatch(spec.name, glob) for spec in specs) for _, glob in globs]
-    found.append(not all(freezes(spec, config.optim) for spec in specs))
-    device = next(model.parameters()).device
-    *matched, some = all_reduce(torch.tensor(found, dtype=torch.float64, device=device), mesh["world"]).tolist()
-    for (knob, glob), ranks in zip(globs, matched):
-        if not ranks:
-            raise ValueError(
-                f"optim.{knob}: no parameter's name matches {glob!r}; names are such as {specs[0].name} and "
-                f"{specs[-1].name}, and a checkpoint's are listed by tools/convert.py inspect"
-            )
-    if not some:
-        raise ValueError(f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train")
 
 
 def build_trainer(

@@ -228,7 +228,7 @@ def parameter_names(config: Config) -> list[str]:
 
 
 def glob_faults(config: Config, world: int) -> list[Fault]:
-    """Globs of parameter names that match none of the model's: what they were to exclude is treated as all else."""
+    """Globs of parameter names that match none of the model's: they would mean nothing; or that freeze all of them."""
     optim, default = config.optim, OptimConfig()
     asked = {key: getattr(optim, key) for key in ("decay_exclude", "freeze", "lr_scale", "decay_scale")}
     if optim.name == "muon" and optim.muon_exclude != default.muon_exclude:
@@ -244,6 +244,9 @@ def glob_faults(config: Config, world: int) -> list[Fault]:
             found.append(
                 Fault("optim-globs-match", (f"optim.{key}",), f"{reason}{shown}", f'"optim.{key}=[{kept}]"', False)
             )
+    if all(any(fnmatch.fnmatch(name, glob) for glob in optim.freeze) for name in names):
+        reason = f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train"
+        found.append(Fault("optim-freeze-some", ("optim.freeze",), reason, "optim.freeze=[]", False))
     return found
 
 

@@ -187,6 +187,7 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
         (["--world", "2", "--certificate", "."], "--certificate . is a folder"),
         ([], "--world N"),
         (["model=tiny", "--world", "2", "train.gbs=3", "--json"], "train.gbs = 3 is not a multiple"),
+        (["model=tiny", "--world", "2", "optim.freeze=[nosuch.*]"], "nosuch.* matches no parameter"),
         (["--world", "2", "--certificate", "nowhere/parity.json"], "--certificate nowhere/parity.json: no folder"),
         (["--check", "nowhere.json"], "nowhere.json"),
     ],
