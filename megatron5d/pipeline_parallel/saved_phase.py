@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megatron5d.autograd.offload import HostCopy
-from megatron5d.autograd.recompute import ENGINE, policy_of
+from megatron5d.autograd.recompute import policy_of, run_backward
 from megatron5d.autograd.wgrad import Closure, hand_over, hand_over_grads, run_now
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
@@ -79,12 +79,7 @@ class SavedPhase:
                 roots.append(edge)
                 given.append(each)
         self.output_edges, self.input_edges = [], []
-        # What torch.autograd.grad calls in the end: its own checks of edges, which the engine repeats, would take as
-        # long as the pass.
-        grads = ENGINE.run_backward(
-            tuple(roots), tuple(given), False, False, (*inputs, *parameters), allow_unreachable=True,
-            accumulate_grad=False,
-        )  # fmt: skip
+        grads = run_backward(tuple(roots), tuple(given), (*inputs, *parameters))
         for parameter, each in zip(parameters, grads[len(inputs) :]):
             if each is not None:
                 hand_over(parameter, each, defer)
