@@ -73,20 +73,21 @@ def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def _add_matmul(grad: Tensor, a: Tensor, b: Tensor) -> None:
-    """Computes `grad += a b` in plain torch, wider than a and b where grad is.
+def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
+    """Computes `grad += a b`, or `grad = a b`, in plain torch, wider than a and b where grad is.
 
     What was bfloat16 is multiplied exactly by units for bfloat16, too, which a CPU may have; sums are float32.
     """
+    beta = 0 if overwrite else 1  # 0: what grad holds is not read
     if a.dtype == grad.dtype:
-        grad.addmm_(a, b)
+        grad.addmm_(a, b, beta=beta)
         return
     units = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = units.fp32_precision
     try:
         if a.dtype == torch.bfloat16 and a.numel() * b.shape[1] >= _WORTH_UNITS:
             units.fp32_precision = "bf16"
-        grad.addmm_(a.to(grad.dtype), b.to(grad.dtype))
+        grad.addmm_(a.to(grad.dtype), b.to(grad.dtype), beta=beta)
     finally:
         units.fp32_precision = before
 
@@ -316,9 +317,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _GroupedMatmul.apply(x, weight, offsets)
 
 
-def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
     """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
-    _add_matmul(main_grad, dy.t(), x)
+    _add_matmul(main_grad, dy.t(), x, overwrite)
 
 
 def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -327,7 +328,7 @@ def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> N
     grouped_weight_grad(dy, x, offsets, main_grad[None])
 
 
-def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
     """Adds the weight gradient `dyᵀ x` into `main_grad`, in place.
 
     On a GPU the vendor's library does it in one call, where it can write float32 from narrower inputs.
@@ -336,6 +337,7 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
         main_grad: `[out, in]`, float32 or float64.
         dy: `[n, out]`, the gradient of the output; bfloat16, float16 or the main gradient's dtype.
         x: `[n, in]`, the layer's input; same dtype as `dy`.
+        overwrite: the gradient is written over `main_grad`, whose values are not read.
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -343,13 +345,12 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
-    if dy.dtype == main_grad.dtype:
-        main_grad.addmm_(dy.t(), x)
-    elif dy.is_meta and dispatch.PLANNED.get() is not None:
+    if dy.is_meta and dispatch.PLANNED.get() is not None and dy.dtype != main_grad.dtype:
         return  # one GEMM in place, which allocates nothing
-    elif not dispatch.runs_triton(dy):
-        accumulate_weight_grad_reference(main_grad, dy, x)
+    if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
+        accumulate_weight_grad_reference(main_grad, dy, x, overwrite=overwrite)
     elif dy.is_cuda and main_grad.is_contiguous():
-        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+        beta = 0 if overwrite else 1
+        torch.addmm(main_grad, dy.t(), x, beta=beta, out_dtype=main_grad.dtype, out=main_grad)
     else:
-        accumulate_weight_grad_triton(main_grad, dy, x)
+        accumulate_weight_grad_triton(main_grad.zero_() if overwrite else main_grad, dy, x)

@@ -7,6 +7,7 @@ where c log-sum-exp² is the z-loss that keeps the normaliser near one (Chowdher
 The merge of shards is the algorithm of Megatron-LM (Shoeybi et al., arXiv:1909.08053, sec. 3).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, rows_of, statistics_dtype, tl
 
 IGNORE_INDEX = -100
+_IN_CACHE = 1 << 18  # elements that the plain path takes at once
 
 
 def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) -> tuple[Tensor, Tensor]:
@@ -25,10 +27,16 @@ def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) ->
     return column.where(here, 0), here
 
 
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Yields rows that a core's cache holds."""
+    rows = max(1, _IN_CACHE // logits.shape[1])
+    return (slice(lo, lo + rows) for lo in range(0, logits.shape[0], rows))
+
+
 def vocab_statistics_reference(
     logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes one shard's statistics in plain torch, 4096 rows at a time so that no whole widened copy exists."""
+    """Computes one shard's statistics in plain torch, some rows at a time: no whole widened copy exists."""
     wide = statistics_dtype(logits.dtype)
     rows = logits.shape[0]
     row_max = torch.full((rows,), float("-inf"), dtype=wide, device=logits.device)
@@ -37,8 +45,7 @@ def vocab_statistics_reference(
     if num_valid_columns <= 0:
         return row_max, row_sum, target
     column, here = _target_columns(labels, vocab_start, num_valid_columns)
-    for lo in range(0, rows, 4096):
-        part = slice(lo, lo + 4096)
+    for part in _parts(logits):
         z = logits[part, :num_valid_columns].to(wide)
         row_max[part] = z.amax(-1)
         target[part] = z.gather(-1, column[part, None]).squeeze(-1).where(here[part], 0)
@@ -57,8 +64,7 @@ def vocab_cross_entropy_backward_reference(
     column, here = _target_columns(labels, vocab_start, num_valid_columns)
     scale = dloss.to(wide).where(labels != ignore_index, 0)
     softmax_scale = scale / row_sum * (1 + 2 * z_coef * (row_max + row_sum.log()))
-    for lo in range(0, logits.shape[0], 4096):
-        part = slice(lo, lo + 4096)
+    for part in _parts(logits):
         d = logits[part, :num_valid_columns].to(wide)  # the logits themselves if they are as wide
         d.sub_(row_max[part, None]).exp_().mul_(softmax_scale[part, None])
         if num_valid_columns:

@@ -189,6 +189,7 @@ def attention(
     _check(q, k, v, rule)
     rule = _open(rule, q.shape[0], k.shape[0])
     on_cpu = _runs_cpu_flash(q) and not (choice.capability_of(q) or dispatch.runs_triton(q))
+    on_cpu = on_cpu and q.dtype not in dispatch.HALF_DTYPES  # whose backward is in float32
     if on_cpu and sinks is None and rule.is_plain and q.numel() and k.numel():
         return plain.cpu_flash_forward(q, k, v, rule)  # differentiable as it is: every query sees a key
     return _Attention.apply(q, k, v, sinks, rule)

@@ -84,14 +84,14 @@ def _fp8_matmul_kernel(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), live)
 
 
-def _check(a: Quantized, b: Quantized, accumulate_into: Tensor | None) -> None:
+def _check(a: Quantized, b: Quantized, into: Tensor | None) -> None:
     if a.values.shape[1] != b.values.shape[1]:
         raise ValueError(
             f"a {tuple(a.values.shape)} and b {tuple(b.values.shape)} contract their last dims, which differ"
         )
     shape = (a.values.shape[0], b.values.shape[0])
-    if accumulate_into is not None and (accumulate_into.shape != shape or not accumulate_into.is_contiguous()):
-        raise ValueError(f"accumulate_into {tuple(accumulate_into.shape)} must be contiguous {shape}")
+    if into is not None and (into.shape != shape or not into.is_contiguous()):
+        raise ValueError(f"into {tuple(into.shape)} must be contiguous {shape}")
 
 
 def _reads(x: Tensor) -> bool:
@@ -100,40 +100,40 @@ def _reads(x: Tensor) -> bool:
 
 
 def fp8_matmul(
-    a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, accumulate_into: Tensor | None = None
-) -> Tensor:
+    a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, into: Tensor | None = None,
+    accumulate: bool = True,
+) -> Tensor:  # fmt: skip
     """Computes `a bᵀ` of quantised matrices.
 
     Args:
         a: values `[m, k]`; any of the three kinds of scales.
         b: values `[n, k]`; any kind (a weight `[out, in]` as it lies).
         out_dtype: bfloat16, float16 or float32; float64 takes the plain path.
-        accumulate_into: `[m, n]` contiguous, of one of these dtypes, that the GEMM is added into, in place;
-            `out_dtype` is then ignored.
+        into: `[m, n]` contiguous, of one of these dtypes, that the GEMM is added into, in place; `out_dtype` is then
+            ignored.
+        accumulate: False: the GEMM is written over `into`, whose values are not read.
 
     Returns:
-        `[m, n]`, or `accumulate_into`.
+        `[m, n]`, or `into`.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
-    _check(a, b, accumulate_into)
+    _check(a, b, into)
     m, k = a.values.shape
     n = b.values.shape[0]
-    dtype = out_dtype if accumulate_into is None else accumulate_into.dtype
+    dtype, accumulate = out_dtype if into is None else into.dtype, accumulate and into is not None
     if capability := choice.capability_of(a.values):
         values, rows = (a.values, b.values), (a.rows_per_scale, b.rows_per_scale)
         dtypes = (a.values.dtype, b.values.dtype)
-        request = Fp8Request(capability, (m, n, k), rows, dtypes, dtype, accumulate_into is not None)
+        request = Fp8Request(capability, (m, n, k), rows, dtypes, dtype, into is not None)
         if (library := choice.provider(request, choice.in_use())) is not None:
-            return library.fp8_matmul(values, (a.scales, b.scales), rows, dtype, accumulate_into)
+            return library.fp8_matmul(values, (a.scales, b.scales), rows, dtype, into, accumulate)
     fast = dispatch.runs_triton(a.scales) and dtype != torch.float64 and bool(m and n and k)
     if not (fast and _reads(a.values) and _reads(b.values)):
         y = fp8_matmul_reference(a, b, dispatch.statistics_dtype(dtype))
-        return y.to(out_dtype) if accumulate_into is None else accumulate_into.add_(y)
-    out = accumulate_into
-    if out is None:
-        out = torch.empty(m, n, dtype=out_dtype, device=a.values.device)
+        return y.to(out_dtype) if into is None else into.add_(y) if accumulate else into.copy_(y)
+    out = torch.empty(m, n, dtype=out_dtype, device=a.values.device) if into is None else into
     config = tuning.select("fp8_matmul", a.values.device)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     assert max(block_m, block_n) <= GROUP, "a block scale must cover a whole tile"
@@ -141,7 +141,7 @@ def fp8_matmul(
         TensorDescriptor.from_tensor(a.values, [block_m, GROUP]),
         TensorDescriptor.from_tensor(b.values, [block_n, GROUP]),
     )
-    kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "ACCUMULATE": accumulate_into is not None}
+    kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "ACCUMULATE": accumulate}
     kinds["SETTLE"] = settles(out.device)
     inputs = (*descriptors, a.scales, a.scales.stride(), b.scales, b.scales.stride(), out, m, n, k)
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)

@@ -44,13 +44,16 @@ def _scales(scales: Tensor, rows: int) -> Tensor:
 
 def fp8_matmul(
     values: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], rows: tuple[int, int], out_dtype: torch.dtype,
-    accumulate_into: Tensor | None,
+    into: Tensor | None, accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes `a bᵀ`, or adds it to `accumulate_into` in place; arguments are those of `Fp8Request`."""
+    """Computes `a bᵀ`, adds it to `into` or writes it there; arguments are those of `Fp8Request`."""
     (a, b), (a_scales, b_scales) = values, (_scales(*each) for each in zip(scales, rows))
-    out_dtype = out_dtype if accumulate_into is None else dispatch.statistics_dtype(out_dtype)
-    y = torch._scaled_mm(a, b.t(), a_scales, b_scales.t(), out_dtype=out_dtype, use_fast_accum=False)
-    return y if accumulate_into is None else accumulate_into.add_(y)
+    operands = (a, b.t(), a_scales, b_scales.t())
+    if into is not None and not accumulate:
+        return torch._scaled_mm(*operands, out_dtype=out_dtype, use_fast_accum=False, out=into)
+    out_dtype = out_dtype if into is None else dispatch.statistics_dtype(out_dtype)
+    y = torch._scaled_mm(*operands, out_dtype=out_dtype, use_fast_accum=False)
+    return y if into is None else into.add_(y)
 
 
 @jit(do_not_specialize=["rows"])

@@ -1,7 +1,9 @@
 """Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the parameter.
 
 In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/bucket.py), and under
-ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`.
+ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`, or through
+`grad_target`: the first gradient of a step may be written over what the buffer holds, so that nobody fills it with
+zeros, reads them and adds to them.
 Layers that compute their own weight gradient pass the addition to `defer`. `hand_over` does the same with what autograd
 computes, so that W adds up all weight gradients and I none.
 A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is
@@ -28,15 +30,27 @@ def run_now(closure: Closure) -> None:
 
 def grad_buffer(parameter: Tensor) -> Tensor:
     """Returns the tensor in which a parameter's gradient is accumulated; allocated and zeroed if missing."""
+    target, accumulate = grad_target(parameter)
+    return target if accumulate else target.zero_()
+
+
+def grad_target(parameter: Tensor) -> tuple[Tensor, bool]:
+    """Returns the tensor for a gradient of a parameter, and whether that is added there.
+
+    Else it is written over all of the tensor, whose values are undefined.
+    """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         allocate = getattr(parameter, "allocate_main_grad", None)
         if allocate is not None:
             allocate()
-        return main_grad
+        accumulate = getattr(parameter, "holds_grad", True)
+        if not accumulate:
+            parameter.holds_grad = True  # type: ignore[attr-defined]
+        return main_grad, accumulate
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    return parameter.grad, True
 
 
 def defer_weight_grad(weight: Tensor, defer: Defer, closure: Closure) -> None:
@@ -53,7 +67,8 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
         dy: `[..., out]`, gradient of the output.
         x: `[..., in]`, input of the layer.
     """
-    accumulate_weight_grad(grad_buffer(weight), dy.flatten(0, -2), x.flatten(0, -2))
+    main_grad, accumulate = grad_target(weight)
+    accumulate_weight_grad(main_grad, dy.flatten(0, -2), x.flatten(0, -2), overwrite=not accumulate)
 
 
 def hand_over(parameter: Tensor, grad: Tensor, defer: Defer) -> None:

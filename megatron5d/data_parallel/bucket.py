@@ -242,18 +242,45 @@ class Bucket:
             for name in (() if self.frozen else piece.summed)
         ]
 
-    def clear_grads(self) -> None:
-        """Sets the main gradients to zero; called before the first gradient of a step."""
-        self.resident_grads.zero_()
+    def clear_grads(self, zeros: bool = False) -> None:
+        """Forgets the main gradients; called before the first gradient of a step, which is written over the last one's.
+
+        Args:
+            zeros: they become zeros, to which every gradient is added, as a graph that is replayed does.
+        """
+        if zeros or self.shards_grads:
+            self.resident_grads.zero_()
+        else:
+            self._expect_grads()
+
+    def _expect_grads(self) -> None:
+        """Has the next gradient of each parameter written over its main gradient (autograd/wgrad.py)."""
+        for parameter in () if self.frozen else self.parameters:
+            parameter.holds_grad = False  # type: ignore[attr-defined]
+
+    def settle_grads(self) -> None:
+        """Sets the main gradients of parameters that have got none to zero; called before any is read."""
+        for parameter in self.parameters if self.holds_grads else ():
+            if not getattr(parameter, "holds_grad", True):
+                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+                parameter.holds_grad = True  # type: ignore[attr-defined]
 
     def allocate_grads(self) -> None:
-        """Allocates the buffer of main gradients, filled with zeros, if it is not there."""
+        """Allocates the buffer of main gradients, if it is not there; only the padding between them has values."""
         if self._reducing is not None:
             self.finish_reduce()
         if not self.holds_grads:
             allocate_storage(self.grads)
-            self.grads.zero_()
+            for start, stop in self._padding:
+                self.grads[start:stop].zero_()
             self.holds_grads = True
+            self._expect_grads()
+
+    @cached_property
+    def _padding(self) -> list[tuple[int, int]]:
+        """Flat ranges of the whole buffers that belong to no parameter."""
+        ends = [offset + parameter.numel() for parameter, offset in zip(self.parameters, self.offsets)]
+        return [pair for pair in zip(ends, [*self.offsets[1:], self.numel]) if pair[0] < pair[1]]
 
     def drop_grads(self) -> None:
         """Frees the buffer of main gradients; the owned slice stays."""
@@ -265,6 +292,7 @@ class Bucket:
 
         Comm: reduce_scatter over `shard`, (n-1)/n·N elements.
         """
+        self.settle_grads()
         if self.shard.size > 1 and self.holds_grads:
             assert self._reducing is None, "the last reduction of this bucket has not been finished"
             self._reducing = start_reduce_scatter(self.grads, self.shard)
@@ -285,6 +313,7 @@ class Bucket:
 
         Comm: all_reduce over `replicate` of N/n elements.
         """
+        self.settle_grads()
         return start_all_reduce(self.grad_slice, self.replicate)
 
     def holds(self, wide: bool) -> bool:

@@ -88,15 +88,16 @@ class GradSync:
         for axis in dict.fromkeys(axes):
             start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
-    def start_step(self, passes: Mapping[nn.Module, int]) -> None:
+    def start_step(self, passes: Mapping[nn.Module, int], zeros: bool = False) -> None:
         """Clears the gradients and announces the step's micro-batches.
 
         Args:
             passes: phase -> number of micro-batches that pass it. Its order, the same on both ranks of a bidirectional
                 stage, is that in which their common reductions start.
+            zeros: as in `Bucket.clear_grads`.
         """
         for reduction in self._reductions:
-            reduction.bucket.clear_grads()
+            reduction.bucket.clear_grads(zeros)
             reduction.start_step(passes)
         place = {phase: index for index, phase in enumerate(passes)}
         self._turns = sorted(self._bidirectional, key=lambda each: max(place[phase] for phase in each.phases))

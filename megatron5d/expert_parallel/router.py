@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron5d.autograd.wgrad import Defer, add_weight_grad, defer_weight_grad, grad_buffer, run_now
+from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_target, run_now
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
 from megatron5d.kernels.dispatch import FirstOrderFunction, runs_triton, statistics_dtype
+from megatron5d.kernels.gemm import accumulate_weight_grad
 from megatron5d.kernels.moe import best, route
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
@@ -76,8 +77,9 @@ class _RouterLinear(FirstOrderFunction):
         dx = (dlogits @ wide).to(x.dtype)
 
         def weight_half():
-            dtype = grad_buffer(weight).dtype
-            add_weight_grad(weight, dlogits.to(dtype), x.to(dtype))
+            main_grad, accumulate = grad_target(weight)
+            dtype = main_grad.dtype
+            accumulate_weight_grad(main_grad, dlogits.to(dtype), x.to(dtype), overwrite=not accumulate)
 
         defer_weight_grad(weight, ctx.defer, weight_half)
         return dx, None, None

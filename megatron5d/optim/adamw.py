@@ -1,7 +1,7 @@
 """AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
 
 On a GPU, and with optim.implementation=kernel, clipping, update and the rounding of masters to weights are one pass
-over memory (kernels/multi_tensor.py); other implementations take three.
+over memory (kernels/multi_tensor.py); torch takes two, other implementations three.
 Without master weights (precision.master_weights=false) bf16 weights are converted to fp32, updated, and rounded back
 stochastically (sharded_state.py), one bucket at a time.
 
@@ -42,17 +42,22 @@ class FusedAdamW:
         self.state: dict[Tensor, dict[str, Tensor]] = {}  # of each: exp_avg, exp_avg_sq and step
         self.betas, self.eps = betas, eps
 
-    def step(self) -> None:
-        """Updates the tensors by their `.grad`."""
+    def takes_scale(self) -> bool:
+        """Says whether `step` can scale gradients: torch takes the factor in float32, too coarse for float64."""
+        return all(view.dtype == torch.float32 for view in self.state)
+
+    def step(self, scale: float | None = None) -> None:
+        """Updates the tensors by their `.grad`, times `scale`."""
         for group in self.param_groups:
             states = [self.state[view] for view in group["params"]]
             if states:
                 first, second, steps = ([each[kind] for each in states] for kind in ("exp_avg", "exp_avg_sq", "step"))
                 torch._foreach_add_(steps, 1)
+                divisor = None if scale is None else torch.full_like(steps[0], 1 / scale)
                 torch._fused_adamw_(
                     group["params"], [view.grad for view in group["params"]], first, second, [], steps, amsgrad=False,
                     lr=group["lr"], beta1=self.betas[0], beta2=self.betas[1], weight_decay=group["weight_decay"],
-                    eps=self.eps, maximize=False,
+                    eps=self.eps, maximize=False, grad_scale=divisor,
                 )  # fmt: skip
 
 
@@ -150,12 +155,14 @@ class AdamW(SliceOptimizer):
                 factor = torch.full((), 1.0 if scale is None else scale, dtype=decay.dtype, device=decay.device)
                 adamw_step(table, self._settings(lr * lr_scale), factor, decay)
             return
-        self._take_grads(scale)
+        fused = isinstance(self._optimizer, FusedAdamW) and self._optimizer.takes_scale()
+        fused = fused and not any(state.rounded for state in self.slices)
+        self._take_grads(None if fused else scale)
         self._attach_grads()
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         if self._grads:  # apex takes no empty group
-            self._optimizer.step()
+            self._optimizer.step(**({"scale": scale} if fused else {}))
         self.step_count += 1
         self._detach_grads()
         for state in self.slices:

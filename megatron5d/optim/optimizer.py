@@ -16,6 +16,9 @@ from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
 
+_ON_CPU = 1 << 18  # elements that a CPU adds up at once in float32, within a millionth; a norm of 10⁷ was 0.05 % off
+
+
 class Optimizer:
     """One or two optimisers, each for some of the buckets.
 
@@ -103,8 +106,12 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
         grads = bucket.grad_slice
         if bucket.counted_spans:
             wide = torch.promote_types(grads.dtype, torch.float32)  # in bf16 each norm would be rounded to 8 bits
-            norms = torch._foreach_norm([grads[start:stop] for start, stop in bucket.counted_spans], dtype=wide)
-            total += torch.stack(norms).double().square().sum()
+            spans = [grads[start:stop] for start, stop in bucket.counted_spans]
+            if grads.is_cpu:
+                parts = (part.to(wide) for span in spans for part in span.split(_ON_CPU))
+                total += torch.stack([part.dot(part) for part in parts]).double().sum()
+            else:
+                total += torch.stack(torch._foreach_norm(spans, dtype=wide)).double().square().sum()
     return total
 
 

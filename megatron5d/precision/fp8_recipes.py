@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.autograd.recompute import recomputable
-from megatron5d.autograd.wgrad import grad_buffer
+from megatron5d.autograd.wgrad import grad_buffer, grad_target
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
@@ -145,7 +145,8 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
             else fp8_transpose(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two)
             for each in (dy, x)
         )
-        fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
+        main_grad, accumulate = grad_target(weight)
+        fp8_matmul(a, b, into=main_grad, accumulate=accumulate)
 
     def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
@@ -184,7 +185,8 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (Quantized(transpose_values(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
-        fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
+        main_grad, accumulate = grad_target(weight)
+        fp8_matmul(a, b, into=main_grad, accumulate=accumulate)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         return blocks.amax().view(1, 1, 1)

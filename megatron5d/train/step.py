@@ -178,7 +178,8 @@ class Trainer:
         targets, where the loss is computed.
         """
         device = self.sync.buckets[0].weights.device
-        self.sync.start_step(self.pipeline.passes(len(batches)))
+        graphs = [stage.graphs for stage in self.pipeline.stages if stage.graphs is not None]
+        self.sync.start_step(self.pipeline.passes(len(batches)), zeros=bool(graphs))
         loss = _SummedLoss(self.terms, device)
         if self.pipeline.has_loss:
             loss.start_counting(batches, self.mesh)
@@ -189,9 +190,8 @@ class Trainer:
             variant, eager = len(batches), watched  # a watched step computes more
         if self.room is not None and not self.room.planned:
             eager = True  # counted rows are read on the host
-        for stage in self.pipeline.stages:
-            if stage.graphs is not None:
-                stage.graphs.start_step(variant, eager)
+        for each in graphs:
+            each.start_step(variant, eager)
         executor = self.pipeline.executor(len(batches))
         with self.pipeline.timed():
             executor.run(batches, loss, self.pipeline.forms)

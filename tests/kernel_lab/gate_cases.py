@@ -128,7 +128,7 @@ def _fp8() -> None:
     fp8_matmul(rows, blocks)
     quantize_rows(x, powers_of_two=True)
     fp8_matmul(
-        quantize_rows(meta(7168, 4096)), fp8_transpose(rows), accumulate_into=meta(7168, 7168, dtype=torch.float32)
+        quantize_rows(meta(7168, 4096)), fp8_transpose(rows), into=meta(7168, 7168, dtype=torch.float32)
     )
     transpose_values(rows.values)
     whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
@@ -140,7 +140,7 @@ def _fp8_weight_grad() -> None:
     """As a linear layer does it: both operands from the transpose, scales of a group side by side in memory."""
     dy, x = (Quantized(meta(4096, n, dtype=E4M3), meta(4096, n // 128, dtype=torch.float32), 1) for n in (7168, 2048))
     main_grad = meta(7168, 2048, dtype=torch.float32)
-    fp8_matmul(fp8_transpose(dy, powers_of_two=True), fp8_transpose(x, powers_of_two=True), accumulate_into=main_grad)
+    fp8_matmul(fp8_transpose(dy, powers_of_two=True), fp8_transpose(x, powers_of_two=True), into=main_grad)
 
 
 def _fp8_quantised() -> None:

@@ -116,7 +116,7 @@ def test_fp8_by_torch(kinds, out_dtype):
     want = fp8_matmul_reference(a, b, torch.float64)
     with on_cpu(fp8="torch", strict=True):
         got = fp8_matmul(a, b, out_dtype=out_dtype)
-        total = fp8_matmul(a, b, accumulate_into=torch.ones(M, N, dtype=out_dtype))
+        total = fp8_matmul(a, b, into=torch.ones(M, N, dtype=out_dtype))
         assert counted() == {"scaled_mm": 2}
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[out_dtype]
     assert (got.double() - want).abs().max() <= tolerance * want.abs().max()

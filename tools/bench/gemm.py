@@ -47,7 +47,7 @@ def float8(device: str, m: int, n: int, k: int) -> Calls:
 
     return {
         "ours": lambda: fp8_matmul(rows, blocks),
-        "ours, weight gradient": lambda: fp8_matmul(rows, weight_rows, accumulate_into=main),
+        "ours, weight gradient": lambda: fp8_matmul(rows, weight_rows, into=main),
         "ours, tensorwise": lambda: fp8_matmul(*whole),
         "cuBLAS bfloat16": lambda: x @ weight.t(),
         "torch._scaled_mm": torch_scaled(*whole, *(each.scales.view(()) for each in whole)),

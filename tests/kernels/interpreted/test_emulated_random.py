@@ -85,7 +85,7 @@ def fp8(dice: random.Random):
     a, b = (ways[dice.choice(["rows", "blocks", "tensor"])](torch.randn(size, k)) for size in (m, n))
     into = torch.randn(m, n) if dice.random() < 0.5 else None
     want = fp8_gemm.fp8_matmul_reference(a, b, torch.float64) + (0 if into is None else into.double())
-    yield fp8_gemm.fp8_matmul(a, b, out_dtype=torch.float32, accumulate_into=into), want
+    yield fp8_gemm.fp8_matmul(a, b, out_dtype=torch.float32, into=into), want
     offsets = _offsets(dice)
     x, weight = quantize_rows(torch.randn(int(offsets[-1]), k)), quantize_blocks(torch.randn(len(offsets) - 1, n, k))[0]
     exact = gemm.grouped_matmul_reference(x.dequantize(torch.float64), weight.dequantize(torch.float64), offsets)

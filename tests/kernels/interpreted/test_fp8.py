@@ -266,7 +266,7 @@ def test_matmul(kind, size):
     assert (fp8_matmul(a, b).double() - want).norm() < 5e-3 * want.norm()
     main = torch.randn(m, n)
     before = main.double()
-    assert fp8_matmul(a, b, accumulate_into=main) is main
+    assert fp8_matmul(a, b, into=main) is main
     assert (main.double() - before - want).norm() < FP8_SUMS * want.norm() + 1e-6 * before.norm()
 
 
@@ -281,8 +281,8 @@ def test_what_does_not_fit_is_refused():
     a, b = quantize_rows(torch.randn(4, 128)), quantize_rows(torch.randn(4, 256))
     with pytest.raises(ValueError, match="contract"):
         fp8_matmul(a, b)
-    with pytest.raises(ValueError, match="accumulate_into"):
-        fp8_matmul(a, a, accumulate_into=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match="into"):
+        fp8_matmul(a, a, into=torch.zeros(4, 5))
 
 
 def test_the_kernel_really_runs(monkeypatch):

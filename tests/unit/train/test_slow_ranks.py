@@ -54,9 +54,9 @@ def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, 
                 time.sleep(LONGER_S if rank == SLOW and len(begun) in SLOW_STEPS else SLEEP_S)
             return begin(self, op, *args)
 
-        def counted(self, *args):
+        def counted(self, *args, **kwargs):
             begun.append(None)
-            return start(self, *args)
+            return start(self, *args, **kwargs)
 
         Stage.begin, GradSync.start_step = asleep, counted
         code = plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
@@ -158,13 +158,13 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_p
             values = map(str, (os.getpid(), marker, 2 * slow_ranks.STALL_S))
             shell = subprocess.Popen(["bash", "-c", script, "stop", *values], bufsize=0, stdin=subprocess.PIPE)
 
-        def counted(self, *args):
+        def counted(self, *args, **kwargs):
             begun.append(None)
             if len(begun) == 4 and rank == SLOW:
                 shell.stdin.write(b"\n")
             while len(begun) == 4 and rank != SLOW and not marker.exists():
                 time.sleep(0.01)  # until then the slow one waits for us, and is stopped while it does
-            return start(self, *args)
+            return start(self, *args, **kwargs)
 
         GradSync.start_step = counted
         return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
