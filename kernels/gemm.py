@@ -100,7 +100,7 @@ def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_g
         dy, x = dy[: ends[-1]], x[: ends[-1]]
     for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
         if sides[1].shape[0]:
-            _add_matmul(grad, *sides)
+            _add_matmul(grad, sides[0], sides[1])
 
 
 @jit

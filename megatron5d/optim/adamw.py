@@ -42,12 +42,8 @@ class FusedAdamW:
         self.state: dict[Tensor, dict[str, Tensor]] = {}  # of each: exp_avg, exp_avg_sq and step
         self.betas, self.eps = betas, eps
 
-    def takes_scale(self) -> bool:
-        """Says whether `step` can scale gradients: torch takes the factor in float32, too coarse for float64."""
-        return all(view.dtype == torch.float32 for view in self.state)
-
     def step(self, scale: float | None = None) -> None:
-        """Updates the tensors by their `.grad`, times `scale`."""
+        """Updates the tensors by their `.grad` times `scale`, which torch takes in float32."""
         for group in self.param_groups:
             states = [self.state[view] for view in group["params"]]
             if states:
@@ -87,6 +83,8 @@ class AdamW(SliceOptimizer):
                 self._grads.append((view, state.grads[span]))
                 states[view] = {kind: moment[span] for kind, moment in state.moments.items()}
         self._optimizer = self._build(groups, states, config)
+        fp32 = all(state.master.dtype == torch.float32 and not state.rounded for state in self.slices)
+        self._update_scales = fp32 and isinstance(self._optimizer, FusedAdamW)
         self._kernel: dict[float, tuple[TensorTable, Tensor]] | None = None
         if config.implementation == "kernel" or (config.implementation == "auto" and self._serves_kernel()):
             scales = {scale_of(segment.spec, config.lr_scale) for state in self.slices for segment in state.segments}
@@ -155,14 +153,12 @@ class AdamW(SliceOptimizer):
                 factor = torch.full((), 1.0 if scale is None else scale, dtype=decay.dtype, device=decay.device)
                 adamw_step(table, self._settings(lr * lr_scale), factor, decay)
             return
-        fused = isinstance(self._optimizer, FusedAdamW) and self._optimizer.takes_scale()
-        fused = fused and not any(state.rounded for state in self.slices)
-        self._take_grads(None if fused else scale)
+        self._take_grads(None if self._update_scales else scale)
         self._attach_grads()
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         if self._grads:  # apex takes no empty group
-            self._optimizer.step(**({"scale": scale} if fused else {}))
+            self._optimizer.step(*((scale,) if self._update_scales else ()))
         self.step_count += 1
         self._detach_grads()
         for state in self.slices:

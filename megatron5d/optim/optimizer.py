@@ -15,7 +15,6 @@ from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, takes_muo
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
-
 _ON_CPU = 1 << 18  # elements that a CPU adds up at once in float32, within a millionth; a norm of 10⁷ was 0.05 % off
 
 

@@ -127,9 +127,7 @@ def _fp8() -> None:
     blocks, _ = quantize_blocks(weight)
     fp8_matmul(rows, blocks)
     quantize_rows(x, powers_of_two=True)
-    fp8_matmul(
-        quantize_rows(meta(7168, 4096)), fp8_transpose(rows), into=meta(7168, 7168, dtype=torch.float32)
-    )
+    fp8_matmul(quantize_rows(meta(7168, 4096)), fp8_transpose(rows), into=meta(7168, 7168, dtype=torch.float32))
     transpose_values(rows.values)
     whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
     fp8_matmul(whole, whole)

@@ -1,6 +1,7 @@
 """ZeRO stages: what travels in a step, what stays resident, and that all of them train the same bits."""
 
 import dataclasses
+import math
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sample_order import micro_batch_samples
+from megatron5d.data_parallel import bucket as bucket_module
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import GPT
@@ -65,6 +67,12 @@ RECOMPUTE = {
     "full": RecomputeConfig("full"),
     "pairs": RecomputeConfig("full", group_layers=2),
 }
+
+
+def of_kind(name: str):
+    if name != "experts":
+        return config_of(name).model
+    return dataclasses.replace(config_of().model, num_experts=4, top_k=2, moe_ffn_hidden_size=48)
 
 
 def config(
@@ -201,6 +209,39 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
                 norms = 1 if zero == 0 or (zero == 3 and "fp8" in options and "fp8_gather" not in options) else 2
                 assert [each[:norms] for each in their_losses] == [each[:norms] for each in losses], case
                 assert all((a == b).all() for a, b in zip(theirs, weights)), case
+
+
+HELD = [(0, 1, {}), (1, 2, {}), (2, 2, {}), (3, 2, PER_STEP), (3, 1, {"fp8": "blockwise", "dtype": "bf16"})]
+
+
+@pytest.mark.parametrize("model", ["odd_vocab_tied", "mla", "gpt2_style", "experts"])
+def test_what_the_gradients_buffers_held_counts_for_nothing(model, monkeypatch):
+    """The first gradient of a step is written over it, and parameters that get none are settled: not a number goes in
+    wherever memory is new or was the last step's."""
+
+    def on_rank(rank, world):
+        allocate, found = bucket_module.allocate_storage, []
+
+        def undefined(flat):
+            allocate(flat)
+            flat.fill_(math.nan)
+
+        for zero, m, options in HELD:
+            for poisoned in (False, True):
+                monkeypatch.setattr(bucket_module, "allocate_storage", undefined if poisoned else allocate)
+                made = config(zero, m, world=world, **({"dtype": "fp32"} | options))
+                here = OnRank(dataclasses.replace(made, model=of_kind(model)), rank, world)
+                results = []
+                for _ in range(2):
+                    for bucket in here.sync.buckets if poisoned and zero < 2 else ():
+                        for parameter in bucket.parameters:
+                            parameter.main_grad.fill_(math.nan)
+                    results.append(here.step())
+                found.append([(each.losses["loss"], each.grad_norm, each.skipped) for each in results])
+        return found
+
+    for found in run_ranks(on_rank, 2):
+        assert found[::2] == found[1::2] and all(norm > 0 for _, norm, _ in sum(found, []))
 
 
 def test_whole_weights_and_gradients_are_never_there_together():
