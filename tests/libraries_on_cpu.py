@@ -153,6 +153,12 @@ def scaled_mm(self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dt
     return (a @ b.t()).to(out_dtype)
 
 
+def scaled_mm_out(self, mat2, scale_a, scale_b, *rest, out, **others):
+    y = scaled_mm(self, mat2, scale_a, scale_b, *rest, **others)
+    assert out.dtype == y.dtype and out.shape == y.shape and out.is_contiguous()
+    return out.copy_(y)
+
+
 def grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
     assert offs.dtype == torch.int32 and self.stride(-1) == 1 and 1 in mat2.stride()[1:]
     count("grouped_mm")
@@ -179,6 +185,7 @@ OPERATORS = {
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_scaled_mm": scaled_mm,
+    "_scaled_mm.out": scaled_mm_out,
     "_grouped_mm": grouped_mm,
     "_fused_rms_norm": rms_norm,
     "_fused_rms_norm_backward": rms_norm_backward,

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.comm.ledger import Exposure
 from megatron5d.precision.gemm import forget_copies
@@ -243,15 +244,11 @@ class Bucket:
         ]
 
     def clear_grads(self, zeros: bool = False) -> None:
-        """Forgets the main gradients; called before the first gradient of a step, which is written over the last one's.
+        """Forgets the last step's main gradients, which the first new ones are written over.
 
-        Args:
-            zeros: they become zeros, to which every gradient is added, as a graph that is replayed does.
+        With `zeros` those are added to zeros instead, as graphs that are replayed do.
         """
-        if zeros or self.shards_grads:
-            self.resident_grads.zero_()
-        else:
-            self._expect_grads()
+        self.resident_grads.zero_() if zeros or self.shards_grads else self._expect_grads()
 
     def _expect_grads(self) -> None:
         """Has the next gradient of each parameter written over its main gradient (autograd/wgrad.py)."""
@@ -262,25 +259,16 @@ class Bucket:
         """Sets the main gradients of parameters that have got none to zero; called before any is read."""
         for parameter in self.parameters if self.holds_grads else ():
             if not getattr(parameter, "holds_grad", True):
-                parameter.main_grad.zero_()  # type: ignore[attr-defined]
-                parameter.holds_grad = True  # type: ignore[attr-defined]
+                grad_buffer(parameter)
 
     def allocate_grads(self) -> None:
-        """Allocates the buffer of main gradients, if it is not there; only the padding between them has values."""
+        """Allocates the buffer of main gradients, if it is not there, without values; nobody reads its padding."""
         if self._reducing is not None:
             self.finish_reduce()
         if not self.holds_grads:
             allocate_storage(self.grads)
-            for start, stop in self._padding:
-                self.grads[start:stop].zero_()
             self.holds_grads = True
             self._expect_grads()
-
-    @cached_property
-    def _padding(self) -> list[tuple[int, int]]:
-        """Flat ranges of the whole buffers that belong to no parameter."""
-        ends = [offset + parameter.numel() for parameter, offset in zip(self.parameters, self.offsets)]
-        return [pair for pair in zip(ends, [*self.offsets[1:], self.numel]) if pair[0] < pair[1]]
 
     def drop_grads(self) -> None:
         """Frees the buffer of main gradients; the owned slice stays."""

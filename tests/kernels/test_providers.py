@@ -117,10 +117,12 @@ def test_fp8_by_torch(kinds, out_dtype):
     with on_cpu(fp8="torch", strict=True):
         got = fp8_matmul(a, b, out_dtype=out_dtype)
         total = fp8_matmul(a, b, into=torch.ones(M, N, dtype=out_dtype))
-        assert counted() == {"scaled_mm": 2}
+        alone = fp8_matmul(a, b, into=torch.full((M, N), torch.nan, dtype=out_dtype), accumulate=False)
+        assert counted() == {"scaled_mm": 3}
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[out_dtype]
     assert (got.double() - want).abs().max() <= tolerance * want.abs().max()
     assert (total.double() - want - 1).abs().max() <= tolerance * want.abs().max()
+    assert torch.equal(alone, got)
 
 
 def test_fp8_that_cublas_would_misread_is_left_to_triton():

@@ -268,6 +268,7 @@ def test_matmul(kind, size):
     before = main.double()
     assert fp8_matmul(a, b, into=main) is main
     assert (main.double() - before - want).norm() < FP8_SUMS * want.norm() + 1e-6 * before.norm()
+    assert torch.equal(fp8_matmul(a, b, into=torch.full((m, n), torch.nan), accumulate=False), got)
 
 
 def test_blockwise_is_closer_than_tensorwise_where_scales_differ():

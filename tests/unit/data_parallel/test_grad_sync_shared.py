@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
+from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.data_parallel.bucket import data_axes
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.topology.grid import resolve
@@ -38,7 +39,7 @@ def finished(sync, units, order, rank):
     sync.register(units)
     sync.start_step(dict.fromkeys(units, 1))
     for i in order:
-        units[i].weight.main_grad += rank + 1
+        grad_buffer(units[i].weight).add_(rank + 1)
         sync.after(units[i], "wgrad")
     before_end = list(started)
     sync.finish_reduce()
