@@ -92,15 +92,17 @@ def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> 
         units.fp32_precision = before
 
 
-def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+def grouped_weight_grad_reference(
+    dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False
+) -> None:
     """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
     ends = ends_of(offsets, x.shape[0])
     sizes = [hi - lo for lo, hi in zip(ends, ends[1:])]
     if ends[-1] < x.shape[0]:
         dy, x = dy[: ends[-1]], x[: ends[-1]]
     for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
-        if sides[1].shape[0]:
-            _add_matmul(grad, sides[0], sides[1])
+        if sides[1].shape[0] or overwrite:
+            _add_matmul(grad, sides[0], sides[1], overwrite)
 
 
 @jit
@@ -170,9 +172,9 @@ def _rows_kernel(
     _store_rows(y_ptr, total, row, last, column + tl.arange(0, BLOCK_N), n)
 
 
-@jit
+@jit(do_not_specialize=["accumulate"])
 def _weight_grad_kernel(
-    dy_tiles, x_tiles, grad_ptr, offsets_ptr, n, k,
+    dy_tiles, x_tiles, grad_ptr, offsets_ptr, n, k, accumulate,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BAND: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
@@ -199,7 +201,7 @@ def _weight_grad_kernel(
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     live = (out < n)[:, None] & (column < k)[None, :]
     at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
-    tl.store(grad_ptr + at, tl.load(grad_ptr + at, live, other=0.0) + total, live)
+    tl.store(grad_ptr + at, tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0) + total, live)
 
 
 def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tuple | None, out_dtype) -> Tensor:
@@ -262,7 +264,7 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _by_torch(dy, weight, offsets)
 
 
-def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
     """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
@@ -270,11 +272,12 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
         x: `[rows, k]`.
         offsets: as in `grouped_matmul`.
         main_grad: `[E, n, k]` contiguous, float32 (or float64).
+        overwrite: the sums are written over `main_grad`, whose values are not read.
     """
     fast = dispatch.runs_triton(dy) and dy.dtype == x.dtype and dy.dtype in HALF_DTYPES
     fast = fast and main_grad.dtype == torch.float32
     if not (fast and readable(dy) and readable(x) and main_grad.is_contiguous()):
-        grouped_weight_grad_reference(dy, x, offsets, main_grad)
+        grouped_weight_grad_reference(dy, x, offsets, main_grad, overwrite=overwrite)
         return
     experts, n, k = main_grad.shape
     config = tuning.select("grouped_weight_grad", dy.device)
@@ -283,7 +286,8 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
         tiles_of(x, [config["BLOCK_R"], config["BLOCK_K"]]),
     )
     grid = (cdiv(n, config["BLOCK_N"]) * cdiv(k, config["BLOCK_K"]), experts)
-    _weight_grad_kernel[grid](*operands, main_grad, offsets, n, k, POINTERS=by_pointers(x.device), **config)
+    sizes = (n, k, int(not overwrite))
+    _weight_grad_kernel[grid](*operands, main_grad, offsets, *sizes, POINTERS=by_pointers(x.device), **config)
 
 
 class _GroupedMatmul(FirstOrderFunction):
@@ -322,10 +326,10 @@ def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor, *
     _add_matmul(main_grad, dy.t(), x, overwrite)
 
 
-def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
     """Computes `main_grad += dyᵀ x` as the weight gradient of a single expert that owns every row."""
     offsets = torch.tensor([0, dy.shape[0]], dtype=torch.int32).to(dy.device, non_blocking=True)
-    grouped_weight_grad(dy, x, offsets, main_grad[None])
+    grouped_weight_grad(dy, x, offsets, main_grad[None], overwrite=overwrite)
 
 
 def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
@@ -353,4 +357,4 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrit
         beta = 0 if overwrite else 1
         torch.addmm(main_grad, dy.t(), x, beta=beta, out_dtype=main_grad.dtype, out=main_grad)
     else:
-        accumulate_weight_grad_triton(main_grad.zero_() if overwrite else main_grad, dy, x)
+        accumulate_weight_grad_triton(main_grad, dy, x, overwrite=overwrite)

@@ -56,10 +56,10 @@ def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
     return total
 
 
-@jit
+@jit(do_not_specialize=["accumulate"])  # one binary for the first micro-batch of a step and those after it
 def _fp8_matmul_kernel(
-    a_desc, b_desc, a_scales, a_strides, b_scales, b_strides, out_ptr, m, n, k,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    a_desc, b_desc, a_scales, a_strides, b_scales, b_strides, out_ptr, m, n, k, accumulate,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, INTO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, GROUP: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = swizzled(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
@@ -79,8 +79,8 @@ def _fp8_matmul_kernel(
         total *= tl.load(b_scales)
     at = row.to(tl.int64)[:, None] * n + column[None, :]
     live = (row < m)[:, None] & (column < n)[None, :]
-    if ACCUMULATE:
-        total += tl.load(out_ptr + at, live, other=0.0).to(tl.float32)
+    if INTO:
+        total += tl.load(out_ptr + at, live & (accumulate != 0), other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), live)
 
 
@@ -141,9 +141,9 @@ def fp8_matmul(
         TensorDescriptor.from_tensor(a.values, [block_m, GROUP]),
         TensorDescriptor.from_tensor(b.values, [block_n, GROUP]),
     )
-    kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "ACCUMULATE": accumulate}
+    kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "INTO": into is not None}
     kinds["SETTLE"] = settles(out.device)
-    inputs = (*descriptors, a.scales, a.scales.stride(), b.scales, b.scales.stride(), out, m, n, k)
+    inputs = (*descriptors, a.scales, a.scales.stride(), b.scales, b.scales.stride(), out, m, n, k, int(accumulate))
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)
     _fp8_matmul_kernel[grid](*inputs, **kinds, GROUP=GROUP, **config)
     return out
@@ -172,14 +172,17 @@ def grouped_matmul_fp8(
     return grouped_matmul_reference(x.dequantize(wide), weight.dequantize(wide), offsets).to(out_dtype)
 
 
-def grouped_weight_grad_fp8_reference(dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor) -> None:
+def grouped_weight_grad_fp8_reference(
+    dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False
+) -> None:
     """Computes `grouped_weight_grad_fp8` in plain torch; asks the host for the offsets."""
     wide = dispatch.statistics_dtype(main_grad.dtype)
     a, b, group = dy.dequantize(wide), x.dequantize(wide), 0
     ends = ends_of(offsets, (dy.scales.shape[1] - offsets.numel() + 1) * GROUP)
     for grad, first, last in zip(main_grad, ends, ends[1:]):
         tokens = slice(group * GROUP, group * GROUP + last - first)
-        grad.add_(a[:, tokens] @ b[:, tokens].t())
+        added = a[:, tokens] @ b[:, tokens].t()
+        grad.copy_(added) if overwrite else grad.add_(added)
         group += cdiv(last - first, GROUP)
 
 
@@ -194,9 +197,9 @@ def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXP
     return tl.sum(tl.where(lane < expert, groups, 0), 0), tl.sum(tl.where(lane == expert, groups, 0), 0)
 
 
-@jit(do_not_specialize=["num_experts"])
+@jit(do_not_specialize=["num_experts", "accumulate"])
 def _weight_grad_fp8_kernel(
-    dy_desc, x_desc, dy_scales, dy_strides, x_scales, x_strides, grad_ptr, offsets_ptr, n, k, num_experts,
+    dy_desc, x_desc, dy_scales, dy_strides, x_scales, x_strides, grad_ptr, offsets_ptr, n, k, num_experts, accumulate,
     EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, GROUP: tl.constexpr,
     SETTLE: tl.constexpr,
 ):  # fmt: skip
@@ -215,11 +218,13 @@ def _weight_grad_fp8_kernel(
         total = scaled_sum(total, part, dy_scale, x_scale, 1, 1)
     live = (out < n)[:, None] & (column < k)[None, :]
     at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
-    total += tl.load(grad_ptr + at, live, other=0.0).to(tl.float32)
+    total += tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0).to(tl.float32)
     tl.store(grad_ptr + at, total.to(grad_ptr.dtype.element_ty), live)
 
 
-def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor) -> None:
+def grouped_weight_grad_fp8(
+    dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False
+) -> None:
     """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
@@ -227,6 +232,7 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
         x: the same, values `[k, G·128]`.
         offsets: as in `grouped_matmul`.
         main_grad: `[E, n, k]` contiguous, float32 or bfloat16; float64 takes the plain path.
+        overwrite: the sums are written over `main_grad`, whose values are not read.
 
     Raises:
         ValueError: operands that were not transposed alike.
@@ -236,7 +242,7 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
         raise ValueError(f"a weight gradient [E, n, k] takes dy [n, G·128] and x [k, G·128]: {shapes}")
     fast = dispatch.runs_triton(dy.scales) and x.values.numel() and main_grad.dtype != torch.float64
     if not (fast and main_grad.is_contiguous() and readable(dy.values) and readable(x.values)):
-        grouped_weight_grad_fp8_reference(dy, x, offsets, main_grad)
+        grouped_weight_grad_fp8_reference(dy, x, offsets, main_grad, overwrite=overwrite)
         return
     experts, n, k = main_grad.shape
     config = tuning.select("grouped_weight_grad_fp8", main_grad.device)
@@ -246,7 +252,7 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
         TensorDescriptor.from_tensor(x.values, [block_k, GROUP]),
     )
     scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
-    inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts)
+    inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts, int(not overwrite))
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
     constants = {"EXPERTS": expert_lanes(experts), "GROUP": GROUP, "SETTLE": settles(main_grad.device)}
     _weight_grad_fp8_kernel[grid](*inputs, **constants, **config)

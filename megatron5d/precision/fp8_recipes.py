@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.autograd.recompute import recomputable
-from megatron5d.autograd.wgrad import grad_buffer, grad_target
+from megatron5d.autograd.wgrad import grad_target
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
@@ -232,7 +232,8 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         a, b = (self._transposed(self._grouped(each), offsets) for each in (dy, x))
-        grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), num_local))
+        main_grad, accumulate = grad_target(parameter)
+        grouped_weight_grad_fp8(a, b, offsets, by_expert(main_grad, num_local), overwrite=not accumulate)
 
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x

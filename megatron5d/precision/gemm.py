@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.autograd.wgrad import add_weight_grad, grad_buffer
+from megatron5d.autograd.wgrad import add_weight_grad, grad_target
 from megatron5d.kernels import activate, add_layer_norm, add_rms_norm
 from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
@@ -107,7 +107,8 @@ class ExpertGemms:
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
-        grouped_weight_grad(dy[0], x[0], offsets, by_expert(grad_buffer(parameter), num_local))
+        main_grad, accumulate = grad_target(parameter)
+        grouped_weight_grad(dy[0], x[0], offsets, by_expert(main_grad, num_local), overwrite=not accumulate)
 
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:

@@ -72,10 +72,13 @@ def grouped(dice: random.Random):
     yield (gemm.grouped_input_grad(dy, weight, offsets),
            gemm.grouped_matmul_reference(dy.double(), transposed, offsets))  # fmt: skip
     grad = torch.randn(experts, n, k)
-    want = grad.double()
+    before = grad.double()
+    want = before.clone()
     gemm.grouped_weight_grad(dy, x, offsets, grad)
     gemm.grouped_weight_grad_reference(dy.double(), x.double(), offsets, want)
     yield grad, want
+    gemm.grouped_weight_grad(dy, x, offsets, alone := torch.full_like(grad, torch.nan), overwrite=True)
+    yield alone, want - before
 
 
 def fp8(dice: random.Random):

@@ -58,7 +58,10 @@ def test_weight_grad_adds_and_ignores_the_neighbours_infinities():
     dy[70:], x[70:] = float("inf"), float("nan")
     main = torch.ones(1, 32, 48)
     grouped.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
-    assert relative(main - 1, dy[:70].double().t() @ x[:70].double()) < 1e-5
+    want = dy[:70].double().t() @ x[:70].double()
+    assert relative(main - 1, want) < 1e-5
+    grouped.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main.fill_(float("nan")), overwrite=True)
+    assert relative(main, want) < 1e-5
 
 
 def test_the_neighbours_infinite_weights_stay_theirs():
@@ -98,6 +101,8 @@ def test_grouped_fp8_weight_grad(counts):
         tolerance = FP8_SUMS if main.dtype == torch.float32 else 5e-3
         assert (main.double() - want).norm() < tolerance * want.norm()
         assert torch.equal(main.double()[1], before[1])  # an expert without tokens
+        grouped_weight_grad_fp8(dy, x, offsets, main.fill_(float("nan")), overwrite=True)
+        assert (main.double() - (want - before)).norm() < tolerance * want.norm() and not main[1].any()
     with pytest.raises(ValueError, match="weight gradient"):
         grouped_weight_grad_fp8(x, dy, offsets, main)
 
