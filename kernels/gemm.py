@@ -349,12 +349,14 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrit
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
-    if dy.is_meta and dispatch.PLANNED.get() is not None and dy.dtype != main_grad.dtype:
+    beta = 0 if overwrite else 1
+    if dy.dtype == main_grad.dtype:
+        main_grad.addmm_(dy.t(), x, beta=beta)
+    elif dy.is_meta and dispatch.PLANNED.get() is not None:
         return  # one GEMM in place, which allocates nothing
-    if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
+    elif not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x, overwrite=overwrite)
     elif dy.is_cuda and main_grad.is_contiguous():
-        beta = 0 if overwrite else 1
         torch.addmm(main_grad, dy.t(), x, beta=beta, out_dtype=main_grad.dtype, out=main_grad)
     else:
         accumulate_weight_grad_triton(main_grad, dy, x, overwrite=overwrite)
