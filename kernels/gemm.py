@@ -73,12 +73,12 @@ def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
+def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, accumulate: bool = True) -> None:
     """Computes `grad += a b`, or `grad = a b`, in plain torch, wider than a and b where grad is.
 
     What was bfloat16 is multiplied exactly by units for bfloat16, too, which a CPU may have; sums are float32.
     """
-    beta = 0 if overwrite else 1  # 0: what grad holds is not read
+    beta = int(accumulate)  # 0: what grad holds is not read
     if a.dtype == grad.dtype:
         grad.addmm_(a, b, beta=beta)
         return
@@ -93,7 +93,7 @@ def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> 
 
 
 def grouped_weight_grad_reference(
-    dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False
+    dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True
 ) -> None:
     """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
     ends = ends_of(offsets, x.shape[0])
@@ -101,8 +101,8 @@ def grouped_weight_grad_reference(
     if ends[-1] < x.shape[0]:
         dy, x = dy[: ends[-1]], x[: ends[-1]]
     for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
-        if sides[1].shape[0] or overwrite:
-            _add_matmul(grad, sides[0], sides[1], overwrite)
+        if sides[1].shape[0] or not accumulate:
+            _add_matmul(grad, sides[0], sides[1], accumulate)
 
 
 @jit
@@ -264,7 +264,7 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _by_torch(dy, weight, offsets)
 
 
-def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
+def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True) -> None:
     """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
@@ -272,12 +272,12 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
         x: `[rows, k]`.
         offsets: as in `grouped_matmul`.
         main_grad: `[E, n, k]` contiguous, float32 (or float64).
-        overwrite: the sums are written over `main_grad`, whose values are not read.
+        accumulate: False: the sums are written over `main_grad`, whose values are not read.
     """
     fast = dispatch.runs_triton(dy) and dy.dtype == x.dtype and dy.dtype in HALF_DTYPES
     fast = fast and main_grad.dtype == torch.float32
     if not (fast and readable(dy) and readable(x) and main_grad.is_contiguous()):
-        grouped_weight_grad_reference(dy, x, offsets, main_grad, overwrite=overwrite)
+        grouped_weight_grad_reference(dy, x, offsets, main_grad, accumulate=accumulate)
         return
     experts, n, k = main_grad.shape
     config = tuning.select("grouped_weight_grad", dy.device)
@@ -286,7 +286,7 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
         tiles_of(x, [config["BLOCK_R"], config["BLOCK_K"]]),
     )
     grid = (cdiv(n, config["BLOCK_N"]) * cdiv(k, config["BLOCK_K"]), experts)
-    sizes = (n, k, int(not overwrite))
+    sizes = (n, k, int(accumulate))
     _weight_grad_kernel[grid](*operands, main_grad, offsets, *sizes, POINTERS=by_pointers(x.device), **config)
 
 
@@ -321,18 +321,18 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _GroupedMatmul.apply(x, weight, offsets)
 
 
-def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True) -> None:
     """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
-    _add_matmul(main_grad, dy.t(), x, overwrite)
+    _add_matmul(main_grad, dy.t(), x, accumulate)
 
 
-def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True) -> None:
     """Computes `main_grad += dyᵀ x` as the weight gradient of a single expert that owns every row."""
     offsets = torch.tensor([0, dy.shape[0]], dtype=torch.int32).to(dy.device, non_blocking=True)
-    grouped_weight_grad(dy, x, offsets, main_grad[None], overwrite=overwrite)
+    grouped_weight_grad(dy, x, offsets, main_grad[None], accumulate=accumulate)
 
 
-def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True) -> None:
     """Adds the weight gradient `dyᵀ x` into `main_grad`, in place.
 
     On a GPU the vendor's library does it in one call, where it can write float32 from narrower inputs.
@@ -341,7 +341,7 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrit
         main_grad: `[out, in]`, float32 or float64.
         dy: `[n, out]`, the gradient of the output; bfloat16, float16 or the main gradient's dtype.
         x: `[n, in]`, the layer's input; same dtype as `dy`.
-        overwrite: the gradient is written over `main_grad`, whose values are not read.
+        accumulate: False: the gradient is written over `main_grad`, whose values are not read.
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -349,14 +349,14 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, overwrit
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
-    beta = 0 if overwrite else 1
+    beta = int(accumulate)
     if dy.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x, beta=beta)
     elif dy.is_meta and dispatch.PLANNED.get() is not None:
         return  # one GEMM in place, which allocates nothing
     elif not dispatch.runs_triton(dy):
-        accumulate_weight_grad_reference(main_grad, dy, x, overwrite=overwrite)
+        accumulate_weight_grad_reference(main_grad, dy, x, accumulate=accumulate)
     elif dy.is_cuda and main_grad.is_contiguous():
         torch.addmm(main_grad, dy.t(), x, beta=beta, out_dtype=main_grad.dtype, out=main_grad)
     else:
-        accumulate_weight_grad_triton(main_grad, dy, x, overwrite=overwrite)
+        accumulate_weight_grad_triton(main_grad, dy, x, accumulate=accumulate)

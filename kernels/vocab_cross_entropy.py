@@ -29,7 +29,7 @@ def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) ->
 
 def _parts(logits: Tensor) -> Iterator[slice]:
     """Yields rows that a core's cache holds."""
-    rows = max(1, _IN_CACHE // logits.shape[1])
+    rows = max(1, _IN_CACHE // max(1, logits.shape[1]))
     return (slice(lo, lo + rows) for lo in range(0, logits.shape[0], rows))
 
 

@@ -173,7 +173,7 @@ def grouped_matmul_fp8(
 
 
 def grouped_weight_grad_fp8_reference(
-    dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False
+    dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True
 ) -> None:
     """Computes `grouped_weight_grad_fp8` in plain torch; asks the host for the offsets."""
     wide = dispatch.statistics_dtype(main_grad.dtype)
@@ -182,7 +182,7 @@ def grouped_weight_grad_fp8_reference(
     for grad, first, last in zip(main_grad, ends, ends[1:]):
         tokens = slice(group * GROUP, group * GROUP + last - first)
         added = a[:, tokens] @ b[:, tokens].t()
-        grad.copy_(added) if overwrite else grad.add_(added)
+        grad.add_(added) if accumulate else grad.copy_(added)
         group += cdiv(last - first, GROUP)
 
 
@@ -223,7 +223,7 @@ def _weight_grad_fp8_kernel(
 
 
 def grouped_weight_grad_fp8(
-    dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor, *, overwrite: bool = False
+    dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True
 ) -> None:
     """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
@@ -232,7 +232,7 @@ def grouped_weight_grad_fp8(
         x: the same, values `[k, G·128]`.
         offsets: as in `grouped_matmul`.
         main_grad: `[E, n, k]` contiguous, float32 or bfloat16; float64 takes the plain path.
-        overwrite: the sums are written over `main_grad`, whose values are not read.
+        accumulate: False: the sums are written over `main_grad`, whose values are not read.
 
     Raises:
         ValueError: operands that were not transposed alike.
@@ -242,7 +242,7 @@ def grouped_weight_grad_fp8(
         raise ValueError(f"a weight gradient [E, n, k] takes dy [n, G·128] and x [k, G·128]: {shapes}")
     fast = dispatch.runs_triton(dy.scales) and x.values.numel() and main_grad.dtype != torch.float64
     if not (fast and main_grad.is_contiguous() and readable(dy.values) and readable(x.values)):
-        grouped_weight_grad_fp8_reference(dy, x, offsets, main_grad, overwrite=overwrite)
+        grouped_weight_grad_fp8_reference(dy, x, offsets, main_grad, accumulate=accumulate)
         return
     experts, n, k = main_grad.shape
     config = tuning.select("grouped_weight_grad_fp8", main_grad.device)
@@ -252,7 +252,7 @@ def grouped_weight_grad_fp8(
         TensorDescriptor.from_tensor(x.values, [block_k, GROUP]),
     )
     scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
-    inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts, int(not overwrite))
+    inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts, int(accumulate))
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
     constants = {"EXPERTS": expert_lanes(experts), "GROUP": GROUP, "SETTLE": settles(main_grad.device)}
     _weight_grad_fp8_kernel[grid](*inputs, **constants, **config)

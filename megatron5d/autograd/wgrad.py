@@ -68,7 +68,7 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
         x: `[..., in]`, input of the layer.
     """
     main_grad, accumulate = grad_target(weight)
-    accumulate_weight_grad(main_grad, dy.flatten(0, -2), x.flatten(0, -2), overwrite=not accumulate)
+    accumulate_weight_grad(main_grad, dy.flatten(0, -2), x.flatten(0, -2), accumulate=accumulate)
 
 
 def hand_over(parameter: Tensor, grad: Tensor, defer: Defer) -> None:
@@ -91,4 +91,5 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
-    grad_buffer(parameter).add_(grad)
+    main_grad, accumulate = grad_target(parameter)
+    main_grad.add_(grad) if accumulate else main_grad.copy_(grad)

@@ -79,7 +79,7 @@ class _RouterLinear(FirstOrderFunction):
         def weight_half():
             main_grad, accumulate = grad_target(weight)
             dtype = main_grad.dtype
-            accumulate_weight_grad(main_grad, dlogits.to(dtype), x.to(dtype), overwrite=not accumulate)
+            accumulate_weight_grad(main_grad, dlogits.to(dtype), x.to(dtype), accumulate=accumulate)
 
         defer_weight_grad(weight, ctx.defer, weight_half)
         return dx, None, None

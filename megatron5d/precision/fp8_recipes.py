@@ -233,7 +233,7 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         a, b = (self._transposed(self._grouped(each), offsets) for each in (dy, x))
         main_grad, accumulate = grad_target(parameter)
-        grouped_weight_grad_fp8(a, b, offsets, by_expert(main_grad, num_local), overwrite=not accumulate)
+        grouped_weight_grad_fp8(a, b, offsets, by_expert(main_grad, num_local), accumulate=accumulate)
 
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x

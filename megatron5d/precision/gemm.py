@@ -108,7 +108,7 @@ class ExpertGemms:
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
         main_grad, accumulate = grad_target(parameter)
-        grouped_weight_grad(dy[0], x[0], offsets, by_expert(main_grad, num_local), overwrite=not accumulate)
+        grouped_weight_grad(dy[0], x[0], offsets, by_expert(main_grad, num_local), accumulate=accumulate)
 
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:

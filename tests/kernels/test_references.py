@@ -122,9 +122,9 @@ def test_weight_grad_adds_in_place(dtype):
 def test_the_first_weight_grad_is_written_over_anything(dtype):
     main = torch.full((5, 7), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     dy, x = torch.randn(9, 5).to(dtype), torch.randn(9, 7).to(dtype)
-    kernels.accumulate_weight_grad(main, dy, x, overwrite=True)
+    kernels.accumulate_weight_grad(main, dy, x, accumulate=False)
     close(main, dy.double().t() @ x.double(), main.dtype)
-    kernels.accumulate_weight_grad(main, dy[:0], x[:0], overwrite=True)
+    kernels.accumulate_weight_grad(main, dy[:0], x[:0], accumulate=False)
     assert not main.any()
 
 

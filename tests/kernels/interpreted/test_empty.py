@@ -87,9 +87,9 @@ def test_fp8():
     dy = fp8_transpose(quantize_rows(torch.zeros(0, 130)), offsets)
     grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main)
     assert bool((main == 1).all())
-    grouped_weight_grad(torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main, overwrite=True)
+    grouped_weight_grad(torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main, accumulate=False)
     assert not main.any()
-    grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main.fill_(1), overwrite=True)
+    grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main.fill_(1), accumulate=False)
     assert not main.any()
 
 
