@@ -132,7 +132,9 @@ def fp8_matmul(
     fast = dispatch.runs_triton(a.scales) and dtype != torch.float64 and bool(m and n and k)
     if not (fast and _reads(a.values) and _reads(b.values)):
         y = fp8_matmul_reference(a, b, dispatch.statistics_dtype(dtype))
-        return y.to(out_dtype) if into is None else into.add_(y) if accumulate else into.copy_(y)
+        if into is None:
+            return y.to(out_dtype)
+        return into.add_(y) if accumulate else into.copy_(y)
     out = torch.empty(m, n, dtype=out_dtype, device=a.values.device) if into is None else into
     config = tuning.select("fp8_matmul", a.values.device)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
@@ -181,8 +183,9 @@ def grouped_weight_grad_fp8_reference(
     ends = ends_of(offsets, (dy.scales.shape[1] - offsets.numel() + 1) * GROUP)
     for grad, first, last in zip(main_grad, ends, ends[1:]):
         tokens = slice(group * GROUP, group * GROUP + last - first)
-        added = a[:, tokens] @ b[:, tokens].t()
-        grad.add_(added) if accumulate else grad.copy_(added)
+        if not accumulate:
+            grad.zero_()
+        grad.add_(a[:, tokens] @ b[:, tokens].t())
         group += cdiv(last - first, GROUP)
 
 

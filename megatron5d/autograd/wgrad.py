@@ -1,9 +1,9 @@
 """Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the parameter.
 
 In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/bucket.py), and under
-ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`, or through
-`grad_target`: the first gradient of a step may be written over what the buffer holds, so that nobody fills it with
-zeros, reads them and adds to them.
+ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. While its `.holds_grad` is False, the main gradient is
+the last step's or has no values, and the next gradient is written over it instead of added to zeros. All access goes
+through `grad_target`, or through `grad_buffer`, which fills it with zeros first.
 Layers that compute their own weight gradient pass the addition to `defer`. `hand_over` does the same with what autograd
 computes, so that W adds up all weight gradients and I none.
 A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is
@@ -92,4 +92,7 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     main_grad, accumulate = grad_target(parameter)
-    main_grad.add_(grad) if accumulate else main_grad.copy_(grad)
+    if accumulate:
+        main_grad.add_(grad)
+    else:
+        main_grad.copy_(grad)

@@ -248,7 +248,10 @@ class Bucket:
 
         With `zeros` those are added to zeros instead, as graphs that are replayed do.
         """
-        self.resident_grads.zero_() if zeros or self.shards_grads else self._expect_grads()
+        if zeros or self.shards_grads:
+            self.resident_grads.zero_()
+        else:
+            self._expect_grads()
 
     def _expect_grads(self) -> None:
         """Has the next gradient of each parameter written over its main gradient (autograd/wgrad.py)."""
@@ -259,7 +262,7 @@ class Bucket:
         """Sets the main gradients of parameters that have got none to zero; called before any is read."""
         for parameter in self.parameters if self.holds_grads else ():
             if not getattr(parameter, "holds_grad", True):
-                grad_buffer(parameter)
+                grad_buffer(parameter)  # fills it with zeros
 
     def allocate_grads(self) -> None:
         """Allocates the buffer of main gradients, if it is not there, without values; nobody reads its padding."""

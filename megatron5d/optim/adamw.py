@@ -157,8 +157,10 @@ class AdamW(SliceOptimizer):
         self._attach_grads()
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        if self._grads:  # apex takes no empty group
-            self._optimizer.step(*((scale,) if self._update_scales else ()))
+        if self._update_scales:
+            self._optimizer.step(scale)
+        elif self._grads:  # apex takes no empty group
+            self._optimizer.step()
         self.step_count += 1
         self._detach_grads()
         for state in self.slices:
