@@ -28,6 +28,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple] = []
+        self.addresses: list[list[int]] = []  # of what each of them reads and writes
         self.own: set[int] = set()  # storages that the capture has made
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it has written over, as it was
 
@@ -51,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self.own |= storages(out) - read
         if not is_view:
             self.operations.append((operation, args, kwargs, None if written or sends else out))
+            self.addresses.append([tensor.data_ptr() for tensor in tensors_in(arguments)])
         return out
 
 
@@ -66,12 +68,14 @@ class RecordedPool:
             for tensor in tensors_in(out):
                 if tensor.is_floating_point():
                     tensor.data.fill_(torch.nan)  # the work of a capture is not done
-        return result, lambda: self.replay(recorder.operations)
+        return result, lambda: self.replay(recorder.operations, recorder.addresses)
 
-    def replay(self, operations) -> None:
+    def replay(self, operations, addresses) -> None:
         plain = lambda tree: tree_map_only(torch.Tensor, lambda tensor: tensor.data, tree)  # noqa: E731
         with torch.no_grad():
-            for operation, args, kwargs, out in operations:
+            for (operation, args, kwargs, out), captured in zip(operations, addresses, strict=True):
+                now = [tensor.data_ptr() for tensor in tensors_in([*args, *kwargs.values()])]
+                assert now == captured, f"{operation} was captured with other memory"
                 new = operation(*plain(args), **plain(kwargs))
                 if operation.namespace == "c10d":
                     for work in tree_flatten(new)[0]:
@@ -87,5 +91,5 @@ class CountedGraphs(StageGraphs):
     def __init__(self) -> None:
         super().__init__(Ledger(), RecordedPool)
 
-    def start_step(self, variant=None, eager=False):
-        super().start_step(variant)
+    def start_step(self, num_microbatches, eager=False):
+        super().start_step(num_microbatches)

@@ -108,7 +108,7 @@ def our_layer(config: Config, world: int = 1, device: torch.device = CPU, graphs
 
     def run() -> None:
         if replayed is not None:
-            replayed.start_step()
+            replayed.start_step(1)
         for op, given in (("F", x), ("B", dy)):
             action = stage.begin(op, 0, given, batch)
             while action.advance():

@@ -17,8 +17,9 @@ What is in memory, in elements per bucket; N = `numel` (each parameter padded to
     2      N, the slice a view of them             N/n, and N while the unit's gradient is computed and reduced
     3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
 
-The storage of a temporary buffer is resized in place, so that parameters, and what autograd or a deferred weight
-gradient has saved, remain views of it. A bucket with a gather format (fp8_all_gather.py) is gathered in that.
+The storage of a temporary buffer (temporary_buffer.py) is resized in place, so that parameters, and what autograd or a
+deferred weight gradient has saved, remain views of it. A bucket with a gather format (fp8_all_gather.py) is gathered in
+that.
 
 Over which ranks a bucket is sharded and replicated: with `dp_replicate` (HSDP) slices are distributed over dp_shard·cp,
 and their gradients summed over dp_replicate once a step. Gradients of experts are summed over edp, their slices
@@ -28,10 +29,10 @@ rank is a replica of the other, since they reach a unit at different times. Grad
 summed last, on the slices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,29 +40,18 @@ from torch import Tensor, nn
 from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.comm.ledger import Exposure
+from megatron5d.data_parallel.temporary_buffer import TemporaryBuffer
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import Piece, ShardSpec, has_memory, spec_of
 
 _ALIGNMENT = 16  # elements: each parameter starts at a multiple of this, for aligned vector loads
 
 
-def allocate_storage(flat: Tensor) -> None:
-    """Allocates the memory of a flat buffer in place; its values are undefined."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-
-
-def free_storage(flat: Tensor) -> None:
-    """Frees the memory of a flat buffer and of all its views."""
-    flat.untyped_storage().resize_(0)
-
-
 class GatherFormat(Protocol):
     """The weights of a bucket as ZeRO-3 gathers them where that is not the model's dtype."""
 
-    whole: Tensor  # the gathered buffer; its memory is there while `is_held`
-    is_held: bool
+    buffer: TemporaryBuffer  # of the gathered weights
     is_stale: bool  # the weights have changed since the owned slice was converted
 
     def __init__(
@@ -81,10 +71,10 @@ class GatherFormat(Protocol):
         """The tensors that stay in memory between uses."""
 
     def start_gather(self) -> Pending:
-        """Starts gathering the slices of all ranks into `whole`."""
+        """Starts gathering the slices of all ranks into the buffer."""
 
     def drop(self) -> None:
-        """Frees `whole`."""
+        """Frees the buffer."""
 
 
 @dataclass(frozen=True)
@@ -136,54 +126,86 @@ class Bucket:
         self.frozen = frozen
         self.shards_weights = zero == 3 and shard.size > 1
         self.shards_grads = zero >= 2 and shard.size > 1 and not frozen
-        self.weights, self.weight_slice = self._buffer(first.dtype, self.shards_weights)
-        self._bind_parameters()
-        if self.shards_weights:  # freed before the gradients are allocated, so that both are never there together
-            free_storage(self.weights)
+        values = [parameter.data for parameter in self.parameters]
+        self.weight_slice, self._whole_weights = self._buffer(first.dtype, self.shards_weights, self._bind_weights)
+        self._copy_in(values)
+        if self._whole_weights is not None:  # freed before the gradients are there, so that both are never together
+            self._whole_weights.free()
         if frozen:
             self.grads = self.grad_slice = torch.empty(0, dtype=grad_dtype, device=first.device)
+            self._whole_grads: TemporaryBuffer | None = None
         else:
-            self.grads, self.grad_slice = self._buffer(grad_dtype, self.shards_grads)
-        for parameter, offset in zip(self.parameters, self.offsets):
+            self.grad_slice, self._whole_grads = self._buffer(grad_dtype, self.shards_grads, self._bind_grads)
+        for parameter in self.parameters:
             if frozen:
                 parameter.frozen = True  # type: ignore[attr-defined]
-                continue
-            parameter.main_grad = self._view(self.grads, parameter, offset)  # type: ignore[attr-defined]
-            if self.shards_grads:
+            elif self.shards_grads:
                 parameter.allocate_main_grad = self.allocate_grads  # type: ignore[attr-defined]
-        if self.shards_grads:
-            free_storage(self.grads)
-        self.holds_weights, self.holds_grads = not self.shards_weights, not self.shards_grads
+        if self._whole_grads is not None:
+            self._whole_grads.free()
+        self._adds_to_zeros = False  # the first gradient of a step
         self._reducing: Pending | None = None
         self.format: GatherFormat | None = None
         if self.shards_weights and gather_format is not None:
             self.format = gather_format(self.parameters, self.offsets, self.weight_slice, shard)
 
-    def _buffer(self, dtype: torch.dtype, temporary: bool) -> tuple[Tensor, Tensor]:
-        """Makes (whole buffer, owned slice): the slice is a view, or has its own memory if the whole is temporary."""
+    def _buffer(
+        self, dtype: torch.dtype, temporary: bool, bind: Callable[[Tensor], None]
+    ) -> tuple[Tensor, TemporaryBuffer | None]:
+        """Makes a whole buffer for `bind`; returns (owned slice, what gives the whole its memory if it is temporary).
+
+        The slice is a view of the whole, or has its own memory.
+        """
         device = self.parameters[0].device
         if temporary:
-            whole = torch.empty(self.numel, dtype=dtype, device=device)
-            return whole, torch.zeros(self.slice_numel, dtype=dtype, device=device)
-        whole = torch.zeros(self.numel, dtype=dtype, device=device)
-        return whole, whole[self.owned]
+            whole = TemporaryBuffer(self.numel, dtype, device, bind)
+            return torch.zeros(self.slice_numel, dtype=dtype, device=device), whole
+        flat = torch.zeros(self.numel, dtype=dtype, device=device)
+        bind(flat)
+        return flat[self.owned], None
 
-    def _view(self, flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
-        """Returns the part of a flat buffer that belongs to a parameter, in its shape."""
-        return flat[offset : offset + parameter.numel()].view(parameter.shape)
-
-    def _bind_parameters(self) -> None:
-        """Makes the parameters views of the weights, and copies in the values of those that have memory."""
-        segments = {id(parameter): segment for parameter, segment in self._owned_parts()}
+    def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields each parameter with the part of a flat buffer that belongs to it, in its shape."""
         for parameter, offset in zip(self.parameters, self.offsets):
-            values, parameter.data = parameter.data, self._view(self.weights, parameter, offset)
-            if not has_memory(values):
+            yield parameter, flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def _bind_weights(self, flat: Tensor) -> None:
+        self.weights = flat
+        for parameter, view in self._views(flat):
+            parameter.data = view
+
+    def _bind_grads(self, flat: Tensor) -> None:
+        self.grads = flat
+        for parameter, view in self._views(flat):
+            parameter.main_grad = view  # type: ignore[attr-defined]
+
+    def _copy_in(self, values: Sequence[Tensor]) -> None:
+        """Copies in the values of parameters that have memory."""
+        segments = {id(parameter): segment for parameter, segment in self._owned_parts()}
+        for parameter, each in zip(self.parameters, values):
+            if not has_memory(each):
                 continue
             if not self.shards_weights:
-                parameter.data.copy_(values)
+                parameter.data.copy_(each)
             elif id(parameter) in segments:
                 segment = segments[id(parameter)]
-                self.weight_slice[slice(*segment.owned)] = values.reshape(-1)[slice(*segment.local)]
+                self.weight_slice[slice(*segment.owned)] = each.reshape(-1)[slice(*segment.local)]
+
+    @property
+    def temporary_buffers(self) -> list[TemporaryBuffer]:
+        """Those that are in memory only while they are used."""
+        formatted = None if self.format is None else self.format.buffer
+        return [each for each in (self._whole_weights, formatted, self._whole_grads) if each is not None]
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the whole weights are in memory, in the model's dtype."""
+        return self._whole_weights is None or self._whole_weights.is_held
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether the whole main gradients are in memory."""
+        return self._whole_grads is None or self._whole_grads.is_held
 
     @property
     def owned(self) -> slice:
@@ -248,6 +270,7 @@ class Bucket:
 
         With `zeros` those are added to zeros instead, as graphs that are replayed do.
         """
+        self._adds_to_zeros = zeros
         if zeros or self.shards_grads:
             self.resident_grads.zero_()
         else:
@@ -268,15 +291,18 @@ class Bucket:
         """Allocates the buffer of main gradients, if it is not there, without values; nobody reads its padding."""
         if self._reducing is not None:
             self.finish_reduce()
-        if not self.holds_grads:
-            allocate_storage(self.grads)
-            self.holds_grads = True
+        if self._whole_grads is None or self._whole_grads.is_held:
+            return
+        self._whole_grads.allocate()
+        if self._adds_to_zeros:
+            self.grads.zero_()
+        else:
             self._expect_grads()
 
     def drop_grads(self) -> None:
         """Frees the buffer of main gradients; the owned slice stays."""
-        free_storage(self.grads)
-        self.holds_grads = False
+        assert self._whole_grads is not None
+        self._whole_grads.free()
 
     def start_reduce(self) -> None:
         """Starts summing the main gradients over `shard`; `finish_reduce` puts the sum into the owned slice.
@@ -309,7 +335,7 @@ class Bucket:
 
     def holds(self, wide: bool) -> bool:
         """Says whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
-        return self.holds_weights if self.format is None or wide else self.format.is_held
+        return self.holds_weights if self.format is None or wide else self.format.buffer.is_held
 
     def start_gather(self, wide: bool = False) -> Pending:
         """Allocates the whole weights and starts gathering the slices of all ranks; they are complete after `wait`.
@@ -321,79 +347,16 @@ class Bucket:
         """
         if self.format is not None and not wide:
             return self.format.start_gather()
-        if not self.holds_weights:
-            allocate_storage(self.weights)
-            self.holds_weights = True
+        if self._whole_weights is not None:
+            self._whole_weights.allocate()
         # a slice that is a view of the output buffer is sent from a copy
         sent = self.weight_slice if self.shards_weights else self.weight_slice.clone()
         return start_all_gather(sent, self.shard, out=self.weights)
 
     def drop_weights(self) -> None:
         """Frees the whole weights and the copies made of them; the owned slice stays."""
-        assert self.shards_weights
+        assert self._whole_weights is not None
         forget_copies(self.parameters)
-        free_storage(self.weights)
-        self.holds_weights = False
+        self._whole_weights.free()
         if self.format is not None:
             self.format.drop()
-
-
-def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
-    """Returns the axes over which a bucket is sharded and replicated.
-
-    Args:
-        zero: ZeRO stage, 0 ... 3.
-        shared: `ShardSpec.shared` of the bucket's parameters.
-        expert: `ShardSpec.expert` of them.
-
-    Returns:
-        (shard, replicate): the ranks that own one slice each, and the ranks that own the same slice.
-    """
-    pair = f"_{shared}" if shared else ""
-    whole, shard, replicate = ("edp", "edp_shard", "edp_replicate") if expert else (
-        "dp_cp", "dp_shard_cp", "dp_replicate"
-    )  # fmt: skip
-    if zero == 0:
-        return Axis(shard), mesh[whole + pair]
-    if zero == 1:
-        return mesh[shard + pair], mesh[replicate]
-    return mesh[shard], mesh[replicate + pair]
-
-
-def _kind(parameter: nn.Parameter, gather_format: type[GatherFormat] | None) -> tuple[str, bool, bool]:
-    """Returns a parameter's kind: those of one kind are reduced over the same ranks and gathered in one format."""
-    spec = spec_of(parameter)
-    return spec.shared, spec.expert, gather_format is not None and gather_format.accepts(parameter)
-
-
-class Buckets(NamedTuple):
-    """The buckets of a stage, and which of them a phase uses."""
-
-    buckets: list[Bucket]
-    uses: dict[nn.Module, list[int]]  # phase -> buckets it reads and writes
-    ends: dict[nn.Module, set[int]]  # phase -> buckets whose gradient of a micro-batch it completes
-
-
-def make_buckets(
-    units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype,
-    gather_format: type[GatherFormat] | None, separate: Callable[[ShardSpec], bool],
-    frozen: Callable[[ShardSpec], bool],
-) -> Buckets:  # fmt: skip
-    """Puts every parameter into a bucket; arguments as in GradSync."""
-    made, bucket_of = Buckets([], {}, {}), dict[nn.Parameter, int]()
-    for unit in units:
-        own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
-        specs = {parameter: spec_of(parameter) for parameter in own}
-        kinds = {p: (*_kind(p, gather_format), separate(spec), frozen(spec)) for p, spec in specs.items()}
-        for kind in sorted(set(kinds.values())):
-            shared, expert, formatted, _, fixed = kind
-            parameters = [parameter for parameter in own if kinds[parameter] == kind]
-            bucket_of |= dict.fromkeys(parameters, len(made.buckets))
-            axes, chosen = data_axes(mesh, zero, shared, expert), gather_format if formatted else None
-            made.buckets.append(Bucket(parameters, *axes, grad_dtype, zero, gather_format=chosen, frozen=fixed))
-        earlier: set[int] = set()
-        for phase in unit:
-            made.uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
-            made.ends[phase] = set(made.uses[phase]) - earlier  # the first phase in a unit is last in a backward
-            earlier |= made.ends[phase]
-    return made

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather
 from megatron5d.comm.ledger import Exposure
-from megatron5d.data_parallel.bucket import allocate_storage, free_storage
+from megatron5d.data_parallel.temporary_buffer import TemporaryBuffer
 from megatron5d.kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.fp8_tensor import (
@@ -50,10 +50,9 @@ class Fp8ShardedWeights:
         self._first = shard.rank * weight_slice.numel()
         self._stacks = [stack_of(parameter) for parameter in parameters]
         self.slice = torch.zeros(weight_slice.numel(), dtype=torch.uint8, device=weight_slice.device)
-        self.whole = torch.empty(weight_slice.numel() * shard.size, dtype=torch.uint8, device=weight_slice.device)
-        free_storage(self.whole)
+        self.buffer = TemporaryBuffer(weight_slice.numel() * shard.size, torch.uint8, weight_slice.device)
+        self.buffer.free()
         self.scales = [torch.ones(blocks_in(stack), device=weight_slice.device) for stack in self._stacks]
-        self.is_held = False
         self.is_stale = True  # the weights have changed since they were quantised
 
     @staticmethod
@@ -104,18 +103,15 @@ class Fp8ShardedWeights:
         Comm: all_gather over `shard`, (n-1)/n·N bytes.
         """
         assert not self.is_stale, "weights have changed since they were quantised"
-        if not self.is_held:
-            allocate_storage(self.whole)
-            self.is_held = True
+        self.buffer.allocate()
         for parameter, offset, scales in zip(self._parameters, self._offsets, self.scales):
-            values = self.whole[offset : offset + parameter.numel()]
+            values = self.buffer.flat[offset : offset + parameter.numel()]
             hold_quantized(parameter, stored_pair(parameter, values, scales))
-        return start_all_gather(self.slice, self.shard, out=self.whole)
+        return start_all_gather(self.slice, self.shard, out=self.buffer.flat)
 
     def drop(self) -> None:
         """Frees the whole weights. The caller removes the parameters' references to them (`forget_copies`)."""
-        free_storage(self.whole)
-        self.is_held = False
+        self.buffer.free()
 
     @staticmethod
     def refresh(stale: Sequence[Fp8ShardedWeights], exposure: Exposure) -> None:

@@ -30,8 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import start_all_reduce
-from megatron5d.data_parallel.bucket import GatherFormat, make_buckets
+from megatron5d.data_parallel.bucket import GatherFormat
+from megatron5d.data_parallel.bucketing import make_buckets
 from megatron5d.data_parallel.grad_reduce import BidirectionalReduction, BucketReduction, reduction_of
+from megatron5d.data_parallel.temporary_buffer import FixedPlaces
 from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec
@@ -74,6 +76,7 @@ class GradSync:
         self._connect_replicas()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
         self.weights = GatheredWeights(self.buckets, self.uses, unit_of, gather_per_step)
+        self._places = FixedPlaces([each for bucket in self.buckets for each in bucket.temporary_buffers])
 
     @property
     def _bidirectional(self) -> list[BidirectionalReduction]:
@@ -88,16 +91,19 @@ class GradSync:
         for axis in dict.fromkeys(axes):
             start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
-    def start_step(self, passes: Mapping[nn.Module, int], zeros: bool = False) -> None:
+    def start_step(self, passes: Mapping[nn.Module, int], with_graphs: bool = False) -> None:
         """Clears the gradients and announces the step's micro-batches.
 
         Args:
             passes: phase -> number of micro-batches that pass it. Its order, the same on both ranks of a bidirectional
                 stage, is that in which their common reductions start.
-            zeros: as in `Bucket.clear_grads`.
+            with_graphs: phases are replayed as CUDA graphs: from the second step with the same passes on temporary
+                buffers have fixed addresses, and the first gradients are added to zeros.
         """
+        if with_graphs:
+            self._places.start_step(passes)
         for reduction in self._reductions:
-            reduction.bucket.clear_grads(zeros)
+            reduction.bucket.clear_grads(zeros=with_graphs)
             reduction.start_step(passes)
         place = {phase: index for index, phase in enumerate(passes)}
         self._turns = sorted(self._bidirectional, key=lambda each: max(place[phase] for phase in each.phases))
@@ -165,6 +171,7 @@ class GradSync:
             reduction.finish()
         self._sum_copies()
         self.weights.check_released()
+        self._places.finish_step()
 
     def _sum_copies(self) -> None:
         """Sums the gradients of parameters whose copies have each seen only a part of the tokens (norms under sp).

@@ -8,6 +8,7 @@ has as many slots as its schedule has micro-batches in flight, whichever schedul
 
 The first step that meets a form of micro-batch runs without graphs: it compiles kernels and connects communicators,
 neither of which may happen in a capture. Between the graphs hooks run as ever: weights are gathered, gradients reduced.
+Under ZeRO-2 and 3 both have the same addresses in every step (data_parallel/temporary_buffer.py).
 Collectives that a phase leaves under way for the next one end with its graph instead.
 """
 
@@ -73,18 +74,19 @@ class StageGraphs:
         self._met: set[Form] = set()  # in this step
         self._warm: set[Form] = set()  # in earlier ones
         self._free: defaultdict[Form, list[Slot]] = defaultdict(list)
-        self._variant: Any = None
+        self._num_microbatches = 0
 
-    def start_step(self, variant: Any = None, eager: bool = False) -> None:
+    def start_step(self, num_microbatches: int, eager: bool = False) -> None:
         """Begins a step.
 
         Args:
-            variant: numbers that phases compute with and that the host changes; graphs of another one are dropped.
+            num_microbatches: of the step. Phases compute with it, and addresses depend on it: graphs of steps with
+                another number are dropped, and the first step with a new one runs without.
             eager: this step runs without graphs.
         """
-        if variant != self._variant:
+        if num_microbatches != self._num_microbatches:
             self._free.clear()
-            self._variant = variant
+            self._num_microbatches, eager = num_microbatches, True
         self._warm = set() if eager else self._warm | self._met
         self._met = self._met | self._warm
         # What eager steps have left no capture can use. To give it back waits for the device: later in the step that
@@ -164,10 +166,11 @@ class Slot(InFlight):
         follows = before is not None and before.result is state
         given = state if follows or any(run.result is state for run in self._runs.values()) else _copied(state)
         weights = list(step.phase.parameters())
-        forget_copies(weights)  # FP8 copies, which the graph makes anew: others would be those of the capture's step
+        # FP8 copies, which the graph makes anew: others would be those of the capture's step
+        forget_copies(weights, gathered=False)
         with ledger.noted() as traffic:
             result, replay = self._pool.capture(lambda: UNDER_WAY.ended(lambda: work(given)))
-        forget_copies(weights)
+        forget_copies(weights, gathered=False)
         if follows and before is not None and not step.opens and state is not None:
             given = before.result = _Passed()  # from graph to graph: no tensor need be kept for it
         return _Run(given, result, replay, traffic)
@@ -189,11 +192,13 @@ class _Run:
 class _GraphedPhase(SavedPhase):
     """A phase in a slot. B replays what I and W would."""
 
-    __slots__ = ("_slot", "_step", "_defers")
+    __slots__ = ("_slot", "_step", "_defers", "_allocate_grads")
 
     def __init__(self, slot: Slot, step: Step) -> None:
         super().__init__(step.phase, slot.batch)
         self._slot, self._step, self._defers = slot, step, False
+        found = {getattr(each, "allocate_main_grad", None) for each in step.phase.parameters()}
+        self._allocate_grads = [allocate for allocate in found if allocate is not None]  # of its buckets
 
     def forward(self, x: Any) -> Any:
         return self._slot.run("forward", self._step, super().forward, x)
@@ -207,6 +212,8 @@ class _GraphedPhase(SavedPhase):
     def run_wgrad(self) -> None:
         self._defers = self._defers or bool(self.weight_grads.waiting)
         if self._defers:
+            for allocate in self._allocate_grads:
+                allocate()
             last = self._slot._last
             self._slot.run("wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None)
             self._slot._last = last  # in B the gradient passes by

@@ -20,7 +20,7 @@ import torch
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ELEMENT_BYTES, Config
-from megatron5d.data_parallel.bucket import data_axes
+from megatron5d.data_parallel.bucketing import data_axes
 from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.planning.work import Elements, Matrix, Unit

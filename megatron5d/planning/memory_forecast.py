@@ -132,7 +132,7 @@ class Forecaster:
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
         for stage in model.stages:
             self._traces[stage], self._symmetric[stage] = self._trace(model, sync, stage, batch)
-        peak, reduction = self._peak(model, sync, rank)
+        peak, reduction, fixed = self._peak(model, sync, rank)
         # those of gathered weights come and go with them, and `_peak` counts them
         staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
         parts = [part for weight in filter(is_quantized, staying) for part in quantized_copies(weight).parts]
@@ -145,7 +145,7 @@ class Forecaster:
             buffers=resident - weights - gradients - state,
             inputs=self._inputs(batch, watch),
             peak=peak,
-            end_of_step=max(reduction, update),
+            end_of_step=max(reduction, fixed + update),
             setup=setup,
             library=gemm_workspace(self.target.architecture),
             symmetric=max(self._symmetric[stage] for stage in model.stages),
@@ -162,25 +162,29 @@ class Forecaster:
         sizes = message_bytes(self.config, self.layout.specs)
         return [MemoryWatch(self.target.block).rounded(each) for each in sizes]
 
-    def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int]:
-        """Returns the worst moment of the passes, and the most that data parallelism holds while it ends its
-        reductions."""
+    def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int, int]:
+        """Returns the worst moment of the passes, and of data parallelism the most that it holds while it ends its
+        reductions, and what it holds after them."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
         held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
-        moments: list[Moment] | None = None if self._moments is None else []
         sync.drop()
         passes, repeat = passes_of(self._program, held), find_repeat(self._program, rank)
         for stage, count in repeat.passes.items() if repeat else ():
             passes |= {phase: passes[phase] - count for phase in phases[stage]}
-        with Replay(sync, phases, passes, self.target.block) as replay:
-            given = self._traces, self._message_bytes(), replay
-            peak = find_peak(self._program, rank, *given, repeat=repeat, moments=moments)
-            replay.forget_peak()
-            sync.finish_reduce()
-            global_square_sum(sync.buckets)
+        moments: list[Moment] | None = None
+        with_graphs = self.config.train.cuda_graph != "none"
+        for noted in (True, False) if with_graphs and self.config.parallel.zero >= 2 else (False,):
+            with Replay(sync, phases, passes, self.target.block, with_graphs) as replay:
+                given = self._traces, self._message_bytes(), replay
+                moments = None if self._moments is None or noted else []
+                peak = find_peak(self._program, rank, *given, repeat=repeat, moments=moments)
+                replay.forget_peak()
+                sync.finish_reduce()
+                left = replay.live_bytes
+                global_square_sum(sync.buckets)
         if self._moments is not None and moments is not None:
             self._moments.append(moments)
-        return peak, replay.peak_bytes
+        return peak, replay.peak_bytes, left
 
     def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
         """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share a trace."""

@@ -40,13 +40,15 @@ class Replay(MemoryWatch):
         phases: of every stage of the rank.
         passes: as in `GradSync.start_step`.
         block: as in MemoryWatch.
+        with_graphs: as in `GradSync.start_step`.
     """
 
     def __init__(
-        self, sync: GradSync, phases: Mapping[int, Sequence[nn.Module]], passes: Mapping[nn.Module, int], block: int
-    ) -> None:
+        self, sync: GradSync, phases: Mapping[int, Sequence[nn.Module]], passes: Mapping[nn.Module, int], block: int,
+        with_graphs: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(block)
-        self._sync, self._passes, self._phases = sync, passes, phases
+        self._sync, self._passes, self._phases, self._with_graphs = sync, passes, phases, with_graphs
         # weights that are not gathered, and whose FP8 copies are still to be made
         staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
         self._staying, self._unused = set(staying), set(staying)
@@ -59,7 +61,7 @@ class Replay(MemoryWatch):
 
     def __enter__(self):
         entered = super().__enter__()
-        self._sync.start_step(self._passes)
+        self._sync.start_step(self._passes, self._with_graphs)
         return entered
 
     def expect(self, actions: Sequence[Action]) -> None:

@@ -165,10 +165,13 @@ class QuantizedPair:
 
     Args:
         transposed: its transpose; None = made from `plain` when first read.
+        is_gathered: `plain` is a view of what ZeRO-3 has gathered.
     """
 
-    def __init__(self, plain: Quantized, transposed: Quantized | None = None) -> None:
-        self.plain, self._transposed = plain, transposed
+    def __init__(
+        self, plain: Quantized, transposed: Quantized | None = None, *, is_gathered: bool = False
+    ) -> None:  # fmt: skip
+        self.plain, self._transposed, self.is_gathered = plain, transposed, is_gathered
 
     @property
     def transposed(self) -> Quantized:
@@ -224,7 +227,7 @@ def stack_of(parameter: Tensor) -> tuple[int, int, int]:
 
 
 def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair:
-    """Makes the FP8 copies of a weight from its elements; the transpose is made when first read.
+    """Makes the FP8 copies of a weight from its gathered elements; the transpose is made when first read.
 
     Args:
         values: its elements in e4m3 as bytes, flat.
@@ -232,7 +235,8 @@ def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair
     """
     stack = stack_of(weight)
     shape = stack if spec_of(weight).expert else stack[1:]
-    return QuantizedPair(weight.gemms.stored(values.view(E4M3).view(shape), scales))  # type: ignore[attr-defined]
+    plain = weight.gemms.stored(values.view(E4M3).view(shape), scales)  # type: ignore[attr-defined]
+    return QuantizedPair(plain, is_gathered=True)
 
 
 def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:

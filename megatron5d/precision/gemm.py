@@ -131,8 +131,16 @@ def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
     return getattr(parameter, "gemms", PLAIN_EXPERTS)
 
 
-def forget_copies(parameters: Iterable[Tensor]) -> None:
-    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or will be freed."""
+def forget_copies(parameters: Iterable[Tensor], gathered: bool = True) -> None:
+    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or will be freed.
+
+    Of copies that were `gathered` (ZeRO-3 in FP8) False drops the transpose alone.
+    """
     for parameter in parameters:
-        if hasattr(parameter, "quantized"):
+        if not hasattr(parameter, "quantized"):
+            continue
+        _, pair = parameter.quantized
+        if pair.is_gathered and not gathered:
+            pair.forget_transposed()
+        else:
             del parameter.quantized

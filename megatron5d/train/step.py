@@ -179,19 +179,19 @@ class Trainer:
         """
         device = self.sync.buckets[0].weights.device
         graphs = [stage.graphs for stage in self.pipeline.stages if stage.graphs is not None]
-        self.sync.start_step(self.pipeline.passes(len(batches)), zeros=bool(graphs))
+        self.sync.start_step(self.pipeline.passes(len(batches)), with_graphs=bool(graphs))
         loss = _SummedLoss(self.terms, device)
         if self.pipeline.has_loss:
             loss.start_counting(batches, self.mesh)
         batches = [batch.to(device) for batch in batches]
-        variant, eager = None, False  # of the graphs that replay phases
+        eager = False  # whatever phases have been captured
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
-            variant, eager = len(batches), watched  # a watched step computes more
+            eager = watched  # such a step computes more
         if self.room is not None and not self.room.planned:
             eager = True  # counted rows are read on the host
         for each in graphs:
-            each.start_step(variant, eager)
+            each.start_step(len(batches), eager)
         executor = self.pipeline.executor(len(batches))
         with self.pipeline.timed():
             executor.run(batches, loss, self.pipeline.forms)

@@ -8,7 +8,7 @@ from runs import write_corpus
 
 from megatron5d.comm.collectives import start_all_reduce
 from megatron5d.data_parallel import bucket
-from megatron5d.data_parallel.bucket import data_axes
+from megatron5d.data_parallel.bucketing import data_axes
 from megatron5d.model import norm
 from megatron5d.parity import certificate, run
 from megatron5d.parity import certificate as report

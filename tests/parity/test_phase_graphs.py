@@ -38,7 +38,7 @@ def config_of(
     stages = build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages
     shape = {"num_layers": max(2, stages), "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2}
     return Config(
-        model=ModelConfig(**shape, **({} if model is MLA else {"head_dim": 8}), vocab_size=61, **(model or {})),
+        model=ModelConfig(vocab_size=61, **(shape | ({} if model is MLA else {"head_dim": 8}) | (model or {}))),
         parallel=ParallelConfig(pp=pp, **parallel),
         pipeline=PipelineConfig(schedule, layout),
         train=TrainConfig(steps=10, gbs=m * dp * mbs, mbs=mbs, seq_len=8, cuda_graph="phases"),
@@ -69,8 +69,19 @@ MLA = {"attention": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_he
 # The CPU's grouped GEMMs read on the host how many rows each expert has, so that number must stay the same.
 BALANCED = MoeConfig(balance=["aux", "bias"], z_coef=1e-3, force_balanced=True)
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
+LAYERS = {"num_layers": 5}
+PAIRS = RecomputeConfig("full", group_layers=2)
 CASES = {
     "zero_1": (4, config_of(dp=2, pp=2, zero=1)),
+    "zero_2": (2, config_of(dp=2, zero=2, model=LAYERS)),
+    "zero_2_per_step": (2, config_of(dp=2, zero=2, grad_reduce="per_step")),
+    "zero_3": (2, config_of(dp=2, zero=3, model=LAYERS)),
+    "zero_3_per_step": (2, config_of(dp=2, zero=3, zero3_gather="per_step", grad_reduce="per_step")),
+    "zero_3_experts": (2, config_of(dp=2, zero=3, model=EXPERTS, moe=BALANCED)),
+    "zero_3_tied": (2, config_of(dp=2, zero=3, model=LAYERS | {"tie_embeddings": True}, recompute=PAIRS)),
+    "zero_3_split": (4, config_of("zb_h1", 2, dp=2, zero=3)),
+    "zero_3_interleaved": (4, config_of("interleaved", 2, dp=2, vpp=2, zero=3)),
+    "zero_3_pair": (4, config_of("dualpipe", 2, dp=2, zero=3)),
     "recomputed": (2, config_of("zb_h1", 2, recompute=RecomputeConfig(mode="full", group_layers=2))),
     "parts": (1, config_of(recompute=RecomputeConfig(mode="selective", parts=["norm", "qkv", "activation"]))),
     "tied": (1, config_of(model={"tie_embeddings": True})),

@@ -258,15 +258,11 @@ def tensorboard_installed(c: Config, world: int) -> Faults:
         )
 
 
-@check("train.cuda_graph", "parallel.zero", "parallel.tp_overlap", "recompute.offload", "data.document_mask")
+@check("train.cuda_graph", "parallel.tp_overlap", "recompute.offload", "data.document_mask")
 def graphs_hold_addresses(c: Config, world: int) -> Faults:
     if c.train.cuda_graph == "none":
         return
     why = "train.cuda_graph = phases replays phases at the addresses at which they were captured, and"
-    if c.parallel.zero >= 2:
-        yield fault(
-            f"{why} parallel.zero = {c.parallel.zero} allocates gradients anew for every layer", "parallel.zero=1"
-        )
     if c.parallel.tp_overlap == "fused":
         yield fault(f"{why} parallel.tp_overlap = fused counts exchanges on the host", "parallel.tp_overlap=chunked")
     if c.recompute.offload:

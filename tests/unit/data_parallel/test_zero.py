@@ -9,13 +9,14 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
+from recorded_graphs import CountedGraphs
 from torch import nn
 
 from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sample_order import micro_batch_samples
-from megatron5d.data_parallel import bucket as bucket_module
+from megatron5d.data_parallel import temporary_buffer
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import GPT
@@ -24,6 +25,7 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
+from megatron5d.train import build
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
@@ -220,15 +222,15 @@ def test_what_the_gradients_buffers_held_counts_for_nothing(model, monkeypatch):
     wherever memory is new or was the last step's."""
 
     def on_rank(rank, world):
-        allocate, found = bucket_module.allocate_storage, []
+        allocate, found = temporary_buffer.allocate_storage, []
 
         def undefined(flat):
             allocate(flat)
-            flat.fill_(math.nan)
+            flat.fill_(math.nan if flat.is_floating_point() else 255)
 
         for zero, m, options in HELD:
             for poisoned in (False, True):
-                monkeypatch.setattr(bucket_module, "allocate_storage", undefined if poisoned else allocate)
+                monkeypatch.setattr(temporary_buffer, "allocate_storage", undefined if poisoned else allocate)
                 made = config(zero, m, world=world, **({"dtype": "fp32"} | options))
                 here = OnRank(dataclasses.replace(made, model=of_kind(model)), rank, world)
                 results = []
@@ -286,6 +288,33 @@ def test_an_evaluation_gathers_and_leaves_nothing_behind(options):
     for (before, after, theirs_before, theirs_after), held in run_ranks(on_rank, 2):
         assert theirs_before == pytest.approx(before, rel=1e-6) and theirs_after == pytest.approx(after, rel=1e-5)
         assert before != after and not any(held)
+
+
+@pytest.mark.parametrize("zero, places", [(2, 2), (3, 5)])
+def test_graphs_find_temporary_buffers_where_they_were(zero, places):
+    """Whatever comes between: evaluations, weights read from outside, steps of other numbers of micro-batches."""
+
+    def on_rank(rank, world):
+        runs = []
+        for graphs in (None, CountedGraphs()):
+            build._graphs = lambda config, mesh, graphs=graphs: graphs
+            made = config(zero, 4, world=world)
+            model = dataclasses.replace(made.model, num_layers=6)
+            here = OnRank(dataclasses.replace(made, model=model), rank, world)
+            batches, found = here.batches, []
+            for count in (4, 4, 4, 2, 2, 2, 4, 4, 4):
+                here.batches = batches[:count]
+                found.append(here.step().losses["loss"])
+                with here.sync.weights.whole():
+                    found.append(sum(float(weight.sum()) for weight in here.model.parameters()))
+                found.append(float(here.trainer.evaluate(batches)[0]))
+            runs.append(found)
+        held = [each.flat.untyped_storage() for bucket in here.sync.buckets for each in bucket.temporary_buffers]
+        return runs, [storage.nbytes() for storage in held], len({storage.data_ptr() for storage in held})
+
+    for (plain, replayed), sizes, found in run_ranks(on_rank, 2):
+        assert replayed == pytest.approx(plain, rel=1e-6) and len(set(plain)) == len(plain)
+        assert min(sizes) > 0 and found == places, f"{len(sizes)} buffers take turns in {found} places"
 
 
 def test_what_autograd_has_saved_sees_the_weights_again():
