@@ -11,15 +11,8 @@ from megatron5d.kernels.activation import activate, activation_backward, gelu, g
 from megatron5d.kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
 from megatron5d.kernels.flash_attention.plain import attention_reference
 from megatron5d.kernels.gemm import accumulate_weight_grad
-from megatron5d.kernels.norm import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    layer_norm_reference,
-    norm_backward,
-    rms_norm,
-    rms_norm_reference,
-)
+from megatron5d.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, norm_backward, rms_norm
+from megatron5d.kernels.plain_norm import layer_norm_reference, rms_norm_reference
 from megatron5d.kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
 from megatron5d.kernels.vocab_cross_entropy import (
     cross_entropy,

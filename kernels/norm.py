@@ -18,31 +18,11 @@ where the cache holds the rows of all programs.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
-from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes RMSNorm in plain torch; the result is rounded once, to the dtype of `x`."""
-    wide = x.to(statistics_dtype(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
-
-
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Computes LayerNorm in plain torch; the result is rounded once, to the dtype of `x`."""
-    wide = x.to(statistics_dtype(x.dtype))
-    centred = wide - wide.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
-
-
-def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool) -> Tensor:
-    """Computes `layer_norm_reference` if `centred`, else `rms_norm_reference`."""
-    return layer_norm_reference(x, weight, bias, eps) if centred else rms_norm_reference(x, weight, eps)
+from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, tl
+from megatron5d.kernels.plain_norm import norm_in_torch, norm_reference
 
 
 @jit
@@ -390,11 +370,5 @@ def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
     if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred)):
-        total, wide = x if residual is None else x + residual, statistics_dtype(x.dtype)
-        if centred:  # torch's own adds up the gradients of bfloat16 weights in bfloat16
-            bias = None if bias is None else bias.to(wide)
-            return F.layer_norm(total.to(wide), weight.shape, weight.to(wide), bias, eps).to(x.dtype), total
-        if weight.dtype != x.dtype:
-            return rms_norm_reference(total, weight, eps), total
-        return F.rms_norm(total, weight.shape, weight, eps), total
+        return norm_in_torch(x if residual is None else x + residual, weight, bias, eps, centred)
     return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred)

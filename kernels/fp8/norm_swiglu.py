@@ -23,7 +23,8 @@ from megatron5d.kernels.fp8.quantize import (
     quantize_rows,
     quantized,
 )
-from megatron5d.kernels.norm import launch_forward, norm_reference, normalised, scaled
+from megatron5d.kernels.norm import launch_forward, normalised, scaled
+from megatron5d.kernels.plain_norm import norm_reference
 
 MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
 

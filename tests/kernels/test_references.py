@@ -29,6 +29,25 @@ def test_norms_equal_torch(dtype):
     close(kernels.layer_norm(x, w, None, 1e-5), F.layer_norm(x.double(), (7,), w.double(), None, 1e-5), dtype)
 
 
+@pytest.mark.parametrize("layout", ["rows", "a part of each row", "transposed", "nothing"])
+def test_the_gradient_of_a_norm_and_of_the_stream_beside_it(layout):
+    wide = torch.randn(4, 3, 12, dtype=torch.float64)
+    x = {"rows": wide[..., :7].contiguous(), "nothing": wide[:0, :, :7]}.get(layout, wide[..., 2:9])
+    x = (x.transpose(0, 1) if layout == "transposed" else x).detach().requires_grad_()
+    w = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    dy, dx = torch.randn(2, *x.shape, dtype=torch.float64)
+    for used in ((0,), (1,), (0, 1)):
+        ours, plain = kernels.add_rms_norm(x, None, w, 1e-3), (F.rms_norm(x, (7,), w, 1e-3), x)
+        got, want = (
+            torch.autograd.grad([out[i] for i in used], (x, w), [(dy, dx)[i] for i in used], allow_unused=True)
+            for out in (ours, plain)
+        )
+        for mine, theirs in zip(got, want):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                close(mine, theirs, torch.float64)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_equal_their_formulas(dtype):
     x = torch.randn(3, 10).to(dtype)

@@ -13,7 +13,7 @@ from triton.runtime import driver
 from megatron5d import kernels
 from megatron5d.kernels import gemm as grouped_matmul
 from megatron5d.kernels import norm as normalization
-from megatron5d.kernels import tuning
+from megatron5d.kernels import rms_norm_reference, tuning
 from megatron5d.kernels.flash_attention import forward as flash_attention_forward
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.fp8 import gemm as fp8_matmul
@@ -48,7 +48,7 @@ def relative(pair):
 
 def norm():
     x, weight = torch.randn(64, 512), torch.ones(512)
-    return normalization.rms_norm(x, weight, 1e-5), normalization.rms_norm_reference(x, weight, 1e-5)
+    return normalization.rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5)
 
 
 def experts():
