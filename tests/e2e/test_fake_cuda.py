@@ -52,6 +52,9 @@ GPUS = {
     "graphs_zero_3_experts": (4, [
         *EXPERTS, GRAPHS, "parallel.zero=3", "parallel.pp=2", "pipeline.schedule=zb_h1", "precision.fp8=tensorwise",
     ]),
+    "graphs_interleaved": (2, [
+        *DENSE, "model.num_layers=4", GRAPHS, "parallel.pp=2", "parallel.vpp=2", "pipeline.schedule=interleaved",
+    ]),
     "graphs_pair": (2, [*DENSE, GRAPHS, "parallel.pp=2", "pipeline.schedule=dualpipe"]),
     "graphs_split": (4, [
         *EXPERTS, GRAPHS, "parallel.pp=2", "pipeline.schedule=zb_h1", "parallel.ep=2", "parallel.zero=1",
