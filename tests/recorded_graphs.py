@@ -85,11 +85,14 @@ class RecordedPool:
                     to.data.copy_(source)
 
 
-class CountedGraphs(StageGraphs):
-    """Counts captures and replays; captures watched steps, too, where every step is watched."""
+class RecordedGraphs(StageGraphs):
+    """Captures watched steps, too, where every step is watched."""
 
     def __init__(self) -> None:
         super().__init__(Ledger(), RecordedPool)
+        self.alike = 0  # steps with as many micro-batches
 
     def start_step(self, num_microbatches, eager=False):
+        self.alike = self.alike + 1 if num_microbatches == self._num_microbatches else 1
+        assert self.alike < 3 or any(self._free.values()), "no phase has been captured"
         super().start_step(num_microbatches)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -98,19 +99,20 @@ class StageGraphs:
         """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
 
         Args:
-            batch: what they read; padding and documents have shapes that each micro-batch decides, and no graphs.
+            batch: what they read; one that context parallelism has planned for itself alone gets no graphs.
             split: its backward runs as I and W.
         """
+        if batch.context is not None and batch.context.documents is not None:
+            return InFlight(batch, len(phases))
         form = (split, *_form(batch))
-        if batch.padding is None and batch.documents is None:
-            self._met.add(form)
+        self._met.add(form)
         if form not in self._warm:
             return InFlight(batch, len(phases))
         free = self._free[form]
         if not free:
             return Slot(self, batch, len(phases), free)
         slot = free.pop()
-        _fill(slot.given, tuple(vars(batch).values()))
+        slot.take(batch)
         return slot
 
 
@@ -129,16 +131,25 @@ class Slot(InFlight):
         self._graphs, self._free, self._pool = graphs, free, graphs.new_pool()
         self._runs: dict[tuple[str, int], _Run] = {}
         self._last: _Run | None = None
+        self._uncaptured = copy(self.batch)  # what phases without graphs have worked out from it goes with it
+
+    def take(self, batch: MicroBatch) -> None:
+        """Takes the next micro-batch."""
+        _fill(self.given, tuple(vars(batch).values()))
+        self._uncaptured = copy(self.batch)
+
+    def read_by(self, phase: nn.Module) -> MicroBatch | None:
+        return self.batch if _is_captured(phase) else self._uncaptured
 
     def open(self, step: Step) -> SavedPhase:
-        if not getattr(step.phase, "capturable", True):
+        if not _is_captured(step.phase):
             return super().open(step)
         if self.phases[step.place] is None:
             self.phases[step.place] = _GraphedPhase(self, step)
         return self.of(step)
 
     def evaluate(self, step: Step, x: Any) -> Any:
-        if not getattr(step.phase, "capturable", True):
+        if not _is_captured(step.phase):
             return super().evaluate(step, x)
         return self.run("evaluate", step, lambda x: super(Slot, self).evaluate(step, x), x)
 
@@ -217,6 +228,10 @@ class _GraphedPhase(SavedPhase):
             last = self._slot._last
             self._slot.run("wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None)
             self._slot._last = last  # in B the gradient passes by
+
+
+def _is_captured(phase: nn.Module) -> bool:
+    return getattr(phase, "capturable", True)
 
 
 def _form(batch: MicroBatch) -> Form:

@@ -106,8 +106,12 @@ class InFlight:
 
     def open(self, step: Step) -> SavedPhase:
         """Returns the phase with a graph to be made by its `forward`."""
-        saved = self.phases[step.place] = SavedPhase(step.phase, self.batch)
+        saved = self.phases[step.place] = SavedPhase(step.phase, self.read_by(step.phase))
         return saved
+
+    def read_by(self, phase: nn.Module) -> MicroBatch | None:
+        """Returns the batch as this phase reads it."""
+        return self.batch
 
     def of(self, step: Step) -> SavedPhase:
         """Returns the phase with the graph that its `forward` has made."""
@@ -118,7 +122,7 @@ class InFlight:
     def evaluate(self, step: Step, x: Any) -> Any:
         """Runs the phase without a graph: it will run once more before its backward."""
         with torch.no_grad():
-            return step.phase(x, self.batch, run_now)
+            return step.phase(x, self.read_by(step.phase), run_now)
 
     def end(self, op: str, state: Any) -> Any:
         """Returns the state in which an action leaves the stage, and drops everything after the last one."""

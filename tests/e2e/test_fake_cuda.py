@@ -35,6 +35,7 @@ ONE_GPU = {
     "experts": [*EXPERTS, "precision.fp8=blockwise"],
     "latent": ["model=deepseek_v2_lite", "model.num_layers=4"],
     "graphs": [*DENSE, GRAPHS, "precision.fp8=blockwise", "recompute.mode=selective"],
+    "graphs_documents": [*DENSE, GRAPHS, "data.document_mask=true"],
     "graphs_experts": [*EXPERTS, GRAPHS, "moe.balance=[aux,bias]", "recompute.mode=full"],
 }
 GPUS = {
@@ -54,6 +55,14 @@ GPUS = {
     ]),
     "graphs_interleaved": (2, [
         *DENSE, "model.num_layers=4", GRAPHS, "parallel.pp=2", "parallel.vpp=2", "pipeline.schedule=interleaved",
+    ]),
+    "graphs_padded": (4, [
+        *EXPERTS, GRAPHS, "parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "data.document_mask=false",
+        "data.sample_len=1000",
+    ]),
+    "graphs_documents": (2, [
+        *EXPERTS, GRAPHS, "parallel.tp=2", "parallel.etp=1", "data.document_mask=true", "data.sample_len=1000",
+        "parallel.zero=3",
     ]),
     "graphs_pair": (2, [*DENSE, GRAPHS, "parallel.pp=2", "pipeline.schedule=dualpipe"]),
     "graphs_split": (4, [

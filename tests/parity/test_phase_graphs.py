@@ -4,11 +4,12 @@ Collectives inside of phases cannot be recorded on the CPU: tests/e2e/test_fake_
 """
 
 import pytest
-from layouts import assert_parity
-from recorded_graphs import CountedGraphs
+from layouts import assert_parity, make_rows
+from recorded_graphs import RecordedGraphs
 
 from megatron5d.config.schema import (
     Config,
+    DataConfig,
     ModelConfig,
     MoeConfig,
     OptimConfig,
@@ -18,6 +19,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
+from megatron5d.data.batch import IGNORED
 from megatron5d.parity import run
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.train import build
@@ -27,12 +29,12 @@ STEPS = 3
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    monkeypatch.setattr(build, "_graphs", lambda config, mesh: CountedGraphs())
+    monkeypatch.setattr(build, "_graphs", lambda config, mesh: RecordedGraphs())
     monkeypatch.setattr(run, "_watch_hidden", lambda model, copies: list)  # it reads numbers inside phases
 
 
 def config_of(
-    schedule="1f1b", pp=1, m=4, *, model=None, moe=None, recompute=None, mbs=1, dp=1, layout=None, **parallel
+    schedule="1f1b", pp=1, m=4, *, model=None, moe=None, data=None, recompute=None, mbs=1, dp=1, layout=None, **parallel
 ) -> Config:  # fmt: skip
     vpp = parallel.get("vpp", 1)
     stages = build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages
@@ -45,6 +47,7 @@ def config_of(
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         precision=PrecisionConfig(dtype="fp64"),
         recompute=recompute or RecomputeConfig(),
+        data=data or DataConfig(),
         moe=moe or MoeConfig(),
     )
 
@@ -70,6 +73,7 @@ MLA = {"attention": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_he
 BALANCED = MoeConfig(balance=["aux", "bias"], z_coef=1e-3, force_balanced=True)
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
 LAYERS = {"num_layers": 5}
+DOCUMENTS = DataConfig(document_mask=True, eod=3)
 PAIRS = RecomputeConfig("full", group_layers=2)
 CASES = {
     "zero_1": (4, config_of(dp=2, pp=2, zero=1)),
@@ -82,6 +86,8 @@ CASES = {
     "zero_3_split": (4, config_of("zb_h1", 2, dp=2, zero=3)),
     "zero_3_interleaved": (4, config_of("interleaved", 2, dp=2, vpp=2, zero=3)),
     "zero_3_pair": (4, config_of("dualpipe", 2, dp=2, zero=3)),
+    "documents": (1, config_of(mbs=2, data=DOCUMENTS)),
+    "documents_of_experts": (2, config_of("zb_h1", 2, model=EXPERTS, moe=BALANCED, data=DOCUMENTS)),
     "recomputed": (2, config_of("zb_h1", 2, recompute=RecomputeConfig(mode="full", group_layers=2))),
     "parts": (1, config_of(recompute=RecomputeConfig(mode="selective", parts=["norm", "qkv", "activation"]))),
     "tied": (1, config_of(model={"tie_embeddings": True})),
@@ -95,3 +101,20 @@ CASES = {
 @pytest.mark.parametrize("world, config", CASES.values(), ids=CASES)
 def test_layouts(world, config):
     assert_parity(config, world, steps=STEPS)
+
+
+PADDED = {
+    "behind": (1, config_of(mbs=2), [(5, 9), (6, 9), (8, 9)]),  # which no token sees
+    "amid": (1, config_of(mbs=2), [(1, 4), (3, 6), (4, 5)]),
+    "experts": (2, config_of("zb_h1", 2, mbs=2, model=EXPERTS, moe=BALANCED), [(2, 4)]),
+    "experts_apart": (2, config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2), [(1, 4), (3, 6)]),
+}
+
+
+@pytest.mark.parametrize("world, config, places", PADDED.values(), ids=PADDED)
+def test_padding(world, config, places):
+    """Rows have it by turns at these places."""
+    rows = make_rows(config, STEPS)
+    for number, row in enumerate(rows):
+        row[slice(*places[number % len(places)])] = IGNORED
+    assert_parity(config, world, steps=STEPS, rows=rows)

@@ -258,7 +258,7 @@ def tensorboard_installed(c: Config, world: int) -> Faults:
         )
 
 
-@check("train.cuda_graph", "parallel.tp_overlap", "recompute.offload", "data.document_mask")
+@check("train.cuda_graph", "parallel.tp_overlap", "recompute.offload", "data.document_mask", "parallel.cp")
 def graphs_hold_addresses(c: Config, world: int) -> Faults:
     if c.train.cuda_graph == "none":
         return
@@ -267,5 +267,6 @@ def graphs_hold_addresses(c: Config, world: int) -> Faults:
         yield fault(f"{why} parallel.tp_overlap = fused counts exchanges on the host", "parallel.tp_overlap=chunked")
     if c.recompute.offload:
         yield fault(f"{why} recompute.offload = {spelled(c.recompute.offload)} moves them", "recompute.offload=[]")
-    if c.data.document_mask:
-        yield fault(f"{why} data.document_mask = true plans each micro-batch on the host", "data.document_mask=false")
+    if c.data.document_mask and c.parallel.cp > 1:
+        what = f"data.document_mask = true with parallel.cp = {c.parallel.cp} plans each micro-batch on the host"
+        yield fault(f"{why} {what}", "data.document_mask=false")

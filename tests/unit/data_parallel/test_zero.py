@@ -9,7 +9,7 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
-from recorded_graphs import CountedGraphs
+from recorded_graphs import RecordedGraphs
 from torch import nn
 
 from megatron5d.autograd.wgrad import grad_buffer
@@ -296,7 +296,7 @@ def test_graphs_find_temporary_buffers_where_they_were(zero, places):
 
     def on_rank(rank, world):
         runs = []
-        for graphs in (None, CountedGraphs()):
+        for graphs in (None, RecordedGraphs()):
             build._graphs = lambda config, mesh, graphs=graphs: graphs
             made = config(zero, 4, world=world)
             model = dataclasses.replace(made.model, num_layers=6)
