@@ -31,13 +31,15 @@ def norm_in_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the norm of x, and x, whose gradients meet in the norm's backward; arguments as in `norm_reference`."""
-    wide = statistics_dtype(x.dtype)
+    dtype, wide = x.dtype, statistics_dtype(x.dtype)
+    if centred and dtype == weight.dtype == wide and (bias is None or bias.dtype == wide):
+        return F.layer_norm(x, weight.shape, weight, bias, eps), x
     if centred:  # torch's own adds up the gradients of bfloat16 weights in bfloat16
         bias = None if bias is None else bias.to(wide)
-        return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias, eps).to(x.dtype), x
-    if weight.dtype != x.dtype:
+        return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias, eps).to(dtype), x
+    if weight.dtype != dtype:
         return rms_norm_reference(x, weight, eps), x
-    if x.dtype != wide:
+    if dtype != wide:
         return F.rms_norm(x, weight.shape, weight, eps), x
     return _RmsNorm.apply(x, weight, eps)
 

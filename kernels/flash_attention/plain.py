@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron5d.kernels.dispatch import statistics_dtype
 
 QUERY_BLOCK = 256
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
