@@ -62,6 +62,6 @@ class _RmsNorm(FirstOrderFunction):
         normal, scale, weight = ctx.saved_tensors
         h = weight.numel()
         parts = (dy * normal).reshape(-1, h)
-        along = torch.mv(parts, weight).view(scale.shape)
+        along = parts.mm(weight[:, None]).view(scale.shape)  # mv would load torch's compiler on the meta device
         own = torch.addcmul(dy * weight, normal, along, value=-1 / h)  # g - n mean(g n), as in norm.py
         return own.mul_(scale) if dx is None else torch.addcmul(dx, own, scale), parts.sum(0), None

@@ -1,6 +1,6 @@
 """What data parallelism sends and an optimiser moves, of some units; n ranks share a bucket, of Ψ elements.
 
-Which ranks these are, data_parallel/bucket.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
+Which ranks these are, data_parallel/bucketing.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
 order of the actions: the `GatheredWeights` that trains counts it, on buckets without memory.
 
 Under Muon a rank makes one matrix of each round orthogonal (optim/muon.py), and every round takes as long as

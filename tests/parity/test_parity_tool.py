@@ -7,7 +7,7 @@ import pytest
 from runs import write_corpus
 
 from megatron5d.comm.collectives import start_all_reduce
-from megatron5d.data_parallel import bucket
+from megatron5d.data_parallel import bucketing
 from megatron5d.data_parallel.bucketing import data_axes
 from megatron5d.model import norm
 from megatron5d.parity import certificate, run
@@ -60,13 +60,13 @@ def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsy
 
 
 def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
-    original, lost = bucket._kind, "layers.1.mlp.down.weight"
+    original, lost = bucketing._kind, "layers.1.mlp.down.weight"
 
     def kind(parameter, gather_format):
         found = original(parameter, gather_format)
         return ("", *found[1:]) if spec_of(parameter).name == lost else found
 
-    monkeypatch.setattr(bucket, "_kind", kind)
+    monkeypatch.setattr(bucketing, "_kind", kind)
     gradients, equal, record = found(capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full")
     assert gradients == [lost] and "the replica's rank" in record["tensors"][0]["summed_over"]
     assert equal == {"parallel.pp=1", "pipeline.schedule=1f1b"}
@@ -74,7 +74,7 @@ def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
 
 def test_an_embedding_that_a_stage_before_the_head_does_not_share(monkeypatch, capsys):
     """Prediction blocks are on the second of three stages: no sum over the two ranks that hold the embedding."""
-    monkeypatch.setattr(bucket, "data_axes", lambda mesh, zero, shared, expert: data_axes(mesh, zero, "", expert))
+    monkeypatch.setattr(bucketing, "data_axes", lambda mesh, zero, shared, expert: data_axes(mesh, zero, "", expert))
     layout = ["parallel.pp=3", "model.num_layers=3", "model.num_mtp_layers=1", "pipeline.layout=[2,2,0]"]
     gradients, equal, _ = found(capsys, 3, *layout)
     assert gradients == ["embedding.weight"] and "parallel.pp=1" in equal

@@ -12,7 +12,7 @@ from megatron5d import kernels
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.kernels.activation import weighted_activation
-from megatron5d.kernels.norm import layer_norm_reference
+from megatron5d.kernels.plain_norm import layer_norm_reference, rms_norm_reference
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
@@ -32,11 +32,12 @@ def test_operations_alone(dtype, powers_of_two):
     gate_up, x, weight, bias = (torch.randn(size).to(dtype).requires_grad_() for size in sizes)
     row, probs = torch.randn(5, 400).to(dtype).requires_grad_(), torch.rand(5).requires_grad_()
     weighted = of_experts.activate(row, probs, "swiglu"), weighted_activation(row, probs, "swiglu")
-    centred = layer_norm_reference(x, weight, bias, 1e-5)  # torch's own operation rounds otherwise
+    scaled = rms_norm_reference(x, weight, 1e-5)  # what runs on a CPU rounds otherwise
+    centred = layer_norm_reference(x, weight, bias, 1e-5)
     cases = [
         ((gemms.activate(gate_up, "swiglu"),), (kernels.swiglu(gate_up),), (gate_up,)),
         ((weighted[0],), (weighted[1],), (row, probs)),
-        (gemms.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5), (x, weight)),
+        (gemms.rms_norm(x, weight, 1e-5), (scaled, x), (x, weight)),
         (gemms.layer_norm(x, weight, bias, 1e-5), (centred, x), (x, weight, bias)),
     ]
     for (eight, *ours_beside), (wide, *theirs_beside), inputs in cases:
