@@ -2,9 +2,11 @@
 
 A CUDA graph reads and writes at the addresses of its capture, so where phases are replayed (train.cuda_graph) a buffer
 must come back to the place that it had. `FixedPlaces` notes in one step without graphs which buffers are held at the
-same time, and gives them places for all steps after it; buffers that are never held together share one. So graphs cost
-about the memory that was needed at the worst moment before. A step with other passes is noted anew.
+same time, and gives them places for all steps after it; buffers that are never held together share one. The places stay
+allocated, about as much memory as these buffers needed at their worst moment. A step with other passes is noted anew.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,7 +29,7 @@ class _Place:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.is_taken = False
+        self.user: TemporaryBuffer | None = None  # that is held in it
 
 
 class TemporaryBuffer:
@@ -68,10 +70,10 @@ class TemporaryBuffer:
         self.is_held = True
         if self._place is None:
             allocate_storage(self.flat)
-        elif self._place.is_taken:
-            self._rebind(torch.empty_like(self.flat))
+        elif self._place.user is None:
+            self._place.user = self
         else:
-            self._place.is_taken = True
+            self._rebind(torch.empty_like(self.flat))
         if self.noted is not None:
             self.noted(self)
 
@@ -80,15 +82,10 @@ class TemporaryBuffer:
         was_held, self.is_held = self.is_held, False
         if self._place is None:
             free_storage(self.flat)
-        elif was_held and self._is_in_place:
-            self._place.is_taken = False
+        elif self._place.user is self:
+            self._place.user = None
         elif was_held:
             self.put(self._place)
-
-    @property
-    def _is_in_place(self) -> bool:
-        assert self._place is not None
-        return self.flat.untyped_storage().data_ptr() == self._place.memory.untyped_storage().data_ptr()
 
     def put(self, place: _Place | None) -> None:
         """Has the buffer, which is not held, use a place from now on; None = memory of its own, whenever it is held."""
