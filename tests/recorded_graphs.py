@@ -70,6 +70,9 @@ class RecordedPool:
                     tensor.data.fill_(torch.nan)  # the work of a capture is not done
         return result, lambda: self.replay(recorder.operations, recorder.addresses)
 
+    def release(self) -> None:
+        """Garbage collection does it."""
+
     def replay(self, operations, addresses) -> None:
         plain = lambda tree: tree_map_only(torch.Tensor, lambda tensor: tensor.data, tree)  # noqa: E731
         with torch.no_grad():

@@ -5,7 +5,8 @@
 
 Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so that what matters
 most is there first: the device; every kernel and library beside the plain path, and compute-sanitizer on the kernels
-that overlap at the same time; losses of a small model, with the kernels and without; what a copy and a GEMM reach, and
+that overlap at the same time; losses of a small model, with the kernels and without, and of layouts of several ranks,
+which share the GPUs that there are; what a copy and a GEMM reach, and
 whether torch adds a GEMM into the main gradient in place; the rows of tools/bench_kernels.py by importance; whole steps
 of tools/bench_train.py; and the tuner with the time that is left. Each result is written at once, and what crashes or
 hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
@@ -14,15 +15,12 @@ hangs ends its own line alone: a machine that is taken away at any moment has le
 import argparse
 import importlib.metadata
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,49 +52,22 @@ from megatron5d.kernels import choice
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.compare import ADDMM, LOSSES, addmm, losses, reference
 from megatron5d.tools.bench.harness import copy_gb_s, device_is_lost, gemm_tflop_s, in_turn
+from megatron5d.tools.bench.programs import ended, killed, started
 from megatron5d.tools.bench_kernels import because, measure, write_orders
 from megatron5d.tools.tune_kernels import SPACE
 
 TOOLS = Path(__file__).resolve().parent
 SILENCE_S = 120.0  # of one piece: three compilations and all its calls
-UNTIL = {"checks": 0.35, "benchmarks": 0.65, "training": 0.9}  # shares of the time at which the next part begins
+UNTIL = {
+    "checks": 0.35,
+    "layouts": 0.5,
+    "benchmarks": 0.75,
+    "training": 0.92,
+}  # shares of the time at which the next part begins
 OVERLAPPING = ("all-gather GEMM", "GEMM reduce-scatter")
 FIRST = ("attention forward, causal, d 128", "attention backward, causal, d 128", "window of 128", "float8 blockwise",
          "grouped", "weight gradient", "RMSNorm", "SwiGLU", "RoPE", "cross-entropy")  # fmt: skip
 PACKAGES = ("triton", "flash-attn-4", "transformers", "hydra-core", "liger-kernel")
-
-
-def started(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Starts a program in a session of its own; its output is for `ended`."""
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def ended(program: subprocess.Popen[str], until: float, lines: int = 1) -> tuple[int | None, str]:
-    """Waits for a program.
-
-    Args:
-        until: of `time.monotonic()`; then it and what it has started are killed.
-        lines: of its output, the last ones, that are returned.
-
-    Returns:
-        (its code or None if it was killed, lines).
-    """
-    try:
-        said, code = program.communicate(timeout=max(0.0, until - time.monotonic()))[0], program.returncode
-    except BaseException as error:
-        killed(program)
-        said, code = program.communicate()[0], None
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-    return code, "\n".join([line for line in said.splitlines() if line.strip()][-lines:])
-
-
-def killed(program: subprocess.Popen[str]) -> None:
-    """Kills a program that may have ended, and what it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
 
 
 def sanitizers(rows: Sequence[str]) -> dict[str, subprocess.Popen[str]]:
@@ -137,6 +108,7 @@ TITLES = {
     "device": "The device",
     "reference": "Beside the plain path",
     "losses": "Losses of a small model beside the plain path",
+    "layouts": "Losses of several ranks beside those of one",
     "sanitizer": "compute-sanitizer",
     "limits": "What it reaches",
     "addmm": "torch.addmm into a main gradient",
@@ -168,7 +140,7 @@ class Book:
     def all_right(self) -> bool:
         """Says whether nothing that was compared differs: kernels, addmm, and what the sanitizer found."""
         compared = [each for row in self.found.get("reference", {}).values() for each in row.values()]
-        compared += self.found.get("losses", {}).values()
+        compared += [*self.found.get("losses", {}).values(), *self.found.get("layouts", {}).values()]
         wrong = [each for each in compared if isinstance(each, dict) and each.get("right") is False]
         wrong += [row for row in self.found.get("addmm", {}).values() if row.get("in place") is False]
         return not wrong and all(row.get("errors", 0) == 0 for row in self.found.get("sanitizer", {}).values())
@@ -327,6 +299,11 @@ def check(book: Book, minutes: float, write: bool) -> None:
             killed(program)
     if not programs:
         book.put("sanitizer", "compute-sanitizer", {"unavailable": "it is not on the PATH"})
+    if find_spec("hydra") is not None:
+        from megatron5d.tools.bench.layouts import compared  # needs more than torch and Triton
+
+        for name, figures in compared(book.folder, until["layouts"]):
+            book.put("layouts", name, figures)
     timed = ["limits: of the device", *(f"addmm: {name}" for name in ADDMM)]
     timed += [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
     _fill(book, in_turn(work, timed, SILENCE_S, until["benchmarks"]))

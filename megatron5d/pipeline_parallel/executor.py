@@ -1,6 +1,7 @@
 """Runs one rank's part of any Program: actions in order, messages on their channels, pairs interleaved.
 
-Before a slot runs, the receives of a later slot are posted (messages.py). Then each action waits for its own input,
+Before a slot runs, the receives of a later slot are posted; where kernels may be new, those of messages that have been
+sent (messages.py). Then each action waits for its own input,
 runs its stage phase by phase, and passes its output on: to a channel, to another stage of this rank, or at the end of
 the model to the loss. Two overlapped actions take turns, one phase each, so that the communication that one has started
 proceeds under the compute of the other.
@@ -8,7 +9,7 @@ proceeds under the compute of the other.
 This rank's part of the pipeline: its stages and channels, for steps of any number of micro-batches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron5d.pipeline_parallel.messages import (
     finishes_with,
     flows,
     input_of,
+    lockstep_receives,
     output_of,
     slot_messages,
 )
@@ -36,6 +38,9 @@ Loss = Callable[[MicroBatch, Tensor], Tensor | None]
 
 Value = tuple[str, int, int]
 """What a stage is given: "F" its input or "B" the gradient of its output; the stage; the micro-batch."""
+
+Receives = list[tuple[tuple[ReceiveChannel, int], ...]]
+"""Before each slot: the channels on which a message is received, and the boundary that it crosses."""
 
 MAX_UNPROVEN = 2  # messages of a channel that are under way where forwards run alone, and nothing proves their arrival
 
@@ -60,6 +65,7 @@ class _Task:
         "split",
         "completed_sends",
         "running",
+        "output",
     )
 
     def __init__(self, action: Action, stage: Stage, num_stages: int, split: bool) -> None:
@@ -69,6 +75,7 @@ class _Task:
         self.send_channel: SendChannel | None = None
         self.completed_sends: list[tuple[SendChannel, int]] = []
         self.running: Pass | None = None  # while the action is under way
+        self.output: Tensor | None = None  # between its end and the sending
         self.source: Value | None = None  # its input, if that is made on this rank
         self.target: Value | None = None  # its output, if that is used on this rank
         self.is_last = self.op == "F" and index == num_stages - 1
@@ -107,12 +114,18 @@ class Executor:
         self._values: dict[Value, Tensor] = {}
         proofs = completed_sends(program, rank)
         self._split = {action[1:] for slot in program.ranks[rank] for action in slot if action.op == "I"}
-        self._slots: list[tuple[tuple[tuple[ReceiveChannel, int], ...], tuple[_Task, ...]]] = []
-        for receives, slot, _ in slot_messages(program, rank):
-            tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
-            due = tuple((_end(channels, each, ReceiveChannel), each.flow.boundary) for each in receives)
-            self._slots.append((due, tasks))
-        self._following = _following([tasks for _, tasks in self._slots])
+        self._slots = [
+            tuple(self._look_up(action, stages, channels, proofs) for action in slot) for slot in program.ranks[rank]
+        ]
+        self._following = _following(self._slots)
+        self._channels = dict(channels)
+        self._early = self._receives(each.receives for each in slot_messages(program, rank))
+        self._lockstep: Receives | None = None  # for the first run, and seldom later
+
+    def _receives(self, messages: Iterable[Sequence[Message]]) -> Receives:
+        return [
+            tuple((_end(self._channels, each, ReceiveChannel), each.flow.boundary) for each in due) for due in messages
+        ]
 
     def _look_up(self, action: Action, stages, channels, proofs) -> _Task:
         program = self.program
@@ -126,21 +139,29 @@ class Executor:
         task.completed_sends = [(channels[flow], count) for flow, count in proofs.get(action, ())]
         return task
 
-    def run(self, batches: Sequence[MicroBatch], loss: Loss, forms: Sequence[TensorMeta]) -> None:
+    def run(
+        self, batches: Sequence[MicroBatch], loss: Loss, forms: Sequence[TensorMeta], has_new_kernels: bool = False
+    ) -> None:
         """Runs the whole Program once, and waits until all its messages have arrived.
 
         Args:
             batches: the MicroBatch of every micro-batch, which its phases read.
             loss: takes the last stage's outputs and returns their gradients.
             forms: shape and dtype of what is sent between each stage and the next, `[s/cp/tp, b, h]`.
+            has_new_kernels: phases may launch kernels that no run before has launched, as in the first one. The same on
+                every pipeline rank.
 
         Raises:
             PipelineError: an action failed, or the rank that it waited for is gone.
 
         Comm: the Program's messages on the pipeline axis, beside the layers' own.
         """
-        for (receives, tasks), following in zip(self._slots, self._following):
-            self._post(receives, tasks, forms)
+        receives = self._early
+        if has_new_kernels or self._lockstep is None:
+            self._lockstep = self._lockstep or self._receives(lockstep_receives(self.program, self.rank))
+            receives = self._lockstep
+        for due, tasks, following in zip(receives, self._slots, self._following):
+            self._post(due, tasks, forms)
             for each in following:
                 each.stage.prefetch(each.op)
             running = list(tasks)
@@ -148,6 +169,10 @@ class Executor:
                 for task in tuple(running):
                     if not self._advance(task, batches, loss):
                         running.remove(task)
+                        if receives is self._early:
+                            self._send(task)
+            for task in tasks:
+                self._send(task)  # in lockstep, when the whole slot has run
         self._finish()
 
     def _post(
@@ -193,9 +218,7 @@ class Executor:
     def _hand_on(self, task: _Task, y: Tensor, batch: MicroBatch, loss: Loss) -> None:
         """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
         if task.send_channel is not None:
-            task.send_channel.send(y)  # [s/cp/tp, b, h]  send pp
-            if self._most_sent is not None:
-                task.send_channel.keep(self._most_sent)
+            task.output = y
         elif task.is_last:
             grad = loss(batch, y)
             if self.training:
@@ -203,6 +226,18 @@ class Executor:
                 self._values[task.target] = grad
         elif task.target is not None:
             self._values[task.target] = y
+
+    def _send(self, task: _Task) -> None:
+        """Sends the output `[s/cp/tp, b, h]` of an action that has ended, unless it has been sent.  send pp"""
+        if task.send_channel is None or task.output is None:
+            return
+        try:
+            task.send_channel.send(task.output)
+            if self._most_sent is not None:
+                task.send_channel.keep(self._most_sent)
+        except Exception as error:
+            raise self._failure(task.action, error) from error
+        task.output = None
 
     def _finish(self) -> None:
         """Waits for the last messages and checks that the step has left nothing behind."""
@@ -314,7 +349,8 @@ class Pipeline:
 
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs the forward of all micro-batches through the same pipeline."""
-        self.executor(len(batches), training=False).run(batches, loss, self.forms)
+        executor = self.executor(len(batches), training=False)
+        executor.run(batches, loss, self.forms, has_new_kernels=True)  # what is evaluated may differ from time to time
 
     def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
         """Returns every local phase with its number of micro-batches, in the order in which phases finish.

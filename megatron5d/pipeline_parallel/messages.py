@@ -7,6 +7,10 @@ that at most two messages per rank arrive before their time (four around overlap
 With fewer channels (one per pair of ranks, or one per direction) V-shaped, zigzag, bidirectional and looped zero-bubble
 schedules would deadlock.
 
+On a GPU a receive that waits is a kernel that runs, and the first launch of a new kernel lets the host wait until
+nothing runs: CUDA loads it then. If the message depends on what this very host has yet to launch, both wait for ever.
+Where kernels may be new, `lockstep_receives` posts a receive no earlier than its message has been sent.
+
 A sent tensor may be freed once its send is complete. Polling costs a call into the backend in every slot, and gloo
 does not answer. The Program proves it for free: if rank q consumes our message in slot c and sends us another one
 after slot c, then our send is complete when q's message has arrived.
@@ -100,6 +104,29 @@ def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
         due = inputs[position + SLOTS_AHEAD if position else 0 : position + SLOTS_AHEAD + 1]
         sends = tuple(filter(None, (output_of(program, action) for action in slot)))
         yield SlotMessages(tuple(message for messages in due for message in messages), slot, sends)
+
+
+def lockstep_receives(program: Program, rank: int) -> list[tuple[Message, ...]]:
+    """Returns the receives to post before each slot of a rank where any host may wait at any time for its device.
+
+    In rounds, every rank runs the next slot whose inputs are there; what the slots of a round send is received before
+    the next slot. So slots and messages have one order in which a wait for all that came before always ends.
+    """
+    places, here = [0] * program.num_ranks, set[Message]()
+    due: list[list[Message]] = [[] for _ in program.ranks[rank]]
+    while slots := {
+        each: line[place]
+        for each, (line, place) in enumerate(zip(program.ranks, places))
+        if place < len(line) and here.issuperset(filter(None, (input_of(program, action) for action in line[place])))
+    }:
+        for each in slots:
+            places[each] += 1
+        sent = [message for slot in slots.values() for action in slot if (message := output_of(program, action))]
+        here.update(sent)
+        for message in sent:
+            if message.flow.destination == rank:
+                due[places[rank]].append(message)
+    return [tuple(messages) for messages in due]
 
 
 def finishes_with(program: Program, unproven: int) -> bool:

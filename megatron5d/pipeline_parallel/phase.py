@@ -75,6 +75,11 @@ class MicroBatch:
     ahead_mask: Tensor | None = None  # fp32 [D, b, s/cp]: 1 where the prediction counts
 
     @property
+    def kind(self) -> frozenset[str]:
+        """What there is: micro-batches of one kind run through the same kernels."""
+        return frozenset(name for name, value in vars(self).items() if value is not None)
+
+    @property
     def num_targets(self) -> Tensor:
         """Number of predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
         return self.loss_mask.sum()

@@ -14,6 +14,7 @@ Collectives that a phase leaves under way for the next one end with its graph in
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,12 +42,17 @@ class GraphPool(Protocol):
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
         """Runs `work` without doing what it launches; returns its result, whose values each `Replay` makes."""
 
+    def release(self) -> None:
+        """Destroys the graphs. NCCL waits for that of every graph in which it sends before it ends a communicator."""
+
 
 class CudaGraphPool:
     """A memory pool of the caching allocator, and the CUDA graphs in it."""
 
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a phase may only pass on what it is given
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
         graph = torch.cuda.CUDAGraph()
@@ -59,7 +65,13 @@ class CudaGraphPool:
                 graph.capture_end()
             raise
         graph.capture_end()
+        self._graphs.append(graph)
         return result, graph.replay
+
+    def release(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 class StageGraphs:
@@ -71,11 +83,29 @@ class StageGraphs:
     """
 
     def __init__(self, ledger: Ledger, new_pool: Callable[[], GraphPool] = CudaGraphPool) -> None:
-        self.ledger, self.new_pool = ledger, new_pool
+        self.ledger, self._new_pool = ledger, new_pool
+        self._pools: list[GraphPool] = []
         self._met: set[Form] = set()  # in this step
         self._warm: set[Form] = set()  # in earlier ones
         self._free: defaultdict[Form, list[Slot]] = defaultdict(list)
         self._num_microbatches = 0
+
+    def new_pool(self) -> GraphPool:
+        """Returns the memory of a slot."""
+        self._pools.append(self._new_pool())
+        return self._pools[-1]
+
+    def release(self) -> None:
+        """Destroys all graphs; before the process group is destroyed, too."""
+        for pool in self._pools:
+            pool.release()
+        self._pools.clear()
+        self._free.clear()
+
+    @property
+    def captures(self) -> bool:
+        """Whether the next micro-batches of a form that has been met are captured."""
+        return bool(self._warm - self._free.keys())
 
     def start_step(self, num_microbatches: int, eager: bool = False) -> None:
         """Begins a step.
@@ -86,13 +116,13 @@ class StageGraphs:
             eager: this step runs without graphs.
         """
         if num_microbatches != self._num_microbatches:
-            self._free.clear()
+            self.release()
             self._num_microbatches, eager = num_microbatches, True
         self._warm = set() if eager else self._warm | self._met
         self._met = self._met | self._warm
         # What eager steps have left no capture can use. To give it back waits for the device: later in the step that
         # might wait for a message of a peer that waits here.
-        if self._warm - self._free.keys():
+        if self.captures:
             torch.cuda.empty_cache()
 
     def open(self, phases: Sequence[nn.Module], batch: MicroBatch, split: bool) -> InFlight:

@@ -113,7 +113,9 @@ def train(
     with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
         run = build_run(config, process, layout)
         run.notes += [*outputs.notes, *notes]
-        return _train(run, predicted, outputs, snapshots, stop)
+        code = _train(run, predicted, outputs, snapshots, stop)
+        run.trainer.release_graphs()
+        return code
 
 
 def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:

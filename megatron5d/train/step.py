@@ -85,6 +85,7 @@ class Trainer:
         self.terms, self.clip, self.balancer, self.room = tuple(terms), config.clip, balancer, room
         self.check_overlap = check_overlap
         self.guard = Guard(config, mesh, sync.buckets, masked_by)
+        self._kinds: set[frozenset[str]] = set()  # of the micro-batches so far
 
     def step(
         self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False,
@@ -193,8 +194,9 @@ class Trainer:
         for each in graphs:
             each.start_step(len(batches), eager)
         executor = self.pipeline.executor(len(batches))
+        is_new = watched or eager or any(each.captures for each in graphs) or self._may_be_new(batches)
         with self.pipeline.timed():
-            executor.run(batches, loss, self.pipeline.forms)
+            executor.run(batches, loss, self.pipeline.forms, has_new_kernels=is_new)
         return self._counted_once(loss.sums)
 
     def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:
@@ -211,6 +213,23 @@ class Trainer:
             balancer.start_counting()
             self.pipeline.evaluate(batches, lambda *_: None)
             balancer.finish_counting()
+
+    def _may_be_new(self, batches: Sequence[MicroBatch]) -> bool:
+        """Says whether micro-batches may need kernels that none before them has needed.
+
+        Those of another kind do, and so may any whose tensors are as large as the data have it, because torch has
+        kernels for sizes: of experts' rows that are counted, of documents that context parallelism divides.
+        """
+        kinds, self._kinds = self._kinds, self._kinds | {batch.kind for batch in batches}
+        counted = self.balancer is not None and self.room is None and self.mesh["ep"].size > 1
+        divided = any(batch.context is not None and batch.context.documents is not None for batch in batches)
+        return counted or divided or self._kinds != kinds
+
+    def release_graphs(self) -> None:
+        """Destroys the CUDA graphs: those that communicate would let NCCL wait for ever where it ends."""
+        for stage in self.pipeline.stages:
+            if stage.graphs is not None:
+                stage.graphs.release()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Runs the forward of micro-batches on the host; returns what `accumulate` returns.

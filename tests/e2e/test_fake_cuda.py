@@ -231,6 +231,6 @@ def test_gpu_check(tmp_path):
     assert run.returncode in (0, 1) and not faults, run.stdout[-2000:] + run.stderr[-4000:]
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert list(found)[:2] == ["device", "reference"] and found["device"]["facts"]["capability"] == 90
-    assert {"losses", "sanitizer", "limits", "addmm", "benchmarks", "training"} <= found.keys()
+    assert {"losses", "layouts", "sanitizer", "limits", "addmm", "benchmarks", "training"} <= found.keys()
     assert any("ms" in row.get("ours", {}) for row in found["benchmarks"].values())
     assert all(f"## {title}" in (tmp_path / "gpu_check.md").read_text() for title in ("Speed", "Whole steps"))

@@ -65,7 +65,7 @@ EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUC
 EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) { return *clusters = 66, CUDA_SUCCESS; }
 
 static CUresult launch(CUfunction function, const unsigned grid[3], unsigned threads, unsigned shared, CUstream stream) {
-  if (!captured(stream, nullptr)) count_launch();
+  if (!captured(stream, nullptr)) load(function), count_launch();
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, 0);
   const bool legal = grid[0] && grid[1] && grid[2] && grid[0] <= 2147483647u && grid[1] <= 65535 && grid[2] <= 65535 &&

@@ -24,6 +24,10 @@ struct Capture {
   std::map<void*, Clock> seen;
   std::vector<Node> nodes;
 };
+struct Graph {
+  std::vector<Node> nodes;
+  size_t number;  // of works; kernels have no node
+};
 struct Recorded {
   std::shared_ptr<Capture> capture;
   Clock clock;
@@ -73,10 +77,11 @@ EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph)
   auto capture = capture_of(stream);
   if (!capture || capture->origin != stream) return illegal(cudaErrorStreamCaptureUnmatched, "an end without a beginning");
   bool joined = true;
-  for (auto& [member, clock] : capture->seen) joined = joined && capture->seen[stream][member] >= clock[member];
+  size_t number = 0;
+  for (auto& [member, clock] : capture->seen) joined = joined && capture->seen[stream][member] >= clock[member], number += clock[member];
   for (auto at = captures.begin(); at != captures.end();) at = at->second == capture ? captures.erase(at) : std::next(at);
   if (!joined) return illegal(cudaErrorStreamCaptureUnjoined, "work on a stream that does not come back");
-  return *graph = (cudaGraph_t) new std::vector<Node>(capture->nodes), cudaSuccess;
+  return *graph = (cudaGraph_t) new Graph{std::move(capture->nodes), number}, cudaSuccess;
 }
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { return std::swap(*mode, own_mode), cudaSuccess; }
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -133,10 +138,10 @@ void forget_event(void* event) {
 
 // ------------------------------------------------------------------------------------------------------------ graphs
 EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-  return *count = 1 + ((std::vector<Node>*)graph)->size(), cudaSuccess;  // kernels are not counted
+  return *count = ((Graph*)graph)->number, cudaSuccess;
 }
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
-  return *exec = (cudaGraphExec_t) new std::vector<Node>(*(std::vector<Node>*)graph), cudaSuccess;
+  return *exec = (cudaGraphExec_t) new Graph(*(Graph*)graph), cudaSuccess;
 }
 EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags) {
   return cudaGraphInstantiateWithFlags(exec, graph, flags);
@@ -144,8 +149,8 @@ EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph
 EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   if (refused("the launch of a graph", stream)) return cudaErrorStreamCaptureUnsupported;
   count_launch();
-  for (auto& node : *(std::vector<Node>*)exec) node(stream);
+  for (auto& node : ((Graph*)exec)->nodes) node(stream);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete (std::vector<Node>*)graph, cudaSuccess; }
-EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete (std::vector<Node>*)exec, cudaSuccess; }
+EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete (Graph*)graph, cudaSuccess; }
+EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete (Graph*)exec, cudaSuccess; }

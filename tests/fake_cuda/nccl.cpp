@@ -24,7 +24,7 @@
 using Bytes = std::vector<char>;
 
 static const size_t LARGEST = 1 << 20;   // bytes of a payload that travels
-static const double PATIENCE_S = 120.0;  // after which a rank tells what it waits for
+static const double PATIENCE_S = 120.0;  // after which a rank tells what it waits for, and ends
 static const std::string ROOT = "/dev/shm/fake_cuda/";
 
 struct Header {
@@ -52,6 +52,7 @@ struct ncclComm {
   std::mutex mutex;
   std::condition_variable filled;
   std::atomic<bool> stopped{false};
+  std::atomic<int> captured{0};  // operations in graphs that are there
 
   std::string path(const std::string& file) const { return ROOT + name + "/" + file; }
 };
@@ -94,7 +95,6 @@ static void post(const std::string& path, const Operation& operation) {
 }
 static bool await(ncclComm* comm, const std::string& path, const char* kind, Header& header, Bytes& payload) {
   const auto since = std::chrono::steady_clock::now();
-  bool told = false;
   for (useconds_t nap = 50; !comm->stopped; nap = std::min(2 * nap, 2000u)) {
     if (FILE* file = fopen(path.c_str(), "rb")) {
       payload.resize(LARGEST);
@@ -105,9 +105,10 @@ static bool await(ncclComm* comm, const std::string& path, const char* kind, Hea
     }
     usleep(nap);
     const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
-    if (waited > PATIENCE_S && !told)
+    if (waited > PATIENCE_S) {
       fault("rank %d of %d waits in %s number %lu for %s", comm->rank, comm->size, kind, comm->number, path.c_str());
-    told = told || waited > PATIENCE_S;
+      _exit(1);
+    }
   }
   return false;
 }
@@ -197,8 +198,15 @@ struct Call {
 static thread_local int depth;
 static thread_local std::vector<Call> calls;
 
+struct InGraph {  // a captured operation, as long as some graph has it
+  ncclComm* comm;
+  explicit InGraph(ncclComm* comm) : comm(comm) { comm->captured++; }
+  ~InGraph() { comm->captured--; }
+};
 static void start(std::vector<Call> calls) {
-  const auto later = [calls](void* stream) mutable {
+  std::vector<std::shared_ptr<InGraph>> held;
+  for (auto& call : calls) held.push_back(std::make_shared<InGraph>(call.comm));
+  const auto later = [calls, held](void* stream) mutable {
     for (auto& call : calls) call.stream = stream;
     start(calls);
   };
@@ -294,6 +302,7 @@ EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int ran
   return ncclCommInitRank(comm, size, ids[0], rank);
 }
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (comm->captured) fault("rank %d ends a communicator that a graph still uses, and waits for ever", comm->rank);
   comm->stopped = true;  // its memory stays: the thread may still look at it
   comm->filled.notify_all();
   return ncclSuccess;

@@ -270,18 +270,22 @@ EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_
 }
 
 // ---------------------------------------------------------------------------------------------------------- kernels
-static cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream) {
-  if (!captured(stream, nullptr)) count_launch();
+static cudaError_t launch(const void* kernel, dim3 grid, dim3 block, cudaStream_t stream) {
+  if (!captured(stream, nullptr)) load(kernel), count_launch();
   const size_t threads = (size_t)block.x * block.y * block.z;
   const bool legal = grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 && threads && threads <= 1024;
   if (legal) return cudaSuccess;
   fault("a kernel of torch with grid (%u, %u, %u) and %zu threads", grid.x, grid.y, grid.z, threads);
   return failed(cudaErrorInvalidConfiguration);
 }
-EXPORT cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) { return launch(grid, block, stream); }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) { return launch(grid, block, stream); }
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
-  return launch(config->gridDim, config->blockDim, config->stream);
+EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, grid, block, stream);
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, grid, block, stream);
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  return launch(kernel, config->gridDim, config->blockDim, config->stream);
 }
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);

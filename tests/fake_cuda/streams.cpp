@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <set>
 
 static std::mutex mutex;
 static std::condition_variable changed;
@@ -59,6 +60,17 @@ bool all_done(const Marks& marks) {
 void wait_for(const Marks& marks) {
   std::unique_lock<std::mutex> guard(mutex);
   changed.wait(guard, [&] { return unfinished(marks).empty(); });
+}
+
+// CUDA loads kernels lazily, and waits for what runs to do so. What runs may be a message that waits for this very host.
+void load(const void* kernel) {
+  static std::mutex guard;
+  static std::set<const void*> loaded;
+  {
+    std::lock_guard<std::mutex> held(guard);
+    if (!loaded.insert(kernel).second) return;
+  }
+  wait_for(pending_everywhere());
 }
 
 void fault(const char* format, ...) {

@@ -16,4 +16,5 @@ Marks pending_everywhere();
 void finish(const std::shared_ptr<Mark>& work);
 bool all_done(const Marks& marks);
 void wait_for(const Marks& marks);
+void load(const void* kernel);        // before its first launch: the host waits until the whole device is idle
 void fault(const char* format, ...);  // what a GPU would have refused, or what would have hung, on stderr

@@ -105,7 +105,7 @@ def test_an_error_names_rank_action_stage_and_micro_batch():
     def on_rank(rank, world):
         executor, held = timed_executor(build_program("zb_h1", PP, M), axis_of(rank, world), Costs(), 0.001)
         if rank == 2:
-            for _, passes in executor._slots:
+            for passes in executor._slots:
                 for each in passes:
                     each.stage = Breaks(each.stage)
         run_timed(executor, held)
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path, over_gloo):
         executor, held = timed_executor(build_program(schedule, PP, M), unchecked_axis(rank, world), Costs(), 0.005)
         run_timed(executor, held)
         if rank == 2:
-            for _, passes in executor._slots[9:]:
+            for passes in executor._slots[9:]:
                 for each in passes:
                     each.stage = Deadly()
         try:

@@ -10,6 +10,7 @@ from megatron5d.pipeline_parallel.messages import (
     finishes_with,
     flows,
     input_of,
+    lockstep_receives,
     output_of,
     slot_messages,
 )
@@ -53,6 +54,46 @@ def test_receives_are_posted_early_and_few_at_a_time(name, p, m):
             overlapped = any(len(other.slot) > 1 for other in slots[k : k + 3])
             assert len(posted) <= (4 if overlapped else 2)
         assert not posted
+
+
+def ends_where_hosts_wait(program, receives):
+    """Whether all ranks finish if each, before each slot, waits for whatever it has sent or is to receive so far.
+
+    So a GPU's host does that loads a kernel.
+    """
+    posted, sent = set(), set()
+
+    def walk(rank):
+        begun = set()
+        for due, slot in zip(receives[rank], program.ranks[rank]):
+            posted.update(due)
+            begun.update(due)
+            while not begun <= posted & sent:
+                yield
+            outputs = set(filter(None, (output_of(program, action) for action in slot)))
+            begun |= outputs
+            sent.update(outputs)
+
+    walks, before = [walk(rank) for rank in range(program.num_ranks)], None
+    while walks and before != (before := (len(posted), len(sent), len(walks))):
+        walks = [each for each in walks if next(each, "done") != "done"]
+    return not walks
+
+
+@pytest.mark.parametrize("name, p, m", PROGRAMS)
+def test_hosts_that_wait_for_their_devices_finish_in_lockstep_alone(name, p, m):
+    program = build_program(name, p, m)
+    lockstep = [lockstep_receives(program, rank) for rank in range(p)]
+    early = [[each.receives for each in slot_messages(program, rank)] for rank in range(p)]
+    assert ends_where_hosts_wait(program, lockstep) and not ends_where_hosts_wait(program, early)
+    for rank in range(p):
+        in_order, as_early = defaultdict(list), defaultdict(list)
+        for due, each in zip(lockstep[rank], early[rank], strict=True):
+            for message in due:
+                in_order[message.flow].append(message.microbatch)
+            for message in each:
+                as_early[message.flow].append(message.microbatch)
+        assert in_order == as_early
 
 
 def test_the_messages_of_a_v_by_hand():

@@ -11,7 +11,8 @@ import torch
 
 from megatron5d.tools import gpu_check
 from megatron5d.tools.bench import BENCHMARKS, compare
-from megatron5d.tools.gpu_check import Book, counted, ended, sanitizers, started
+from megatron5d.tools.bench.programs import ended, started
+from megatron5d.tools.gpu_check import Book, counted, sanitizers
 
 FIGURES = {"ms": 2.0, "rate": 500.0, "unit": "TFLOP/s", "peak_bytes": 2**20}
 
@@ -41,6 +42,7 @@ def test_both_files_are_whole_after_every_result(tmp_path):
     ("reference", {"ours": {"difference": 0.5, "right": False}}),
     ("addmm", {"in place": False}),
     ("losses", {"difference": 0.5, "right": False, "kernels": [5.0], "plain": [5.5]}),
+    ("layouts", {"difference": 0.5, "right": False}),
     ("sanitizer", {"errors": 3}),
 ])  # fmt: skip
 def test_what_is_wrong_is_not_all_right(section, figures, tmp_path):
