@@ -178,7 +178,8 @@ def _words(figures: Mapping[str, Any]) -> str:
         ends = "".join(
             f"; {way} {figures[way][0]:.3f} to {figures[way][-1]:.3f}" for way in ("kernels", "plain") if way in figures
         )
-        return f"{'right' if figures['right'] else 'WRONG'}, differs by {figures['difference']:.1e}{ends}"
+        bits = "" if figures.get("same bits", True) else ", other bits each time"
+        return f"{'right' if figures['right'] else 'WRONG'}, differs by {figures['difference']:.1e}{bits}{ends}"
     words = (f"{key} {_words(value) if isinstance(value, dict) else _figure(value)}" for key, value in figures.items())
     return "; ".join(words).replace("|", "/").replace("\n", " / ")
 

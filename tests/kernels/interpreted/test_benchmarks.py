@@ -82,8 +82,16 @@ def test_an_entry_is_rewritten_and_nothing_else(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_what_is_ours_equals_the_plain_path(name):
     """As launch/gpu_check.sh compares them."""
-    found = gpu_check.reference(name, torch.get_default_device().type, tiny=True)
+    device = torch.get_default_device().type
+    found = gpu_check.reference(name, device, tiny=True, repeats=3 if device == "cuda" else 0)
     assert found and all(row["right"] for provider, row in found.items() if ", by " not in provider), found
+
+
+def test_a_kernel_with_other_bits_each_time_is_not_right(monkeypatch):
+    original, calls = kernels.swiglu, []
+    monkeypatch.setattr(kernels, "swiglu", lambda x: calls.append(x) or original(x) * (1 + len(calls) / 128))
+    found = gpu_check.reference("SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True)
+    assert found["ours"]["right"] is False and found["ours"]["same bits"] is False
 
 
 def test_a_wrong_kernel_is_not_right(monkeypatch):
