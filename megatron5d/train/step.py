@@ -194,7 +194,7 @@ class Trainer:
         for each in graphs:
             each.start_step(len(batches), eager)
         executor = self.pipeline.executor(len(batches))
-        is_new = watched or eager or any(each.captures for each in graphs) or self._may_be_new(batches)
+        is_new = self._may_be_new(batches) or watched or eager or any(each.captures for each in graphs)
         with self.pipeline.timed():
             executor.run(batches, loss, self.pipeline.forms, has_new_kernels=is_new)
         return self._counted_once(loss.sums)
