@@ -6,10 +6,10 @@
 Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so that what matters
 most is there first: the device; every kernel and library beside the plain path, and compute-sanitizer on the kernels
 that overlap at the same time; losses of a small model, with the kernels and without, and of layouts of several ranks,
-which share the GPUs that there are; what a copy and a GEMM reach, and
-whether torch adds a GEMM into the main gradient in place; the rows of tools/bench_kernels.py by importance; whole steps
-of tools/bench_train.py; and the tuner with the time that is left. Each result is written at once, and what crashes or
-hangs ends its own line alone: a machine that is taken away at any moment has left a whole table.
+which share the GPUs that there are; what a copy and a GEMM reach, and whether torch adds a GEMM into the main gradient
+in place; the rows of tools/bench_kernels.py by importance; whole steps of tools/bench_train.py; and the tuner with the
+time that is left. Each result is written at once, and what crashes or hangs ends its own line alone: a machine that is
+taken away at any moment has left a whole table.
 """
 
 import argparse
@@ -58,12 +58,8 @@ from megatron5d.tools.tune_kernels import SPACE
 
 TOOLS = Path(__file__).resolve().parent
 SILENCE_S = 120.0  # of one piece: three compilations and all its calls
-UNTIL = {
-    "checks": 0.35,
-    "layouts": 0.5,
-    "benchmarks": 0.75,
-    "training": 0.92,
-}  # shares of the time at which the next part begins
+# shares of the time at which the next part begins
+UNTIL = {"checks": 0.35, "layouts": 0.5, "benchmarks": 0.75, "training": 0.92}
 OVERLAPPING = ("all-gather GEMM", "GEMM reduce-scatter")
 FIRST = ("attention forward, causal, d 128", "attention backward, causal, d 128", "window of 128", "float8 blockwise",
          "grouped", "weight gradient", "RMSNorm", "SwiGLU", "RoPE", "cross-entropy")  # fmt: skip

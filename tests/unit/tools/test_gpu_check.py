@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron5d.tools import gpu_check
-from megatron5d.tools.bench import BENCHMARKS, compare
+from megatron5d.tools.bench import BENCHMARKS, compare, layouts
 from megatron5d.tools.bench.programs import ended, started
 from megatron5d.tools.gpu_check import Book, counted, sanitizers
 
@@ -143,3 +143,19 @@ def test_losses_are_compared_with_the_plain_path(monkeypatch):
     found = compare.losses("small", "cpu")
     assert found["right"] and found["difference"] == 0 and found["kernels"][-1] < found["kernels"][0]
     assert gpu_check._words(found).startswith("right, differs by 0.0e+00; kernels ")
+
+
+def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
+    """On the CPU, where ranks that share a GPU are ranks as ever."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(layouts, "DENSE", ["model=tiny"])
+    monkeypatch.setattr(layouts, "SMALL", ["train.steps=2", "train.gbs=2", "train.seq_len=16", "model.vocab_size=512"])
+    tried = {"tp 2": (2, ["parallel.tp=2"]), "other": (1, ["optim.lr=1.0"]), "refused": (2, ["parallel.tp=3"])}
+    monkeypatch.setattr(layouts, "LAYOUTS", {"dense": tried, "experts": {}})
+    found = dict(layouts.compared(tmp_path, time.monotonic() + 100))
+    assert found["dense, tp 2"]["right"] and found["dense, other"]["right"] is False
+    assert "[" in found["dense, refused"]["unavailable"], "the last line of the refusal"
+    assert next(iter(layouts.compared(tmp_path, time.monotonic()))) == (
+        "dense, one rank",
+        {"unavailable": "the time is up"},
+    )
