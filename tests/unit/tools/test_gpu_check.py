@@ -152,7 +152,7 @@ def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", ["train.steps=2", "train.gbs=2", "train.seq_len=16", "model.vocab_size=512"])
     tried = {"tp 2": (2, ["parallel.tp=2"]), "other": (1, ["optim.lr=1.0"]), "refused": (2, ["parallel.tp=3"])}
     monkeypatch.setattr(layouts, "LAYOUTS", {"dense": tried, "experts": {}})
-    found = dict(layouts.compared(tmp_path, time.monotonic() + 100))
+    found = dict(layouts.compared(tmp_path, time.monotonic() + 250))
     assert found["dense, tp 2"]["right"] and found["dense, other"]["right"] is False
     assert "[" in found["dense, refused"]["unavailable"], "the last line of the refusal"
     assert next(iter(layouts.compared(tmp_path, time.monotonic()))) == (
