@@ -1,8 +1,6 @@
 """The expected time of a step of a run: its layers' work, its Program and its axes, priced on a cluster.
 
 What a run is told of its first steps (`prediction_of`), to show it beside what they have taken and sent.
-
-Configurations of runs that are only asked about, for tools/plan.py and tools/parity.py.
 """
 
 from __future__ import annotations
@@ -13,12 +11,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron5d.checkpoint.hf.weights import model_config_from_hf
-from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config, LogConfig
 from megatron5d.model.flops import flops_per_token
 from megatron5d.pipeline_parallel.program import Program
-from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.pipeline_parallel.simulate import kept_between_slots, simulate, waiting_shares
 from megatron5d.planning.clusters import Cluster, cluster_of
 from megatron5d.planning.dp_traffic import Sharding
@@ -33,7 +28,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
 from megatron5d.train.monitoring.report import Prediction
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
-from megatron5d.train.scheduling.auto_schedule import pipeline_faults, quick_layout
+from megatron5d.train.scheduling.auto_schedule import quick_layout
 from megatron5d.train.scheduling.stage_costs import run_costs
 
 
@@ -202,45 +197,3 @@ def expected_bubble(config: Config, layout: PipelineLayout, program: Program) ->
     """
     dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
     return waiting_shares(program, simulate(program, run_costs(dealt).of(program.placement)))
-
-
-def planned_config(overrides: Sequence[str], world: int, files: bool = False) -> Config:
-    """Returns what pretrain.py would make of a command line.
-
-    Args:
-        overrides: as pretrain.py takes them.
-        world: number of ranks.
-        files: whether the files of such a run are checked; they need not be there.
-
-    Raises:
-        ConfigError: it could not run.
-        ValueError: no rank at all.
-    """
-    _check_world(world)
-    return load_config(
-        overrides,
-        world=world,
-        model_from_hf=model_config_from_hf,
-        options=[schedule_faults],
-        checks=[pipeline_faults],
-        files=files,
-    )
-
-
-def unplanned_config(overrides: Sequence[str], world: int) -> Config:
-    """Returns what a command line says, before anybody has asked whether it could run: a layout is still to be found.
-
-    Args:
-        overrides, world: as in `planned_config`.
-
-    Raises:
-        ConfigError: it is spelled wrong.
-        ValueError: no rank at all.
-    """
-    _check_world(world)
-    return load_config(overrides, model_from_hf=model_config_from_hf)
-
-
-def _check_world(world: int) -> None:
-    if world < 1:
-        raise ValueError(f"--world {world}: a run has at least 1 rank")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import runpy, sys
 {before}
-sys.argv = ["pretrain.py", *{arguments}]
+sys.argv = [{program!r}, *{arguments}]
 try:
     runpy.run_path({program!r}, run_name="__main__")
 except SystemExit as left:
@@ -32,11 +32,12 @@ for run, said in {runs}:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, said
 """
+NO_TORCH = "left with 2 []"
 MODELS = ["tiny", "tiny_gpt2", "tiny_deepseek", "tiny_qwen3_moe"]
 
 
-def outcome(arguments, names, before=""):
-    source = RUN.format(arguments=list(arguments), program=str(ROOT / "pretrain.py"), names=names, before=before)
+def outcome(program, arguments, names, before=""):
+    source = RUN.format(arguments=list(arguments), program=str(ROOT / program), names=names, before=before)
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()[-1]
@@ -73,7 +74,26 @@ def first_steps(tmp_path_factory):
 
 @pytest.mark.parametrize("wrong", ["parallel.tp=3", "model.num_heads=5", "optim.lr=-1", "pipeline.schedule=none_such"])
 def test_a_refused_configuration_imports_no_torch(wrong):
-    assert outcome([wrong], ["torch", "triton", "numpy"], "sys.modules['torch'] = None") == "left with 2 []"
+    assert outcome("pretrain.py", [wrong], ["torch", "triton", "numpy"], "sys.modules['torch'] = None") == NO_TORCH
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan.py memory --world 8 parallel.tp=3",
+        "plan.py step --world 8 --device h1000",
+        "plan.py step --world 8 parallel.tp=3",
+        "plan.py search --world 8 parallel.tpp=2",
+        "plan.py context --world 8 parallel.cp=3",
+        "parity.py --world 4 parallel.tp=3",
+        "parity.py --world 4 --tolerance -1",
+        "visualize.py report --world 8 parallel.tp=3",
+        "visualize.py sweep --world 8,16 parallel.tpp=2",
+    ],
+)
+def test_a_tool_that_is_asked_of_a_wrong_one_imports_no_torch(command):
+    program, *arguments = command.split()
+    assert outcome(f"tools/{program}", arguments, ["torch", "triton"], "sys.modules['torch'] = None") == NO_TORCH
 
 
 @pytest.mark.parametrize("model", MODELS)

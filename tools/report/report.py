@@ -15,8 +15,7 @@ import yaml
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster, cluster_called
-from megatron5d.planning.predict import planned_config
-from megatron5d.tools.report.collect import Asked, differences, layout_record
+from megatron5d.planning.planned_config import planned_config
 from megatron5d.tools.report.runs import CHARTS, find_records, read_run
 
 
@@ -49,10 +48,13 @@ def report_of(question: Question) -> dict[str, Any]:
         raise ValueError("a report needs --world N: the number of ranks")
     cluster = _cluster(question.device, runs)
     config = _config(question, question.overrides, world)
-    asked = [Asked(_name(config, question), config, world, cluster)]
+    configs = {_name(config, question): config}
     if question.against:
         more = shlex.split(question.against)
-        asked.append(Asked(question.against, _config(question, [*question.overrides, *more], world), world, cluster))
+        configs[question.against] = _config(question, [*question.overrides, *more], world)
+    from megatron5d.tools.report.collect import Asked, differences, layout_record  # seconds, which no refusal waits for
+
+    asked = [Asked(name, config, world, cluster) for name, config in configs.items()]
     layouts = [layout_record(each) for each in asked]
     return {
         "title": f"megatron5d: {layouts[0]['name']}",

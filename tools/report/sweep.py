@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from megatron5d.config.load import keys_given
 from megatron5d.planning.clusters import GIB, Cluster
-from megatron5d.planning.layout_search import Candidate, LayoutSearch
-from megatron5d.planning.predict import unplanned_config
+from megatron5d.planning.planned_config import unplanned_config
 from megatron5d.tools.report.runs import read_run
+
+if TYPE_CHECKING:
+    from megatron5d.planning.layout_search import Candidate, LayoutSearch
 
 AXES = ("tp", "cp", "pp", "ep", "zero")
 
@@ -33,6 +35,8 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
     with tqdm(worlds, desc="numbers of GPUs", leave=False, disable=None) as bar:
         for world in bar:
             config = unplanned_config(overrides, world)
+            from megatron5d.planning.layout_search import LayoutSearch  # seconds, which no refusal waits for
+
             search = LayoutSearch(config, world, cluster, fixed=keys_given(overrides))
             candidates = search.candidates(cluster.memory_bytes)
             found = search.best(candidates, cluster.memory_bytes, count)

@@ -7,7 +7,7 @@ import pytest
 from megatron5d.config.load import CONF
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.predict import planned_config
+from megatron5d.planning.planned_config import planned_config
 from megatron5d.train.build import sizes_of
 
 GIB = 1 << 30

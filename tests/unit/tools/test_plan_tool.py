@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron5d.planning import layout_search as layouts
-from megatron5d.planning.predict import planned_config
+from megatron5d.planning.planned_config import planned_config
 from megatron5d.tools.plan import main
 
 ROOT = Path(__file__).parents[3]
@@ -173,7 +173,7 @@ def test_search_for_layouts(capsys, monkeypatch):
 
 
 def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(capsys, monkeypatch):
-    monkeypatch.setattr("megatron5d.tools.plan.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron5d.tools.planning.search.TOLD_EVERY_S", 0.0)
     run = ["search", "--world", "2", "--device", "h100", "--count", "1", "model=tiny", "precision.dtype=bf16"]
     fixed = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "recompute.mode=none", "data.split='99,1,0'"]
     assert main([*run, *fixed]) == 0

@@ -1,0 +1,29 @@
+"""Answer plan.py step: the time of a step by kind, on a device and its network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from megatron5d.config.schema import Config
+from megatron5d.planning.predict import Estimator
+from megatron5d.tools.planning.asked import check_fp8, cluster_of
+from megatron5d.train.preflight import choice_text, names_of
+
+
+def run(options: argparse.Namespace, config: Config) -> int:
+    """Prints the table or the record, and returns the exit code."""
+    cluster = cluster_of(options)
+    check_fp8(config, cluster.architecture)
+    cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
+    capability = int(cluster.architecture.removeprefix("sm_")) if cluster.architecture.startswith("sm_") else 0
+    kernels = names_of(config, capability, here=False) if capability else {}
+    if options.json:
+        record = {"world": options.world, "device": asdict(cluster), "kernels": kernels, **cost.record()}
+        print(json.dumps(record, indent=2))
+    else:
+        print(cost.table(cluster))
+        if kernels:
+            print(choice_text(config, capability, here=False))
+    return 0
