@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
 from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -45,20 +46,17 @@ class _Lookup(FirstOrderFunction):
     def forward(ctx, weight, ids, start, defer: Defer):
         local = ids - start  # [s/cp, b] rows of this rank's share; tokens outside of it belong to other ranks
         outside = (local < 0) | (local >= weight.shape[0])
-        local = local.masked_fill(outside, 0)
-        ctx.save_for_backward(local, outside)
+        ctx.save_for_backward(local)
         ctx.weight, ctx.defer = weight, defer
-        return weight[local].masked_fill(outside.unsqueeze(-1), 0)  # partial [s/cp, b, h]
+        return weight[local.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(-1), 0)  # partial [s/cp, b, h]
 
     @staticmethod
     def backward(ctx, dy):
-        local, outside = ctx.saved_tensors
+        (local,) = ctx.saved_tensors
         weight = ctx.weight
 
         def weight_grad() -> None:
-            grad = grad_buffer(weight)
-            rows = dy.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, dy.shape[-1])
-            grad.index_add_(0, local.reshape(-1), rows.to(grad.dtype))  # dW [v/tp, h]
+            accumulate_rows(grad_buffer(weight), local.reshape(-1), dy.flatten(0, -2))  # dW [v/tp, h]
 
         defer_weight_grad(weight, ctx.defer, weight_grad)
         return None, None, None, None

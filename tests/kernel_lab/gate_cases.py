@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron5d import kernels
 from megatron5d.kernels import activation as expert_activation
 from megatron5d.kernels import moe
+from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
@@ -213,6 +214,10 @@ def _moe() -> None:
     moe.best(meta(8192, 8, dtype=torch.float32), 4)
 
 
+def _embedding() -> None:
+    accumulate_rows(meta(16032, 4096, dtype=torch.float32), meta(8192, dtype=torch.int64), meta(8192, 4096))
+
+
 HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
 FLAGS = ("system acquire", "system release")  # what orders the data of other ranks before their flags
 OVERLAP = {
@@ -282,6 +287,7 @@ CASES: dict[str, Case] = {
     "overlap-transposed": Case(lambda: _overlap(4, True), OVERLAP),
     "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8, daily=ALIKE),
     "moe": Case(_moe),
+    "embedding": Case(_embedding, daily=ALIKE),
     "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16), daily=ALIKE),
     "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),
     "pointwise": Case(_pointwise, daily=ALIKE),

@@ -1,4 +1,4 @@
-"""What memory bounds: norms, activations, RoPE, what is quantised, losses, tokens on their way to experts, AdamW."""
+"""What memory bounds, of hidden states: norms, activations, RoPE, and what is quantised."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d import kernels
-from megatron5d.kernels import moe
 from megatron5d.kernels.activation import activation_backward, activation_reference, weighted_activation
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import (
@@ -28,8 +27,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
-from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
-from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random, writing
+from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
 
 EPS = 1e-5
 
@@ -242,154 +240,3 @@ POINTWISE = {
     "RoPE, 32 and 8 heads, 16 k tokens": _rope_row(False),
     "RoPE backward, 32 and 8 heads, 16 k tokens": _rope_row(True),
 }
-
-
-def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:
-    return torch.randint(0, vocabulary, (tokens,), device=device)
-
-
-def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
-    logits, labels = random(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
-    compiled = torch.compile(kernels.cross_entropy_reference)
-    return {
-        "ours": lambda: kernels.cross_entropy(logits, labels),
-        "torch.compile": lambda: compiled(logits, labels),
-        "torch": lambda: F.cross_entropy(logits, labels, reduction="none"),
-    }
-
-
-def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Computes the gradient of the logits; ours is written over them, as the model's head does it."""
-    logits, labels = random(device, tokens, vocabulary, grad=True), _labels(device, tokens, vocabulary)
-    dloss, written = torch.ones(tokens, device=device), logits.detach().clone()
-    row_max, row_sum, _ = kernels.vocab_statistics(written, labels, 0, vocabulary)
-    row = labels, row_max, row_sum, dloss
-    compiled = torch.compile(kernels.cross_entropy_reference)
-    others: dict[str, Forward] = {
-        "torch.compile": (lambda: compiled(logits, labels), (logits,)),
-        "torch": (lambda: F.cross_entropy(logits, labels, reduction="none"), (logits,)),
-    }
-    return {"ours": lambda: kernels.vocab_cross_entropy_backward(written, *row, 0, vocabulary), **one_way(others, True)}
-
-
-def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Loss and gradient; Liger makes the two at once, over the logits."""
-    logits, labels = random(device, tokens, vocabulary, grad=True), _labels(device, tokens, vocabulary)
-    compiled, dloss = torch.compile(kernels.cross_entropy_reference), torch.ones(tokens, device=device)
-
-    def ours() -> Tensor:
-        kept = logits.detach()
-        row_max, row_sum, _ = kernels.vocab_statistics(kept, labels, 0, vocabulary)
-        return kernels.vocab_cross_entropy_backward(kept, labels, row_max, row_sum, dloss, 0, vocabulary)
-
-    return {
-        "ours, in place": ours,
-        "ours": lambda: torch.autograd.grad(kernels.cross_entropy(logits, labels).sum(), logits),
-        "torch.compile": lambda: torch.autograd.grad(compiled(logits, labels).sum(), logits),
-        "torch": lambda: torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), logits),
-        "Liger": lambda: torch.autograd.grad(
-            liger("liger_cross_entropy")(logits, labels, reduction="sum"), logits
-        ),
-    }  # fmt: skip
-
-
-def _routed(device: str, tokens: int, experts: int, k: int) -> moe.Permutation:
-    return moe.permutation(torch.rand(tokens, experts, device=device).topk(k).indices, experts)
-
-
-def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
-    x, where = random(device, tokens, width), _routed(device, tokens, experts, k)
-    return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
-
-
-def unpermute(device: str, *, backward: bool, tokens: int, width: int, experts: int, k: int) -> Calls:
-    """Returns rows to their tokens."""
-    where = _routed(device, tokens, experts, k)
-    rows = random(device, tokens * k, width, grad=backward)
-
-    def plain(rows: Tensor) -> Tensor:
-        return rows[where.place].float().sum(1).to(rows.dtype)
-
-    compiled = torch.compile(plain)
-    forwards: dict[str, Forward] = {
-        "ours": (lambda: moe.unpermute(rows, where), (rows,)),
-        "torch.compile": (lambda: compiled(rows), (rows,)),
-        "torch": (lambda: plain(rows), (rows,)),
-    }
-    return one_way(forwards, backward)
-
-
-def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
-    """Returns the experts of each token, and where each choice goes."""
-    scores = random(device, tokens, experts, dtype=torch.float32)
-    chosen = scores.topk(k).indices
-    return {
-        "ours": lambda: moe.best(scores, k),
-        "ours, permutation": lambda: moe.permutation(chosen, experts).place,
-        "torch": lambda: scores.topk(k).indices,
-    }
-
-
-def _tensors(device: str, tensors: int, count: int) -> list[Tensor]:
-    return [torch.rand(count, device=device) for _ in range(tensors)]
-
-
-def adamw(device: str, tensors: int, count: int) -> Calls:
-    """Returns a step with clipping; torch's is not given a factor."""
-    columns = {name: _tensors(device, tensors, count) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
-    table, settings = TensorTable(**columns), AdamWSettings(1e-4, 0.9, 0.95, 1e-8, 10)
-    factor, decay = torch.ones((), device=device), torch.zeros(tensors, device=device)
-    parameters = _tensors(device, tensors, count)
-    for p, grad in zip(parameters, columns["grad"]):
-        p.grad = grad
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    ours = writing(lambda: adamw_step(table, settings, factor, decay), *columns["master"])
-    return {"ours": ours, "torch fused": optimizer.step}
-
-
-def gradient_norm(device: str, tensors: int, count: int) -> Calls:
-    grads = _tensors(device, tensors, count)
-    table = TensorTable(grad=grads)
-    return {"ours": lambda: squared_norm(table), "torch": lambda: torch.nn.utils.get_total_norm(grads)}
-
-
-LOGITS, FEW_LOGITS = {"tokens": 8192, "vocabulary": 128256}, {"tokens": 6, "vocabulary": 300}
-ROUTED, FEW_ROUTED = {"tokens": 16384, "width": 2048, "experts": 64, "k": 8}, {
-    "tokens": 6, "width": 40, "experts": 5, "k": 2,
-}  # fmt: skip
-MANY, FEW = {"tensors": 32, "count": 2**24}, {"tensors": 3, "count": 300}
-
-
-def _logits(make, bytes_each: int) -> Benchmark:
-    return Benchmark(make, lambda tokens, vocabulary: tokens * vocabulary * bytes_each, "GB/s", LOGITS, FEW_LOGITS)
-
-
-def _way_of_tokens(make, passes) -> Benchmark:
-    """Computes `passes` over k: how many rows of bfloat16 are read or written for a token."""
-
-    def work(tokens, width, experts, k) -> float:
-        return tokens * width * 2 * passes(k)
-
-    return Benchmark(make, work, "GB/s", ROUTED, FEW_ROUTED)
-
-
-def _many(make, bytes_each: int) -> Benchmark:
-    return Benchmark(make, lambda tensors, count: tensors * count * bytes_each, "GB/s", MANY, FEW)
-
-
-TOKENS = {
-    "cross-entropy forward 8192x128256": _logits(cross_entropy, 2),
-    "cross-entropy backward 8192x128256": _logits(cross_entropy_backward, 4),
-    "cross-entropy, both ways, 8192x128256": _logits(cross_entropy_both_ways, 6),
-    "MoE permute, 16 k tokens, 8 of 64": _way_of_tokens(permute, lambda k: 1 + k),
-    "MoE un-permute forward, 16 k tokens, 8 of 64": _way_of_tokens(partial(unpermute, backward=False), lambda k: k + 1),
-    "MoE un-permute backward, 16 k tokens, 8 of 64": _way_of_tokens(
-        partial(unpermute, backward=True), lambda k: 2 * k + 1
-    ),
-    "MoE top-k, 64 k tokens, 8 of 64": Benchmark(
-        top_k, lambda tokens, experts, k: tokens * (4 * experts + 12 * k), "GB/s",
-        {"tokens": 65536, "experts": 64, "k": 8}, {"tokens": 6, "experts": 5, "k": 2},
-    ),
-    "AdamW, 32 x 16 M": _many(adamw, 28),
-    "gradient norm, 32 x 16 M": _many(gradient_norm, 4),
-}  # fmt: skip
