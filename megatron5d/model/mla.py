@@ -47,6 +47,7 @@ class MultiLatentAttention(AttentionBranch):
         assert rope is not None
         self.rope = rope
         self.compress = shared.config.parallel.cp_compress_kv and shared.context is not None  # latents travel over cp
+        self.adds_grads_at_once = self.compress  # that of kv_up (LatentKV)
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
         dn, dr, dv = self.dims

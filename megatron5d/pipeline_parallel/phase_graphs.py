@@ -245,6 +245,8 @@ class _GraphedPhase(SavedPhase):
         return self._slot.run("forward", self._step, super().forward, x)
 
     def backward(self, grad: Any, split: bool) -> Any:
+        if getattr(self.phase, "adds_grads_at_once", False):
+            self._allocate()
         grad = self._slot.run("backward", self._step, lambda g: super(_GraphedPhase, self).backward(g, True), grad)
         if not split:
             self.run_wgrad()
@@ -253,11 +255,15 @@ class _GraphedPhase(SavedPhase):
     def run_wgrad(self) -> None:
         self._defers = self._defers or bool(self.weight_grads.waiting)
         if self._defers:
-            for allocate in self._allocate_grads:
-                allocate()
+            self._allocate()
             last = self._slot._last
             self._slot.run("wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None)
             self._slot._last = last  # in B the gradient passes by
+
+    def _allocate(self) -> None:
+        """Allocates and zeroes the gradients before the graph, which would else hold the zeroing and repeat it."""
+        for allocate in self._allocate_grads:
+            allocate()
 
 
 def _is_captured(phase: nn.Module) -> bool:

@@ -4,9 +4,11 @@ Collectives inside of phases cannot be recorded on the CPU: tests/e2e/test_fake_
 """
 
 import pytest
+import torch
 from layouts import assert_parity, make_rows
 from recorded_graphs import RecordedGraphs
 
+from megatron5d.autograd.wgrad import defer_weight_grad, grad_buffer, run_now
 from megatron5d.config.schema import (
     Config,
     DataConfig,
@@ -19,9 +21,11 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.data.batch import IGNORED
+from megatron5d.data.batch import IGNORED, make_micro_batch
+from megatron5d.data_parallel.temporary_buffer import FixedPlaces, TemporaryBuffer
 from megatron5d.parity import run
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.train import build
 
 STEPS = 3
@@ -118,3 +122,57 @@ def test_padding(world, config, places):
     for number, row in enumerate(rows):
         row[slice(*places[number % len(places)])] = IGNORED
     assert_parity(config, world, steps=STEPS, rows=rows)
+
+
+class Scaled(torch.autograd.Function):
+    """x·w, whose weight gradient is added at once, and once more by `defer`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, defer):
+        ctx.weight, ctx.defer = weight, defer
+        ctx.save_for_backward(x)
+        return x * weight.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        for defer in (run_now, ctx.defer):
+            defer_weight_grad(weight, defer, lambda: grad_buffer(weight).add_((dy * x).sum()))
+        return dy * weight.detach(), None, None
+
+
+class AddsAtOnce(torch.nn.Module):
+    kind = "scaled"
+    adds_grads_at_once = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1,), 3.0, dtype=torch.float64))
+        bind = lambda flat: setattr(self.weight, "main_grad", flat)  # noqa: E731
+        self.grads = TemporaryBuffer(1, torch.float64, torch.device("cpu"), bind)
+        self.grads.free()
+        self.weight.allocate_main_grad = self.allocate
+
+    def allocate(self):
+        if not self.grads.is_held:
+            self.grads.allocate()
+            self.grads.flat.zero_()
+
+    def forward(self, x, batch, defer):
+        return Scaled.apply(x, self.weight, defer)
+
+
+def test_gradients_that_a_backward_adds_at_once():
+    """As those of latents that travel over cp: I allocates the gradient's buffer, and no replay zeroes it."""
+    phase, graphs = AddsAtOnce(), RecordedGraphs()
+    stage, places = Stage([phase], graphs=graphs), FixedPlaces([phase.grads])
+    batch, x = make_micro_batch(torch.zeros(1, 9, dtype=torch.int64)), torch.ones(4, dtype=torch.float64)
+    for step in range(4):
+        graphs.start_step(1)
+        places.start_step({phase: 1})
+        for op, given in (("F", x), ("I", x * (step + 1)), ("W", None)):
+            action = stage.begin(op, 0, given, batch, split=True)
+            while action.advance():
+                pass
+        assert phase.weight.main_grad.item() == 2 * 4 * (step + 1)
+        phase.grads.free()

@@ -41,6 +41,7 @@ class SlowRanks:
         self._slow = torch.zeros(self._world.size, dtype=torch.bool)  # who was named
         self._in_a_row = torch.zeros(self._world.size, dtype=torch.int64)  # records that contradict this
         self._gathered: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None  # when they are on the host
         self._work_s, self._num_steps = 0.0, -1  # the first step compiles and connects: it says nothing
         self._longest_s, self._longest_step = 0.0, 0
         self._collecting_since = self._collected_s = self._frozen_s = 0.0
@@ -78,6 +79,8 @@ class SlowRanks:
         Comm: all_reduce over the world of three numbers for every rank, which takes a tree's depth; a gather would
             take a ring's length; for each rank that is named, of its host's name.
         """
+        if self._arrived is not None:
+            self._arrived.synchronize()  # the steps since may all have been skipped, and have waited for nothing
         judged = ({}, list[str]()) if self._gathered is None else self.judge(*self._gathered)
         self._gathered = None
         if self.active and self._num_steps > 0:
@@ -86,6 +89,9 @@ class SlowRanks:
             mine = mean, max(self._longest_s, _SHORTEST_S), float(self._longest_step)
             figures[:, self._world.rank] = torch.tensor(mine, dtype=torch.float64)
             self._gathered = all_reduce(figures, self._world).to("cpu", non_blocking=True)
+            if figures.is_cuda:
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
             self._work_s, self._num_steps, self._longest_s = 0.0, 0, 0.0
         return judged
 
