@@ -1,7 +1,7 @@
 """Runs one rank's part of any Program: actions in order, messages on their channels, pairs interleaved.
 
-Before a slot runs, the receives of a later slot are posted; where kernels may be new, those of messages that have been
-sent (messages.py). Then each action waits for its own input,
+Before a slot runs, the receives of a later slot are posted; where the host may have to wait for its device, those of
+messages that have been sent (messages.py). Then each action waits for its own input,
 runs its stage phase by phase, and passes its output on: to a channel, to another stage of this rank, or at the end of
 the model to the loss. Two overlapped actions take turns, one phase each, so that the communication that one has started
 proceeds under the compute of the other.
@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron5d.comm.ledger import Exposure
 from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, open_channels
+from megatron5d.pipeline_parallel.free_memory import FreeMemory
 from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
@@ -140,7 +142,7 @@ class Executor:
         return task
 
     def run(
-        self, batches: Sequence[MicroBatch], loss: Loss, forms: Sequence[TensorMeta], has_new_kernels: bool = False
+        self, batches: Sequence[MicroBatch], loss: Loss, forms: Sequence[TensorMeta], host_may_wait: bool = False
     ) -> None:
         """Runs the whole Program once, and waits until all its messages have arrived.
 
@@ -148,8 +150,8 @@ class Executor:
             batches: the MicroBatch of every micro-batch, which its phases read.
             loss: takes the last stage's outputs and returns their gradients.
             forms: shape and dtype of what is sent between each stage and the next, `[s/cp/tp, b, h]`.
-            has_new_kernels: phases may launch kernels that no run before has launched, as in the first one. The same on
-                every pipeline rank.
+            host_may_wait: for its device, as for kernels that no run before has launched, or for memory. The same on
+                every pipeline rank; the first run is taken to be such.
 
         Raises:
             PipelineError: an action failed, or the rank that it waited for is gone.
@@ -157,7 +159,7 @@ class Executor:
         Comm: the Program's messages on the pipeline axis, beside the layers' own.
         """
         receives = self._early
-        if has_new_kernels or self._lockstep is None:
+        if host_may_wait or self._lockstep is None:
             self._lockstep = self._lockstep or self._receives(lockstep_receives(self.program, self.rank))
             receives = self._lockstep
         for due, tasks, following in zip(receives, self._slots, self._following):
@@ -305,13 +307,14 @@ class Pipeline:
         self, program_of: Callable[[int], Program], placement: Placement, stages: Mapping[tuple[int, int], Stage],
         axis: Axis, forms: Sequence[TensorMeta], timeout_s: float | None = None,
     ) -> None:  # fmt: skip
-        self.placement, self.axis, self.forms, device = placement, axis, forms, forms[0].device
+        self.placement, self.axis, self.forms, device = placement, axis, forms, torch.device(forms[0].device)
         self._program_of, self._stages = program_of, stages
         lines = flows(Program("channels", placement, (), ()))
         ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, device, timeout_s)
         self._channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._waits, self._runs = Exposure(device), Exposure(device)
+        self.memory = FreeMemory(device, is_watched=axis.size > 1 and device.type == "cuda")
 
     @property
     def has_loss(self) -> bool:
@@ -350,7 +353,7 @@ class Pipeline:
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs the forward of all micro-batches through the same pipeline."""
         executor = self.executor(len(batches), training=False)
-        executor.run(batches, loss, self.forms, has_new_kernels=True)  # what is evaluated may differ from time to time
+        executor.run(batches, loss, self.forms, host_may_wait=True)  # what is evaluated may differ from time to time
 
     def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
         """Returns every local phase with its number of micro-batches, in the order in which phases finish.

@@ -7,9 +7,10 @@ that at most two messages per rank arrive before their time (four around overlap
 With fewer channels (one per pair of ranks, or one per direction) V-shaped, zigzag, bidirectional and looped zero-bubble
 schedules would deadlock.
 
-On a GPU a receive that waits is a kernel that runs, and the first launch of a new kernel lets the host wait until
-nothing runs: CUDA loads it then. If the message depends on what this very host has yet to launch, both wait for ever.
-Where kernels may be new, `lockstep_receives` posts a receive no earlier than its message has been sent.
+On a GPU a receive that waits is a kernel that runs, and the host waits until nothing runs where it launches a new
+kernel, which CUDA loads then, and where it gives memory back. If the message depends on what this very host has yet to
+launch, both wait for ever. Where that may be, `lockstep_receives` posts a receive no earlier than its message has been
+sent.
 
 A sent tensor may be freed once its send is complete. Polling costs a call into the backend in every slot, and gloo
 does not answer. The Program proves it for free: if rank q consumes our message in slot c and sends us another one

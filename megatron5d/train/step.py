@@ -146,7 +146,9 @@ class Trainer:
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
         refused = sums.new_zeros(1) if self.room is None else self.room.refused
         terms = StepTerms(global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances, refused)
+        self.pipeline.memory.start_asking(self.mesh["world"])
         total = terms.total(self.mesh["world"])
+        self.pipeline.memory.finish_asking()
         self.check_overlap()
         if self.room is not None and self.room.finish_step(total.refused[0]):
             return None
@@ -195,8 +197,9 @@ class Trainer:
             each.start_step(len(batches), eager)
         executor = self.pipeline.executor(len(batches))
         is_new = self._may_be_new(batches) or watched or eager or any(each.captures for each in graphs)
+        may_wait = is_new or self.pipeline.memory.is_short
         with self.pipeline.timed():
-            executor.run(batches, loss, self.pipeline.forms, has_new_kernels=is_new)
+            executor.run(batches, loss, self.pipeline.forms, host_may_wait=may_wait)
         return self._counted_once(loss.sums)
 
     def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:

@@ -186,6 +186,48 @@ def test_replayed_layers_cost_the_host_less_than_plain_ones():
     assert max(replayed) < 0.3 and max(dense, experts) < 2.8
 
 
+FULL = """
+import sys, torch, pretrain
+from megatron5d.train import step
+original, number = step.Trainer.accumulate, 0
+def accumulate(self, *rest):
+    global number
+    number += 1
+    stage = self.pipeline.stages[0]
+    begin, fills = stage.begin, number == 3
+    def begins(*given, **named):
+        nonlocal fills
+        if fills:
+            fills = False
+            torch.empty(torch.cuda.mem_get_info()[0] + 2**28, dtype=torch.uint8, device="cuda")
+            print("retries:", torch.cuda.memory_stats()["num_alloc_retries"], flush=True)
+        return begin(*given, **named)
+    stage.begin = begins
+    try:
+        return original(self, *rest)
+    finally:
+        stage.begin = begin
+step.Trainer.accumulate = accumulate
+sys.exit(pretrain.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.timeout(900)
+def test_memory_that_is_given_back_waits_for_no_message_of_this_very_step(tokens, tmp_path):
+    """In its third step each rank asks for more than is free: CUDA waits until nothing runs, receives included."""
+    program = tmp_path / "full.py"
+    program.write_text(FULL)
+    said = told(
+        [
+            "bash", "launch/local.sh", "2", tokens, *SMALL, *DENSE, "model.num_layers=4", "model.vocab_size=512",
+            "train.seq_len=8192", "train.gbs=8", "parallel.pp=2",
+        ],
+        CUDA_VISIBLE_DEVICES="0,1", PYTHON=str(FAKE_CUDA), PROGRAM=str(program), PYTHONPATH=str(ROOT),
+        FAKE_CUDA_GB="5.4",
+    )  # fmt: skip
+    assert len(re.findall(r"retries: [1-9]", said)) == 2, said[-2000:]
+
+
 ILLEGAL = """
 import torch
 torch.cuda.set_stream(torch.cuda.Stream())

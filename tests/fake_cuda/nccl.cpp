@@ -34,9 +34,11 @@ struct Header {
 };
 struct Operation {
   Header header;
-  Bytes input;     // empty where it is too large
+  Bytes input;     // read when the operation begins; empty where it is too large
   char* output;    // null where nothing comes back
   int peer;        // of a send or receive
+  const char* from;
+  size_t bytes;
 };
 struct Group {
   std::vector<Operation> operations;
@@ -182,6 +184,8 @@ static void work(ncclComm* comm) {
       comm->queue.pop_front();
     }
     wait_for(group.before);
+    for (auto& each : group.operations)
+      if (each.from && each.bytes <= LARGEST) each.input.assign(each.from, each.from + each.bytes);
     run(comm, group.operations);
     finish(group.mark);
   }
@@ -192,8 +196,6 @@ struct Call {
   ncclComm* comm;
   void* stream;
   Operation operation;
-  const void* input;
-  size_t bytes;
 };
 static thread_local int depth;
 static thread_local std::vector<Call> calls;
@@ -211,8 +213,6 @@ static void start(std::vector<Call> calls) {
     start(calls);
   };
   if (!calls.empty() && captured(calls[0].stream, later)) return;
-  for (auto& call : calls)
-    if (call.input && call.bytes <= LARGEST) call.operation.input.assign((const char*)call.input, (const char*)call.input + call.bytes);
   std::vector<ncclComm*> order;
   std::map<ncclComm*, Group> groups;
   for (auto& call : calls) {
@@ -237,11 +237,11 @@ static ncclResult_t add(
     const char* kind, const void* input, size_t inputs, void* output, size_t count, int type, int reduction, int rank,
     ncclComm_t comm, void* stream) {
   const bool message = !strcmp(kind, "send") || !strcmp(kind, "recv");
-  Operation operation = {{}, {}, (char*)output, rank};
+  Operation operation = {{}, {}, (char*)output, rank, (const char*)input, inputs * width_of(type)};
   strcpy(operation.header.kind, kind);
   operation.header.count = count, operation.header.type = type, operation.header.reduction = reduction;
   operation.header.root = message ? 0 : rank;
-  calls.push_back({comm, stream, std::move(operation), input, inputs * width_of(type)});
+  calls.push_back({comm, stream, std::move(operation)});
   if (!depth) start(std::move(calls)), calls.clear();
   return ncclSuccess;
 }

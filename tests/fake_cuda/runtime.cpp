@@ -119,6 +119,7 @@ EXPORT cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
 EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, HOST); }
 EXPORT cudaError_t cudaFree(void* pointer) {
   if (refused("a release of memory")) return failed(cudaErrorStreamCaptureUnsupported);
+  if (pointer) wait_for(pending_everywhere());
   return release(pointer), cudaSuccess;
 }
 EXPORT cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return release(pointer), cudaSuccess; }
