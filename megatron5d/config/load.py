@@ -142,8 +142,8 @@ def load_config(
 
 
 def keys_given(overrides: Sequence[str]) -> set[str]:
-    """Returns the dotted keys that readable overrides give a value, those inside of a mapping too."""
-    parsed = OverridesParser.create().parse_overrides(list(map(_renamed, overrides)))
+    """Returns the dotted keys that readable overrides give a value, those inside of a mapping too; flags give none."""
+    parsed = OverridesParser.create().parse_overrides(list(map(_renamed, parse_arguments(overrides).overrides)))
     return {name for each in parsed for name in (each.key_or_group, *_nested(each.key_or_group, each._value))}
 
 

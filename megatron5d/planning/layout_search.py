@@ -1,9 +1,7 @@
-"""The best layouts of a model on a cluster: the search of planning/layout_search.py, with our checks, times and memory.
+"""The fastest layouts of a model on a cluster that fit.
 
-Proposes layouts for a model and a world, and finds the fastest of those that fit.
-
-Layouts are proposed by size only. The caller's functions say which ones are legal, how long a step takes, and how much
-memory it needs. The most expensive of them is asked last, and only of layouts that nothing else can overtake.
+Layouts are proposed by size only (proposals.py). Functions say which ones are legal, how long a step takes, and how
+much memory it needs. The most expensive of them is asked last, and only of layouts that nothing else can overtake.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from heapq import heapify, heappop, heappush
-from itertools import islice, product
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import islice
+from math import inf
 from typing import Any
 
 from megatron5d.config.checks import run_checks
@@ -22,10 +21,10 @@ from megatron5d.config.checks.check import data_parallel
 from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
-from megatron5d.pipeline_parallel.registry import find_schedule
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
+from megatron5d.planning.proposals import MODES, Proposals
 from megatron5d.planning.rank_memory import least_needed
 from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
@@ -33,78 +32,6 @@ from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts, verified
 from megatron5d.train.scheduling.auto_schedule import quick_layout
-
-MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
-SCHEDULES = (  # (schedule, chunks per rank)
-    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 1),
-    ("dualpipe_v", 1),
-)  # fmt: skip
-SHORTEST_SLICE = 4096  # tokens of a sequence on one rank; cp is not tried where there would be fewer
-DEEPEST = 32  # most pipeline ranks
-MOST_EXPERTS = 32  # most experts of one rank
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-
-
-class Proposals:
-    """Combinations of values to try; many of them fail some check.
-
-    Args:
-        config: gives the model, and the values of fixed keys.
-        world: number of ranks.
-        node: ranks that share fast links; tp is not larger.
-        fixed: keys whose values are not changed.
-    """
-
-    def __init__(self, config: Config, world: int, node: int, fixed: Iterable[str] = ()) -> None:
-        self.config, self.world, self.node, self.fixed = config, world, node, set(fixed)
-
-    def _free(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Returns the values to try for a key: `values`, or only its own where it is fixed."""
-        group, name = key.split(".")
-        return [getattr(getattr(self.config, group), name)] if key in self.fixed else values
-
-    def shapes(self) -> Iterator[Change]:
-        """Combinations of sizes of the axes and ZeRO stages."""
-        model, world = self.config.model, self.world
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
-        tps = [n for n in divisors if n <= self.node and model.num_heads % n == 0]
-        cps = [n for n in divisors if n == 1 or self.config.train.seq_len // n >= SHORTEST_SLICE]
-        pps = [n for n in divisors if n <= min(DEEPEST, model.num_layers)]
-        experts = [n for n in divisors if model.num_experts % n == 0 and n * MOST_EXPERTS >= model.num_experts]
-        for tp, cp, pp in product(
-            *(self._free(f"parallel.{n}", v) for n, v in (("tp", tps), ("cp", cps), ("pp", pps)))
-        ):
-            if world % (tp * cp * pp):
-                continue
-            shards = world // (tp * pp)
-            axes = {
-                "parallel.sp": [tp > 1],
-                "parallel.ep": [n for n in experts if shards * tp % n == 0] if model.num_experts else [1],
-                "parallel.etp": [1 if model.num_experts else self.config.parallel.etp],
-                "parallel.zero": [0] if shards == 1 else [1, 3] if pp == 1 else [1],
-            }
-            for values in product(*(self._free(key, values) for key, values in axes.items())):
-                yield {"parallel.tp": tp, "parallel.cp": cp, "parallel.pp": pp, **dict(zip(axes, values))}
-
-    def batches(self, dp: int) -> Iterator[Change]:
-        """Combinations of micro-batch sizes and recompute modes.
-
-        Args:
-            dp: data-parallel ranks.
-        """
-        sizes = [n for n in MICRO_BATCHES if self.config.train.gbs % (n * dp) == 0]
-        for mbs, mode in product(self._free("train.mbs", sizes), self._free("recompute.mode", MODES)):
-            yield {"train.mbs": mbs, "recompute.mode": mode}
-
-    def schedules(self, pp: int) -> list[Change]:
-        """Combinations of schedules and chunks per rank, for pp pipeline ranks."""
-        deepest = self.config.model.num_layers // pp
-        pairs = [
-            (name, vpp) for name, vpp in SCHEDULES if pp > 1 and max(vpp, find_schedule(name).chunks) <= deepest
-        ] or SCHEDULES[:1]
-        ways = [{"pipeline.schedule": name, "parallel.vpp": vpp} for name, vpp in pairs]
-        kept = {key: self._free(key, ())[0] for key in ways[0] if key in self.fixed}
-        return [way for way in ways if way | kept == way] or [ways[0] | kept]
 
 
 @dataclass
@@ -202,6 +129,7 @@ FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the 
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
 SURE = 0.98  # of what a rank keeps between two slots, next to others with the same layers: it will not need more
 LIMIT = 60  # layouts whose memory is forecast
+SMALL_LOOKING = 8  # layouts of which the smallest is named where none fits
 
 
 class LayoutSearch:
@@ -234,6 +162,7 @@ class LayoutSearch:
         self._careful = Estimator(cluster, careful) if even else self._estimator
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
+        self._smallest: dict[tuple, tuple[float, Change]] = {}  # of each shape: bytes at a glance, and the layout
 
     def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
         """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
@@ -278,6 +207,13 @@ class LayoutSearch:
         )
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
+    def smallest(self) -> Candidate | None:
+        """Returns the layout that needs least memory, of those that look smallest; None where none is legal."""
+        looks = nsmallest(SMALL_LOOKING, self._smallest.values(), key=lambda each: each[0])
+        legal = [change for _, change in looks if self._runs(change)]
+        found = [Candidate(change, 0.0, needed=self._need(change, inf)) for change in legal]
+        return min(found, key=lambda each: each.needed, default=None)
+
     def _given(self) -> Change:
         """Returns the layout of the configuration itself, with which the others compete."""
         names = ("tp", "cp", "pp", "sp", "ep", "etp", "zero", "cp_method", "cp_inner", "vpp")
@@ -314,7 +250,7 @@ class LayoutSearch:
         prices = Prices(
             self.cluster, config, planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads)
         )
-        pp, dp = config.parallel.pp, data_parallel(config, self.world)
+        pp, dp, key = config.parallel.pp, data_parallel(config, self.world), tuple(shape.values())
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)
             units = self._estimator.workloads.counted(laid, "FB")
@@ -322,11 +258,13 @@ class LayoutSearch:
             state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
             kept = sum(n * unit.passes["F"].kept_bytes for unit, n, is_layer in units if is_layer or pp == 1)
             kept *= min(1.0, m / pp) * (1.0 if pp == 1 else FIRST)
-            ways = [
-                way
-                for way in self._proposals.schedules(pp)
-                if least_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0)) <= have
-            ]
+            ways = []
+            for way in self._proposals.schedules(pp):
+                least = least_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0))
+                if least < self._smallest.get(key, (inf,))[0]:
+                    self._smallest[key] = least, {**shape, **batch, **way}
+                if least <= have:
+                    ways.append(way)
             if not ways:
                 continue
             busy, a2a = (sum(each) / pp for each in zip(*(_seconds(prices, unit, n) for unit, n, _ in units)))
@@ -357,7 +295,7 @@ class LayoutSearch:
         config = changed(self.config, change)
         return config, self.world, self._layout(config)
 
-    def _need(self, change: Change, have: int) -> float:
+    def _need(self, change: Change, have: float) -> float:
         """Returns bytes of the rank that needs most; the one that looks so is asked first.
 
         Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.

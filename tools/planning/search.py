@@ -24,6 +24,8 @@ from megatron5d.planning.rank_memory import gigabytes
 from megatron5d.tools.planning.asked import bytes_given, check_fp8, cluster_of, what
 
 TOLD_EVERY_S = 10.0
+MOST_IN_A_HOST, RACK_HOST = 8, 4  # GPUs; more share fast links in a rack of hosts, as of a GB200 NVL72
+SBATCH_TASKS = 8  # of a node, as launch/slurm.sbatch has it
 
 
 def run(options: argparse.Namespace, config: Config) -> int:
@@ -49,11 +51,9 @@ def run(options: argparse.Namespace, config: Config) -> int:
         print(f"Run the first one: {_command(options, cluster, layouts[0][1])}")
     else:
         print(f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload.")
-        too_large = [each for each in candidates if each.needed > have]  # the rest was not looked at to the end
-        least = min(too_large, key=lambda each: each.needed, default=None)
-        if least is not None:
+        if (least := search.smallest()) is not None:
             words = override_text(search.overrides(least)) or "as given"
-            print(f"The smallest of them needs {gigabytes(least.needed)} or more: {words}")
+            print(f"The smallest of them needs {gigabytes(least.needed)}: {words}")
     return 0 if found else 1
 
 
@@ -94,11 +94,17 @@ def _counting(what: str) -> Iterator[Callable[[], None]]:
 
 def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
     """Returns what starts the run of a layout on this cluster; the keys that were given, then those that were found."""
-    nodes, per_node = -(-options.world // cluster.node), min(options.world, cluster.node)
     words = list(options.overrides)
     if not any(word.startswith(("data.train=", "experiment=quickstart")) for word in words):
         words.append("data.train=[data/corpus_train]")
-    start = f"sbatch --nodes={nodes} --gpus-per-node={per_node} launch/slurm.sbatch"
-    if nodes == 1:
-        start = f"bash launch/local.sh {options.world}"
-    return f"{start} {shlex.join(words)} {found}".rstrip()
+    return f"{_launch(options.world, cluster.node)} {shlex.join(words)} {found}".rstrip()
+
+
+def _launch(world: int, node: int) -> str:
+    """Returns the launcher with its options: one rank a GPU, as many in every host."""
+    host = node if node <= MOST_IN_A_HOST else RACK_HOST
+    if world <= host:
+        return f"bash launch/local.sh {world}"
+    each = next(n for n in range(host, 0, -1) if world % n == 0)
+    tasks = "" if each == SBATCH_TASKS else f" --ntasks-per-node={each}"
+    return f"sbatch --nodes={world // each} --gpus-per-node={each}{tasks} launch/slurm.sbatch"

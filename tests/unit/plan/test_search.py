@@ -14,10 +14,11 @@ from megatron5d.planning import layout_search as layouts
 from megatron5d.planning import workload
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.dp_traffic import Sharding
-from megatron5d.planning.layout_search import Candidate, LayoutSearch, Proposals, Questions, best
+from megatron5d.planning.layout_search import Candidate, LayoutSearch, Questions, best
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.planned_config import planned_config
 from megatron5d.planning.predict import Estimator
+from megatron5d.planning.proposals import Proposals
 from megatron5d.planning.rank_memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import planned_mesh

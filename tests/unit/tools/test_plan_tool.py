@@ -164,12 +164,46 @@ def test_search_for_layouts(capsys, monkeypatch):
     assert main([*SEARCH, "parallel={tp: 2, sp: true}", "--count", "2", "--json"]) == 0  # which fixes the same
     alike = json.loads(capsys.readouterr().out)["layouts"]
     assert alike and all("parallel.tp" not in each["overrides"] for each in alike)
+    assert main([*SEARCH, "parallel.tp=3"]) == 2 and "the configuration is refused" in capsys.readouterr().err
+    assert main([*SEARCH, "--count", "0"]) == 2 and "--count 0 is not above 0" in capsys.readouterr().err
+
+
+def test_the_smallest_layout_is_named_where_none_fits(capsys):
     assert main([*SEARCH, "--device-gb", "0.7"]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("No layout that was looked at fits 0.65 GiB")
-    assert float(second.removeprefix("The smallest of them needs ").split()[0]) >= 0.65
-    assert main([*SEARCH, "parallel.tp=3"]) == 2 and "the configuration is refused" in capsys.readouterr().err
-    assert main([*SEARCH, "--count", "0"]) == 2 and "--count 0 is not above 0" in capsys.readouterr().err
+    needed, words = second.removeprefix("The smallest of them needs ").split(" GiB: ")
+    needs = {}
+    for found in (words.split(), ["parallel.tp=2", "parallel.sp=true"], ["parallel.zero=3"], ["parallel.pp=2"]):
+        assert main(["memory", *SEARCH[1:], "--device", "h100", *found, "--json"]) == 0
+        ranks = json.loads(capsys.readouterr().out)["ranks"].values()
+        needs[" ".join(found)] = max(rank["needed"] for rank in ranks)
+    assert min(needs.values()) == needs[words] == pytest.approx(float(needed) * 2**30, rel=0.01)
+
+
+def test_a_search_among_groups_of_ones_own(capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
+    mine = ["model=mine", "--config-dir", str(tmp_path), "parallel.tp=1", "parallel.pp=1"]
+    assert main([*SEARCH, *mine, "--count", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "\nmine in bf16" in told and f"--config-dir={tmp_path}" in told
+
+
+@pytest.mark.parametrize(
+    "machines, start",
+    [
+        ("--world 64 --node 4", "sbatch --nodes=16 --gpus-per-node=4 --ntasks-per-node=4"),
+        ("--world 64", "sbatch --nodes=8 --gpus-per-node=8 launch"),
+        ("--world 12", "sbatch --nodes=2 --gpus-per-node=6 --ntasks-per-node=6"),
+        ("--world 8 --device gb200", "sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4"),
+        ("--world 4 --device gb200", "bash launch/local.sh 4"),
+    ],
+)
+def test_the_command_starts_one_rank_a_gpu(machines, start, capsys):
+    one = ["model=tiny", "precision.dtype=bf16", "train.gbs=192", "parallel.tp=1", "parallel.pp=1", "train.mbs=1"]
+    assert main(["search", *machines.split(), "--count", "1", *one, "recompute.mode=none"]) == 0
+    assert f"Run the first one: {start}" in capsys.readouterr().out
 
 
 def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(capsys, monkeypatch):
