@@ -186,7 +186,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of one compilation")
     parser.add_argument("--json", type=Path, help="write the reports here")
     parser.add_argument("--write-budget", action="store_true", help="accept the present figures")
-    return parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()
+    if unknown := [each for each in args.substrings if not any(each in name for name in CASES)]:
+        parser.error(f"no case has {unknown[0]!r} in its name: {', '.join(CASES)}")
+    if unknown := [each for each in (args.targets or DEFAULT_TARGETS[0]).split(",") if each not in TARGETS]:
+        parser.error(f"no target {unknown[0]!r}: {', '.join(TARGETS)}")
+    return args
 
 
 def main() -> int:

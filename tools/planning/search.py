@@ -96,7 +96,7 @@ def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
     """Returns what starts the run of a layout on this cluster; the keys that were given, then those that were found."""
     words = list(options.overrides)
     if not any(word.startswith(("data.train=", "experiment=quickstart")) for word in words):
-        words.append("data.train=[data/corpus_train]")
+        words.append("data.train=[data/corpus]")
     return f"{_launch(options.world, cluster.node)} {shlex.join(words)} {found}".rstrip()
 
 

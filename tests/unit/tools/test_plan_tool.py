@@ -217,7 +217,7 @@ def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(c
     (command,) = [line.partition(": ")[2] for line in told.out.splitlines() if line.startswith("Run the first one")]
     start, script, world, *overrides = shlex.split(command)
     assert (start, script, world) == ("bash", "launch/local.sh", "2")
-    assert {"data.train=[data/corpus_train]", *run[-2:], *fixed} <= set(overrides)
+    assert {"data.train=[data/corpus]", *run[-2:], *fixed} <= set(overrides)
     assert planned_config(overrides, 2).precision.dtype == "bf16"
 
 
