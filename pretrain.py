@@ -88,11 +88,13 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 def _late_faults(config: Config, world: int) -> list[Fault]:
     """Returns what is checked with torch, of a configuration whose model and layout are legal."""
     from megatron5d.planning.fit import memory_faults
-    from megatron5d.train.preflight import data_faults, device_faults, glob_faults
+    from megatron5d.train.preflight import data_faults, device_faults, glob_faults, routing_faults
     from megatron5d.train.scheduling.auto_schedule import pipeline_faults
     from megatron5d.train.state import checkpoint_faults
 
-    checks = [pipeline_faults, device_faults, data_faults, glob_faults, checkpoint_faults, memory_faults]
+    checks = [
+        pipeline_faults, device_faults, data_faults, routing_faults, glob_faults, checkpoint_faults, memory_faults
+    ]  # fmt: skip
     if config.checkpoint.hf_export is not None:
         from megatron5d.train.hf_export import export_faults  # tokenizers and families: few runs need them
 

@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from forks import Fork
 from layouts import assert_parity, layout_run, make_rows, reference_run
 from parity.test_moe_layouts import config_of
-from ranks import run_ranks
+from ranks import RankFailure, run_ranks
 from runs import records, write_corpus
 
 from megatron5d.config.schema import PipelineConfig, RecomputeConfig
@@ -113,3 +115,61 @@ def test_a_whole_run_writes_its_experts_and_another_one_replays_them(tmp_path):
     written = np.load(tmp_path / "new" / "experts.npy")
     assert len(written) == 3 * 4 and len(np.unique(written)) > 1
     assert run_of(tmp_path, "moe.replay=new/experts.npy", world=1) == pytest.approx(losses, rel=1e-5)
+
+
+def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
+    """With exit code 2 and a way out, whatever is wrong with them."""
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    run_of(tmp_path, "moe.record=whole.npy", world=1)
+    whole = np.load(tmp_path / "whole.npy")
+    np.save(tmp_path / "short.npy", whole[:9])
+    np.save(tmp_path / "narrow.npy", whole[:, :-1])
+    np.save(tmp_path / "turned.npy", np.asfortranarray(np.where(np.arange(16)[:, None, None] == 5, 64, whole)))
+    np.save(tmp_path / "negative.npy", np.where(np.arange(12)[:, None, None, None] == 11, -1, whole.astype(np.int64)))
+    (tmp_path / "torn.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-1])
+    cases = {
+        "moe.replay=none.npy": "there is no file none.npy",
+        "moe.replay=short.npy": "short.npy has 9 samples, and train.steps = 3 takes 12\n    fix: train.steps=2 or less",
+        "moe.replay=narrow.npy": "routing here is whole numbers",
+        "moe.replay=torn.npy": "torn.npy is no file of routing",
+        "moe.replay=turned.npy": "turned.npy names experts 0 to 64 of",
+        "moe.replay=negative.npy": "negative.npy names experts -1 to ",
+        "moe.record=corpus.bin": "moe.record=corpus.bin is there, and no file of uint8",
+        "moe.record=whole.npy train.steps=4": "fix: moe.record=whole.npy.new, or null",
+    }
+    before = sorted(tmp_path.iterdir())
+    for arguments, said in cases.items():
+        ended = Fork(partial(main, [*RUN, *arguments.split()]), tmp_path).wait()
+        assert ended.returncode == 2 and said in ended.stderr and "1 fault" in ended.stderr, (arguments, ended.stderr)
+    assert sorted(tmp_path.iterdir()) == before
+    enough = ["moe.replay=short.npy", "train.steps=2"], ["moe.replay=short.npy", "train.stop_after=2"]
+    for arguments in (*enough, ["moe.record=whole.npy"]):
+        run_of(tmp_path, *arguments, world=1)
+
+
+def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron5d.train.preflight._looked_at", lambda size, stretches: [(0, 1)])
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    run_of(tmp_path, "moe.record=whole.npy", world=1)
+    whole = np.load(tmp_path / "whole.npy")
+    whole[9:] = 200
+    np.save(tmp_path / "whole.npy", whole)
+    with pytest.raises(RankFailure, match=r"stops the run: .*names experts 200 to 200 of .*moe.replay=null") as failure:
+        run_of(tmp_path, "moe.replay=whole.npy")
+    assert "Traceback" not in str(failure.value).partition("stops the run")[2].partition("log.traceback=true")[0]
+
+
+def test_what_a_run_takes_that_is_resumed_with_other_batches_is_known_before_it(tmp_path):
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    run_of(tmp_path, "moe.record=whole.npy", "checkpoint.dir=c", "train.stop_after=2", world=1)
+    for arguments, said in (
+        (["moe.record=whole.npy"], "moe.record=whole.npy is there, and no file of"),
+        (
+            ["moe.record=new.npy"],
+            "moe.record: the file has the 6 samples of train.steps, and the resumed run comes to 10",
+        ),
+        (["moe.replay=whole.npy"], "whole.npy has 12 samples, and train.steps = 3 takes 16"),
+    ):
+        more = [*arguments, "checkpoint.dir=c", "train.gbs=8" if "replay" in arguments[0] else "train.gbs=2"]
+        ended = Fork(partial(main, [*RUN, *more]), tmp_path).wait()
+        assert ended.returncode == 2 and said in ended.stderr, ended.stderr
