@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron5d.train.signals import EndOnSignals, StopFlag
@@ -65,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
 def _meeting(environment: Environment) -> Meeting:
     from megatron5d.train.meeting import Meeting
 
-    return Meeting(environment, lambda theirs, world: run_checks(theirs, world) or _late_faults(theirs, world))
+    return Meeting(
+        environment, lambda theirs, world: run_checks(theirs, world) or _late_faults(theirs, world, environment.rank)
+    )
 
 
 def _load(argv: Sequence[str], world: int, rank: int = 0, late: Any = None) -> Config:
@@ -75,7 +78,7 @@ def _load(argv: Sequence[str], world: int, rank: int = 0, late: Any = None) -> C
         rank=rank,
         model_from_hf=_model_from_hf,
         options=[schedule_faults],
-        checks=[late or _late_faults],
+        checks=[late or partial(_late_faults, rank=rank)],
     )
 
 
@@ -85,18 +88,24 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
     return model_config_from_hf(folder)
 
 
-def _late_faults(config: Config, world: int) -> list[Fault]:
+def _late_faults(config: Config, world: int, rank: int = 0) -> list[Fault]:
     """Returns what is checked with torch, of a configuration whose model and layout are legal."""
     from megatron5d.planning.fit import memory_faults
-    from megatron5d.train.preflight import data_faults, device_faults, glob_faults
+    from megatron5d.train.preflight import data_faults, device_faults, glob_faults, routing_faults
     from megatron5d.train.scheduling.auto_schedule import pipeline_faults
     from megatron5d.train.state import checkpoint_faults
 
-    checks = [pipeline_faults, device_faults, data_faults, glob_faults, checkpoint_faults, memory_faults]
+    checks = [
+        pipeline_faults, device_faults, data_faults, routing_faults, glob_faults, checkpoint_faults, memory_faults
+    ]  # fmt: skip
     if config.checkpoint.hf_export is not None:
         from megatron5d.train.hf_export import export_faults  # tokenizers and families: few runs need them
 
         checks.insert(-1, export_faults)
+    if rank == 0 and config.log.wandb.mode != "disabled":
+        from megatron5d.train.monitoring.trackers import wandb_faults  # W&B takes a second to import: rank 0 logs
+
+        checks.append(wandb_faults)
     return [fault for check in checks for fault in check(config, world)]
 
 

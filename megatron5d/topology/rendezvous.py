@@ -34,6 +34,12 @@ def wandb_mode(configured: str) -> str:
     return said if said in ("online", "offline", "disabled") and configured != "disabled" else configured
 
 
+def wandb_ways_out() -> str:
+    """Returns what can be done where W&B does not take what it is given, by the knob that decides on its mode."""
+    decides = os.environ.get("WANDB_MODE") in ("online", "offline")
+    return "`wandb login`, or " + ("WANDB_MODE=offline in the environment" if decides else "log.wandb.mode=offline")
+
+
 _POLL_S = 1.0  # longest pause between two requests: thousands of ranks may ask for minutes
 _KEYS_PER_REQUEST = 256
 _AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of its process has ended

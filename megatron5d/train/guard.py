@@ -129,11 +129,12 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
     Files, disks, other ranks, memory that ran out and numbers that are no longer finite are for the user, and so is a
     ValueError of our own: it says what is wrong with what. One that comes out of a library is a mistake of ours.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    cause = cause_of(error)
+    frames = traceback.extract_tb((cause or error).__traceback__)
     ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]
     said_by_us = bool(ours) and frames[-1] is ours[-1]
     for_the_user = OSError | FloatingPointError | torch.OutOfMemoryError
-    if not isinstance(cause_of(error), for_the_user) and not (isinstance(error, ValueError) and said_by_us):
+    if not isinstance(cause, for_the_user) and not (isinstance(cause, ValueError) and said_by_us):
         return None
     place = f", in {Path(ours[-1].filename).relative_to(_OURS.parent)}:{ours[-1].lineno}" if ours else ""
     said = "\n  ".join([str(error), *getattr(error, "__notes__", ())])

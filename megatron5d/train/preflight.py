@@ -6,6 +6,7 @@ as long as this rank's, the largest GEMM of a layer, a norm of the hidden state.
 """
 
 import fnmatch
+from bisect import bisect_right
 from dataclasses import asdict, replace
 from functools import partial
 from os.path import exists, isfile
@@ -13,7 +14,7 @@ from os.path import exists, isfile
 import torch
 
 from megatron5d.config.convert import value_of
-from megatron5d.config.derived import sample_len, split_of
+from megatron5d.config.derived import batch_schedule, resumed_progress, sample_len, samples_of_steps, split_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
@@ -187,13 +188,18 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     return [Fault("data-too-short", (knob, length_key), reason, fix, True)]
 
 
+def _looked_at(size: int, stretches: int) -> list[tuple[int, int]]:
+    """Returns the stretches of a file of `size` numbers that are looked at: where each begins, and its length."""
+    last = max(0, size - STRETCH_TOKENS)
+    starts = {last * i // max(1, stretches - 1) for i in range(stretches)} if last else {0}
+    return [(at, min(STRETCH_TOKENS, size - at)) for at in sorted(starts)]
+
+
 def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -> list[Fault]:
     """Ids of one pair of .bin and .idx that the model does not have, as far as some stretches of it show."""
     dataset, size = IndexedDataset(prefix, checked=False), config.model.vocab_size
-    last = max(0, dataset.num_tokens - STRETCH_TOKENS)
-    starts = {last * i // max(1, stretches - 1) for i in range(stretches)} if last else {0}
     try:
-        ids = [dataset.tokens(at, min(STRETCH_TOKENS, dataset.num_tokens - at)) for at in sorted(starts)]
+        ids = [dataset.tokens(at, count) for at, count in _looked_at(dataset.num_tokens, stretches)]
     except (ValueError, OSError) as error:
         return [Fault("data-broken", (knob,), f"{knob}: {error}", f"{knob}=[PREFIX] of files that can be read", True)]
     largest = max((int(each.max()) for each in ids if len(each)), default=0)
@@ -218,6 +224,68 @@ def _tokenizer_faults(config: Config) -> list[Fault]:
     )
     knobs = ("data.eod_mask_loss", "data.tokenizer")
     return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
+
+
+def routing_faults(config: Config, world: int) -> list[Fault]:
+    """Returns what is wrong with the file of experts that `moe.replay` reads, or in the way of that of `moe.record`.
+
+    As of data, some stretches are read of a long file; other faults inside of it end the run.
+    """
+    moe, model, seq_len = config.moe, config.model, config.train.seq_len
+    if moe.replay is None and moe.record is None:
+        return []
+    from megatron5d.expert_parallel.replay import RoutingFile  # few runs need it
+
+    if moe.record is not None:
+        whole = samples_of_steps(config.train.steps, batch_schedule(config))
+        try:
+            if isfile(moe.record):
+                RoutingFile(moe.record, model, seq_len, whole).refuse_another()
+        except (ValueError, OSError) as error:
+            fix = f"moe.record={moe.record}.new, or null"
+            return [Fault("moe-record-another", ("moe.record",), str(error), fix, True)]
+        if (needed := _samples_needed(config)) <= whole:
+            return []
+        reason = f"moe.record: the file has the {whole} samples of train.steps, and the resumed run comes to {needed}"
+        fix = "moe.record=null, or train.gbs and train.gbs_ramp as before"
+        return [Fault("moe-record-too-short", ("moe.record", "train.gbs"), reason, fix, True)]
+    assert moe.replay is not None
+    if not isfile(moe.replay):
+        return []  # which a check reports
+    broken = partial(
+        Fault, "moe-replay-broken", ("moe.replay",), fix="moe.replay=FILE as moe.record writes it, or null"
+    )
+    try:
+        experts = RoutingFile(moe.replay, model, seq_len).experts
+    except ValueError as error:
+        return [broken(f"moe.replay: {error}")]
+    if (needed := _samples_needed(config)) > len(experts):
+        return [_too_short(config, len(experts), needed)]
+    flat = experts.ravel(order="K")
+    part = flat[: needed * experts[0].size] if experts.flags.c_contiguous else flat
+    seen = [part[at : at + count] for at, count in _looked_at(len(part), STRETCHES_OF_ALL)]
+    least, most = min(int(each.min()) for each in seen), max(int(each.max()) for each in seen)
+    if least >= 0 and most < model.num_experts:
+        return []
+    return [broken(f"moe.replay: {moe.replay} names experts {least} to {most} of {model.num_experts}")]
+
+
+def _samples_needed(config: Config, steps: int | None = None) -> int:
+    """Returns the number after that of the last sample of a run; `steps` = train.stop_after, or all."""
+    last = (config.train.stop_after or config.train.steps) if steps is None else steps
+    done = resumed_progress(config)
+    left = max(0, last - done.get("step", 0))
+    return samples_of_steps(left, batch_schedule(config), done.get("consumed_samples", 0))
+
+
+def _too_short(config: Config, have: int, needed: int) -> Fault:
+    """Returns the fault of a file of `moe.replay` that has fewer samples than the run takes."""
+    key, first = "train.stop_after" if config.train.stop_after else "train.steps", resumed_progress(config)
+    most = bisect_right(range(1, config.train.steps + 1), have, key=lambda last: _samples_needed(config, last))
+    reason = f"moe.replay: {config.moe.replay} has {have} samples, and {key} = {value_of(config, key)} takes {needed}"
+    shorter = f"{key}={most} or less, or " if most > first.get("step", 0) else ""
+    fix = f"{shorter}moe.replay=FILE of at least {needed} samples, or null"
+    return Fault("moe-replay-too-short", ("moe.replay", key), reason, fix, True)
 
 
 def parameter_names(config: Config) -> list[str]:

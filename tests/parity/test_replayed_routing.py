@@ -1,16 +1,22 @@
 """Experts that a file names, on any layout; and the file that a run on any layout writes of its own."""
 
 import dataclasses
+import os
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from forks import Fork
 from layouts import assert_parity, layout_run, make_rows, reference_run
 from parity.test_moe_layouts import config_of
+from ranks import RankFailure, run_ranks
+from runs import records, write_corpus
 
 from megatron5d.config.schema import PipelineConfig, RecomputeConfig
 from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.replay import RoutingFile
+from pretrain import main
 
 STEPS = 2
 LAYOUTS = {
@@ -55,20 +61,115 @@ def test_what_a_run_writes_are_the_experts_of_its_own(layout, tmp_path):
     assert reference_run(dataclasses.replace(plain, moe=moe), rows, STEPS).losses != wanted.losses
 
 
-def test_a_file_that_does_not_fit_is_refused(tmp_path):
+def test_a_file_that_does_not_fit_is_told_by_the_first_tokens(tmp_path):
     model, path = config_of("mixtral").model, str(tmp_path / "experts.npy")
     tokens = Tokens(torch.zeros(3, dtype=torch.int64), torch.arange(3), None, 1, torch.tensor([1]))
-    with pytest.raises(ValueError, match="is no file of routing"):
-        RoutingFile(path, model, 3)
+
+    def told(samples=None):
+        with pytest.raises(ValueError) as error:
+            RoutingFile(path, model, 3, samples).chosen(0, tokens)
+        return str(error.value)
+
+    assert "is no file of routing" in told()
+    np.savez(tmp_path / "several", np.zeros(3))
+    (tmp_path / "several.npz").rename(path)
+    assert "it holds several arrays" in told()
     for bad in (np.zeros((2, 3, 2, 5), np.int64), np.zeros((2, 3, 2, 2))):
         np.save(path, bad)
-        with pytest.raises(ValueError, match="routing here is whole numbers"):
-            RoutingFile(path, model, 3)
+        assert "routing here is whole numbers" in told()
     np.save(path, np.full((2, 3, 2, 2), 8))
-    with pytest.raises(ValueError, match="names experts 8 to 8 of 8"):
-        RoutingFile(path, model, 3).chosen(0, tokens)
+    assert "names experts 8 to 8 of 8 in samples 1 to 1" in told()
     np.save(path, np.zeros((1, 3, 2, 2), np.int64))
-    with pytest.raises(ValueError, match="ends before sample 1: it has 1"):
-        RoutingFile(path, model, 3).chosen(0, tokens)
-    with pytest.raises(ValueError, match="is there, and no file of uint8"):
-        RoutingFile(path, model, 3, samples=4)
+    assert "ends before sample 1: it has 1" in told()
+    assert "is there, and no file of uint8" in told(samples=4)
+
+
+RUN = [
+    *(
+        "model=tiny_moe",
+        "model.vocab_size=97",
+        "train.gbs=4",
+        "train.seq_len=16",
+        "train.steps=3",
+        "log.progress=false",
+    ),
+    *("log.memory_check=warn", "data.train=[corpus]"),
+]
+
+
+def run_of(folder, *arguments, world=2):
+    """Runs pretrain.py's ranks in a folder with a corpus; returns the losses that they log."""
+
+    def one(rank, world):
+        os.chdir(folder)
+        return main([*RUN, "log.jsonl=log.jsonl", *arguments])
+
+    assert run_ranks(one, world) == [0] * world
+    return [record["loss"] for record in records(folder / "log.jsonl")]
+
+
+def test_a_whole_run_writes_its_experts_and_another_one_replays_them(tmp_path):
+    """A run is planned before it begins, with other batches than its own: no plan may leave a file there."""
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    losses = run_of(tmp_path, "moe.record=new/experts.npy")
+    written = np.load(tmp_path / "new" / "experts.npy")
+    assert len(written) == 3 * 4 and len(np.unique(written)) > 1
+    assert run_of(tmp_path, "moe.replay=new/experts.npy", world=1) == pytest.approx(losses, rel=1e-5)
+
+
+def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
+    """With exit code 2 and a way out, whatever is wrong with them."""
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    run_of(tmp_path, "moe.record=whole.npy", world=1)
+    whole = np.load(tmp_path / "whole.npy")
+    np.save(tmp_path / "short.npy", whole[:9])
+    np.save(tmp_path / "narrow.npy", whole[:, :-1])
+    np.save(tmp_path / "turned.npy", np.asfortranarray(np.where(np.arange(16)[:, None, None] == 5, 64, whole)))
+    np.save(tmp_path / "negative.npy", np.where(np.arange(12)[:, None, None, None] == 11, -1, whole.astype(np.int64)))
+    (tmp_path / "torn.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-1])
+    cases = {
+        "moe.replay=none.npy": "there is no file none.npy",
+        "moe.replay=short.npy": "short.npy has 9 samples, and train.steps = 3 takes 12\n    fix: train.steps=2 or less",
+        "moe.replay=narrow.npy": "routing here is whole numbers",
+        "moe.replay=torn.npy": "torn.npy is no file of routing",
+        "moe.replay=turned.npy": "turned.npy names experts 0 to 64 of",
+        "moe.replay=negative.npy": "negative.npy names experts -1 to ",
+        "moe.record=corpus.bin": "moe.record=corpus.bin is there, and no file of uint8",
+        "moe.record=whole.npy train.steps=4": "fix: moe.record=whole.npy.new, or null",
+    }
+    before = sorted(tmp_path.iterdir())
+    for arguments, said in cases.items():
+        ended = Fork(partial(main, [*RUN, *arguments.split()]), tmp_path).wait()
+        assert ended.returncode == 2 and said in ended.stderr and "1 fault" in ended.stderr, (arguments, ended.stderr)
+    assert sorted(tmp_path.iterdir()) == before
+    enough = ["moe.replay=short.npy", "train.steps=2"], ["moe.replay=short.npy", "train.stop_after=2"]
+    for arguments in (*enough, ["moe.record=whole.npy"]):
+        run_of(tmp_path, *arguments, world=1)
+
+
+def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron5d.train.preflight._looked_at", lambda size, stretches: [(0, 1)])
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    run_of(tmp_path, "moe.record=whole.npy", world=1)
+    whole = np.load(tmp_path / "whole.npy")
+    whole[9:] = 200
+    np.save(tmp_path / "whole.npy", whole)
+    with pytest.raises(RankFailure, match=r"stops the run: .*names experts 200 to 200 of .*moe.replay=null") as failure:
+        run_of(tmp_path, "moe.replay=whole.npy")
+    assert "Traceback" not in str(failure.value).partition("stops the run")[2].partition("log.traceback=true")[0]
+
+
+def test_what_a_run_takes_that_is_resumed_with_other_batches_is_known_before_it(tmp_path):
+    write_corpus(tmp_path / "corpus", vocab_size=97)
+    run_of(tmp_path, "moe.record=whole.npy", "checkpoint.dir=c", "train.stop_after=2", world=1)
+    for arguments, said in (
+        (["moe.record=whole.npy"], "moe.record=whole.npy is there, and no file of"),
+        (
+            ["moe.record=new.npy"],
+            "moe.record: the file has the 6 samples of train.steps, and the resumed run comes to 10",
+        ),
+        (["moe.replay=whole.npy"], "whole.npy has 12 samples, and train.steps = 3 takes 16"),
+    ):
+        more = [*arguments, "checkpoint.dir=c", "train.gbs=8" if "replay" in arguments[0] else "train.gbs=2"]
+        ended = Fork(partial(main, [*RUN, *more]), tmp_path).wait()
+        assert ended.returncode == 2 and said in ended.stderr, ended.stderr

@@ -233,6 +233,15 @@ def data_tokenizer_file(c: Config, world: int) -> Faults:
         )
 
 
+@check("moe.replay")
+def moe_replay_file(c: Config, world: int) -> Faults:
+    if c.moe.replay is not None and not isfile(c.moe.replay):
+        yield fault(
+            f"moe.replay: there is no file {c.moe.replay} (seen from {Path.cwd()})",
+            "moe.replay=FILE that exists, as moe.record writes it, or null",
+        )
+
+
 def _is_there(path: str | Path) -> bool:
     """Returns whether something has this name, also a link whose target is gone."""
     return exists(path) or islink(path)
@@ -290,6 +299,7 @@ WRITABLE_CHECKS = (
     *_writable_checks("log.wandb.dir"),
     *_writable_checks("log.jsonl", "file"),
     *_writable_checks("log.tensorboard"),
+    *_writable_checks("moe.record", "file"),
     *_writable_checks("log.profile"),
     *_writable_checks("log.memory_snapshot"),
     _writable_checks("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
@@ -308,7 +318,10 @@ def _files_of_run(c: Config) -> dict[str, str]:
     prefixes = [source.prefix for source in map(source_of, sources) if source.is_legal]
     files = {prefix + ending: "the data" for prefix in prefixes for ending in (".bin", ".idx")}
     files |= {str(Path(each, "config.json")): "a model" for each in (c.model.from_hf, c.init.from_hf) if each}
-    named = {c.data.tokenizer: "data.tokenizer", _schedule_file(c): "pipeline.schedule"}
+    named = {
+        c.data.tokenizer: "data.tokenizer", _schedule_file(c): "pipeline.schedule", c.moe.replay: "moe.replay",
+        c.moe.record: "moe.record",
+    }  # fmt: skip
     files |= {name: what for name, what in named.items() if name}
     if c.checkpoint.dir:
         files |= {str(Path(c.checkpoint.dir, name)): "checkpoint.dir" for name in ("run.lock", "latest")}

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from megatron5d.comm.collectives import all_reduce
+from megatron5d.config.errors import Refused
 from megatron5d.model.flops import flops_per_token
 from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.stragglers import SlowRanks
-from megatron5d.train.monitoring.writers import InBackground, JsonLines, ProgressDisplay, Writers, memory_gb
+from megatron5d.train.monitoring.writers import InBackground, JsonLines, ProgressDisplay, Writers, harmless, memory_gb
 from megatron5d.train.step import StepResult
 
 _SMALL = 1e-3  # of all bytes: an axis that carries less carries counts and norms, which nobody predicts
@@ -139,21 +140,42 @@ class Reporter:
             self._writers.add(f"log.jsonl = {log.jsonl}", JsonLines(log.jsonl, progress.step))
         if not log.tensorboard and mode == log.wandb.mode == "disabled":
             return
-        from megatron5d.train.monitoring.trackers import TensorBoard, Wandb, run_facts
+        from megatron5d.train.monitoring.trackers import TensorBoard
 
         if log.tensorboard:
-            self._writers.add(f"log.tensorboard = {log.tensorboard}", TensorBoard(config, progress.step))
+            with harmless(name := f"log.tensorboard = {log.tensorboard}", self.say):
+                self._writers.add(name, TensorBoard(config, progress.step))
         if mode != log.wandb.mode:
             self.say(f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}")
         if mode != "disabled":
-            wandb = Wandb(config, mode, progress.wandb_id, run_facts(config, self.run.mesh.sizes))
-            progress.wandb_id = wandb.run_id
-            self._writers.add(f"log.wandb.mode = {mode} (Weights & Biases)", InBackground(wandb))
-            if wandb.last > progress.step:
-                self.say(
-                    f"Weights & Biases has the steps up to {wandb.last} of run {wandb.run_id} already: those from "
-                    f"{progress.step + 1} on are not sent again"
-                )
+            self._add_wandb(mode)
+
+    def _add_wandb(self, mode: str) -> None:
+        """Starts W&B; where its server does not answer, offline, so that the run can be sent later.
+
+        Raises Refused: as `Wandb`.
+        """
+        from megatron5d.train.monitoring.trackers import Wandb, run_facts
+
+        progress, name = self.run.progress, f"log.wandb.mode = {mode} (Weights & Biases)"
+        facts = run_facts(self.run.config, self.run.mesh.sizes)
+        try:
+            wandb = Wandb(self.run.config, mode, progress.wandb_id, facts)
+        except Refused:
+            raise
+        except Exception as error:
+            self.say(f"WARNING: {name}: {type(error).__name__}: {error}; the training continues")
+            if mode == "online":
+                self.say("Weights & Biases is written offline; send it with `wandb sync DIR/wandb/offline-run-*`")
+                self._add_wandb("offline")
+            return
+        progress.wandb_id = wandb.run_id
+        self._writers.add(name, InBackground(wandb))
+        if wandb.last > progress.step:
+            self.say(
+                f"Weights & Biases has the steps up to {wandb.last} of run {wandb.run_id} already: those from "
+                f"{progress.step + 1} on are not sent again"
+            )
 
     def start_clock(self) -> None:
         self.run.ledger.clear()

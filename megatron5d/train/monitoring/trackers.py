@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.config.convert import to_dict
+from megatron5d.config.errors import Fault, Refused
 from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
+from megatron5d.topology.rendezvous import wandb_mode, wandb_ways_out
 from megatron5d.train.preflight import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
@@ -29,6 +31,25 @@ def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
     return {**layout, **about}
 
 
+def wandb_faults(config: Config, world: int) -> list[Fault]:
+    """Returns what keeps W&B from logging in from this node, of rank 0; nobody is asked whether the key is right."""
+    if wandb_mode(config.log.wandb.mode) != "online":
+        return []
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    try:
+        host = wandb.setup().settings.base_url
+        if wbauth.authenticate_session(host=host, source="pretrain.py", prompt=False, update_session=False):
+            return []
+        reason = f"no API key for {host}"
+    except wandb.errors.AuthenticationError as error:
+        reason = str(error)
+    except Exception:  # noqa: BLE001 - another version of wandb, which says at the start what it lacks
+        return []
+    return [Fault("wandb-key", ("log.wandb.mode",), f"log.wandb.mode = online: {reason}", wandb_ways_out(), local=True)]
+
+
 class Wandb:
     """A Weights & Biases run that a resumed job continues under the same id.
 
@@ -38,7 +59,8 @@ class Wandb:
         facts: of `run_facts`.
 
     Raises:
-        ValueError: Weights & Biases cannot be reached, or knows no key.
+        Refused: it has no key, or is asked for what it does not do: a tag that is too long.
+        Exception: of W&B itself, whose server does not answer, or whose process does not start.
     """
 
     def __init__(self, config: Config, mode: str, run_id: str | None, facts: Mapping[str, Any]) -> None:
@@ -61,9 +83,8 @@ class Wandb:
                 config={**to_dict(config), "run": dict(facts)},
                 settings=wandb.Settings(silent=mode == "offline", console="off", git_root=str(ROOT)),
             )
-        except Exception as error:  # no key, no network, a tag that is too long
-            ways = "`wandb login`, or log.wandb.mode=offline"
-            raise ValueError(f"log.wandb.mode = {mode}: {error} ({ways})") from error
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise Refused(f"log.wandb.mode = {mode}: {error} ({wandb_ways_out()})") from error
         self._run.define_metric("tokens")
         self._run.define_metric("loss", step_metric="tokens")
         self._run.define_metric("valid_loss*", step_metric="tokens", summary="min,last")

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron5d.config.convert import keys
 from megatron5d.planning import layout_search as layouts
 from megatron5d.planning.planned_config import planned_config
 from megatron5d.tools.plan import main
+from megatron5d.tools.visualize import main as report
 
 ROOT = Path(__file__).parents[3]
 RUN = ["memory", "--world", "8", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.pp=2"]
@@ -232,3 +234,31 @@ def test_a_large_model_in_a_toys_precision_is_noted_with_the_experiment_to_take(
 def test_memory_says_of_what(capsys):
     assert main([*RUN]) == 0
     assert " ranks: dp " in capsys.readouterr().out.splitlines()[0]
+
+
+PLACES = [
+    *("moe.record", "moe.replay", "checkpoint.dir", "data.cache_dir", "data.tokenizer", "init.from_checkpoint"),
+    *("init.from_hf", "log.dir", "log.jsonl", "log.memory_snapshot", "log.profile", "log.tensorboard", "log.wandb.dir"),
+]
+NO_PLACES = [
+    *("pipeline.costs", "data.split", "checkpoint.hf_export", "log.wandb.name", "log.wandb.group", "log.wandb.entity"),
+]
+READ_BY_A_PLAN = ["model.from_hf"]
+
+
+@pytest.mark.parametrize("command", ["memory --device h100", "memory --device-gb 0.001", "step", "search", "report"])
+def test_a_plan_touches_no_file_that_its_run_names(command, tmp_path, monkeypatch):
+    """Models are built to be planned, and files of the run are not there, or hold what another run has left."""
+    named = [key for key, kind in keys().items() if kind == (str | None)]
+    assert sorted(named) == sorted([*PLACES, *NO_PLACES, *READ_BY_A_PLAN])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "left").write_text("of another run")
+    run = ["--world", "2", "model=tiny_moe", "precision.dtype=bf16", "train.gbs=4", "optim.freeze=[*router*]"]
+    run += ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "recompute.mode=none"]
+    tool, run = (report, [command, *run]) if command == "report" else (main, [*command.split(), *run])
+    for place in ("absent", "left"):
+        for apart in ({"moe.record", "init.from_hf"}, {"moe.replay", "init.from_checkpoint"}):
+            given = [f"{key}={place}{'/log' * (key == 'log.jsonl')}" for key in PLACES if key not in apart]
+            assert tool([*run, *given, *["-o", "report.html"] * (command == "report")]) in (0, 1)
+    assert {path.name for path in tmp_path.iterdir()} <= {"left", "report.html"}
+    assert (tmp_path / "left").read_text() == "of another run"
