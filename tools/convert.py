@@ -178,5 +178,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    print_anywhere()
+    print_anywhere("interrupted" + ("; the same command continues" if "reshard" in sys.argv[1:2] else ""))
     sys.exit(main())
