@@ -105,8 +105,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             out.show = "help"
         elif flag == "--cfg":
             out.show = out.show or "cfg"
-            if not equals and rest and rest[0] in ("job", "all"):
-                rest.pop(0)
+            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                equals, value = "=", rest.pop(0)
+            if equals and value not in ("job", "all"):
+                out.faults.append(Fault("flag-value", (flag,), f"{flag} {value}: it takes only job", f"{flag} job"))
         elif flag in ("--config-dir", "--config-name"):
             value = value if equals else (rest.pop(0) if rest and "=" not in rest[0] else "")
             _take(out, flag, value)
