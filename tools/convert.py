@@ -33,6 +33,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,10 +168,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     module, _, function = COMMANDS[args.command].function.partition(".")
-    work = f"megatron5d.tools.conversion.{module}"
-    return exit_code("convert", lambda: getattr(import_module(work), function)(args), getattr(args, "out", None))
+    work, out = f"megatron5d.tools.conversion.{module}", getattr(args, "out", None)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()] if out else []
+    code = exit_code("convert", lambda: getattr(import_module(work), function)(args), out)
+    for folder in made if code else []:
+        with suppress(OSError):  # it holds what the same command continues with, or was not made
+            folder.rmdir()
+    return code
 
 
 if __name__ == "__main__":
-    print_anywhere()
+    print_anywhere("interrupted" + ("; the same command continues" if "reshard" in sys.argv[1:2] else ""))
     sys.exit(main())

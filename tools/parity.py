@@ -30,7 +30,7 @@ if not __package__:  # a script of a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.convert import parse_json
-from megatron5d.config.errors import ConfigError, refuse
+from megatron5d.config.errors import ConfigError, names_file, names_option, refuse
 from megatron5d.planning.planned_config import planned_config
 
 
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         refuse(error.faults)
     except (ValueError, OSError) as error:
-        print(f"parity.py: error: {error}", file=sys.stderr)
+        print(f"parity.py: error: {names_file(error, options.certificate)}", file=sys.stderr)
         return 2
 
 
@@ -105,8 +105,10 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """Returns whether a certificate was made of this code, of the overrides that it names or of those given."""
+    with names_option(f"--check {options.check}"):
+        content = options.check.read_bytes()
     try:
-        certificate = parse_json(options.check.read_bytes())
+        certificate = parse_json(content)
     except ValueError:  # not JSON, or not even text
         certificate = None
     if not isinstance(certificate, dict) or "overrides" not in certificate:

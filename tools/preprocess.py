@@ -137,5 +137,5 @@ def tell(summary: dict, args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    print_anywhere()
+    print_anywhere("interrupted; the same command continues")
     sys.exit(main())

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import exit_code
+from megatron5d.config.errors import exit_code, names_option
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import chrome_trace, draw_png, draw_svg, draw_text
@@ -183,7 +184,8 @@ def _costs(options: argparse.Namespace) -> Costs:
 
 def _program(options: argparse.Namespace) -> Program:
     if options.schedule.startswith("file:"):
-        return read_file(Path(options.schedule.removeprefix("file:")), options.pp, options.microbatches)
+        with names_option(f"--schedule {options.schedule}"):
+            return read_file(Path(options.schedule.removeprefix("file:")), options.pp, options.microbatches)
     return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
@@ -219,17 +221,18 @@ def _show(options: argparse.Namespace) -> int:
     result = simulate(program, _stage_costs(options, program)[0])
     if not result.makespan:
         raise ValueError("no action takes any time, so there is nothing to draw; set F, I or W of --costs above 0")
-    if options.svg:
-        options.svg.write_text(draw_svg(program, result))
-    if options.png:
-        draw_png(program, result, options.png)
-    if options.trace:
-        options.trace.write_text(json.dumps(chrome_trace(program, result)))
-    if options.csv:
-        options.csv.write_text(write_program(program))
-    written = [str(path) for path in (options.svg, options.png, options.trace, options.csv) if path]
+    write: dict[str, Callable[[Path], object]] = {
+        "svg": lambda path: path.write_text(draw_svg(program, result)),
+        "png": lambda path: draw_png(program, result, path),
+        "trace": lambda path: path.write_text(json.dumps(chrome_trace(program, result))),
+        "csv": lambda path: path.write_text(write_program(program)),
+    }
+    written = {kind: path for kind in write if (path := getattr(options, kind))}
+    for kind, path in written.items():
+        with names_option(f"--{kind} {path}", "written"):
+            write[kind](path)
     if written:
-        print("wrote " + ", ".join(written))
+        print("wrote " + ", ".join(map(str, written.values())))
     else:
         lengths = result.end - result.start
         shortest = float(lengths[lengths > 0].min())  # of a stage without layers nothing is drawn
@@ -330,13 +333,15 @@ def _search(options: argparse.Namespace) -> int:
     if isinstance(chosen, LayerCosts):
         figures["balance"] = chosen.balance
     if options.csv:
-        options.csv.write_text(write_program(found.program))
+        with names_option(f"--csv {options.csv}", "written"):
+            options.csv.write_text(write_program(found.program))
     _print_figures(figures, options.json)
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    program = read_file(options.file, options.pp, options.microbatches)
+    with names_option(f"verify {options.file}"):
+        program = read_file(options.file, options.pp, options.microbatches)
     peaks = verify(program, None if options.memory is None else options.memory * options.pp)
     if options.json:
         figures = {"ok": True, "num_stages": program.num_stages, "placement": placement_name(program.placement)}

@@ -11,8 +11,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,17 @@ class Arguments:
     faults: list[Fault] = field(default_factory=list)
 
 
-def print_anywhere() -> None:
-    """Prepares standard output and error for whatever they lead to.
+def print_anywhere(interrupted: str = "interrupted") -> None:
+    """Prepares standard output and error for whatever they lead to, and the program for Ctrl-C.
 
     A terminal that lacks a character shows its code, instead of ending the program that prints it. Where nobody reads
-    any more (`| head`), the program ends as shells expect it.
+    any more (`| head`), the program ends as shells expect it. On Ctrl-C it says `NAME: interrupted` in place of a
+    traceback, and Python ends it as SIGINT does: a shell shows exit code 130.
+
+    Args:
+        interrupted: what it says on Ctrl-C.
     """
+    sys.excepthook = partial(_told, f"{Path(sys.argv[0]).stem}: {interrupted}", sys.excepthook)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -55,6 +61,14 @@ def print_anywhere() -> None:
             found = io.TextIOWrapper(buffer, stream.encoding, shown, None, lines, stream.write_through)
             setattr(sys, name, found)
             atexit.register(_flush, found)
+
+
+def _told(interrupted: str, otherwise: Callable[..., None], kind: type[BaseException], *error: Any) -> None:
+    """Shows an exception that nothing has caught."""
+    if issubclass(kind, KeyboardInterrupt):
+        print(interrupted, file=sys.stderr, flush=True)
+    else:
+        otherwise(kind, *error)
 
 
 class _Stream(io.FileIO):
@@ -91,8 +105,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             out.show = "help"
         elif flag == "--cfg":
             out.show = out.show or "cfg"
-            if not equals and rest and rest[0] in ("job", "all"):
-                rest.pop(0)
+            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                equals, value = "=", rest.pop(0)
+            if equals and value not in ("job", "all"):
+                out.faults.append(Fault("flag-value", (flag,), f"{flag} {value}: it takes only job", f"{flag} job"))
         elif flag in ("--config-dir", "--config-name"):
             value = value if equals else (rest.pop(0) if rest and "=" not in rest[0] else "")
             _take(out, flag, value)

@@ -1,7 +1,8 @@
 """Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
@@ -87,8 +88,19 @@ def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
 
 def names_file(error: Exception, written: object) -> str:
     """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written."""
-    nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
-    return f"{written}: {error}" if nameless and written is not None else str(error)
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    file = written if error.filename is None else error.filename
+    return error.strerror if file is None else f"{file}: {error.strerror}"
+
+
+@contextmanager
+def names_option(option: str, done: str = "read") -> Iterator[None]:
+    """Raises ValueError in place of an OSError: it names the option whose file cannot be read, or what is `done`."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} cannot be {done}: {error.strerror or error}") from error
 
 
 def exit_code(tool: str, run: Callable[[], int | None], written: object = None, *, quiet: bool = False) -> int:

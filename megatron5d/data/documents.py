@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -213,9 +215,12 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(recipe,))
     waiting: deque[tuple[Unit, Future[Tokenized]]] = deque()
+    resource_tracker.ensure_running()  # else its start, within that of the first process, lets interrupts in again
     try:
         for unit in todo:
-            waiting.append((unit, pool.submit(tokenize_unit, unit, recipe)))
+            with _held_interrupts():
+                future = pool.submit(tokenize_unit, unit, recipe)
+            waiting.append((unit, future))
             if len(waiting) >= workers * UNITS_IN_FLIGHT:
                 unit, future = waiting.popleft()
                 yield unit, future.result()
@@ -230,9 +235,18 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """Keeps SIGINT from processes that are started, for good: their parent handles it. To this one it comes later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(recipe: Recipe) -> None:
-    """Loads the tokenizer, ignores interrupts, which the parent handles, and exits when the parent dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Loads the tokenizer, and exits when the parent dies."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

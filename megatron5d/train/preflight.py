@@ -154,7 +154,7 @@ def data_faults(config: Config, world: int) -> list[Fault]:
             )
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
         found += _tokenizer_faults(config)
-    return found
+    return list(dict.fromkeys(found))  # of a prefix for training and validation (data.split) most are the same
 
 
 def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:

@@ -189,7 +189,7 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
         (["model=tiny", "--world", "2", "train.gbs=3", "--json"], "train.gbs = 3 is not a multiple"),
         (["model=tiny", "--world", "2", "optim.freeze=[nosuch.*]"], "nosuch.* matches no parameter"),
         (["--world", "2", "--certificate", "nowhere/parity.json"], "--certificate nowhere/parity.json: no folder"),
-        (["--check", "nowhere.json"], "nowhere.json"),
+        (["--check", "nowhere.json"], "--check nowhere.json cannot be read: No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, said, capsys):

@@ -6,6 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -189,6 +190,7 @@ def in_processes(work: Callable[[int], T], count: int, num_workers: int) -> Iter
 
 def _begin(work: Callable[[int], Any], parent: int) -> None:
     die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback; the parent tells
     _FORKED.append(work)
 
 

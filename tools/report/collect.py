@@ -5,6 +5,7 @@ Every number comes from the planner, the schedule simulator, or a layer that run
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -150,7 +151,8 @@ def layout_record(asked: Asked) -> dict[str, Any]:
     config, world, until = asked.config, asked.world, time.monotonic() + MOST_VARIANTS_S
     on = _switched_on(config)
     known = ({0: "zero"} if "zero" in on else {}) | {config.parallel.zero: ""}  # ZeRO stage -> variant
-    with ProcessPoolExecutor(2) as pool:
+    quietly = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C without a traceback; the parent tells
+    with ProcessPoolExecutor(2, initializer=signal.signal, initargs=quietly) as pool:
         itself = pool.submit(_itself, asked)
         stages = {stage: pool.submit(zero_stage, asked, stage) for stage in range(4) if stage not in known}
         pipeline = pool.submit(pipeline_record, config, world, asked.cluster)

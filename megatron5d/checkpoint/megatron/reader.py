@@ -28,6 +28,7 @@ from megatron5d.checkpoint.index import SavedTensor
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, layer_name, to_our_rows
 from megatron5d.checkpoint.storage import Reader, read
+from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.convert import read_json
 from megatron5d.config.schema import ModelConfig
 
@@ -148,6 +149,9 @@ class _Reader(Reader):
 
     def advice(self) -> str:
         return "Copy the checkpoint again"
+
+    def _check_save(self, found: Save | None) -> None:
+        """Takes a file of any save: to-megatron's files name theirs, Megatron's none, and no index says which."""
 
 
 def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:

@@ -144,6 +144,11 @@ def _are_scales(key: str, c: Config) -> bool:
     return all(re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?\s+\S+", each) for each in value_of(c, f"optim.{key}"))
 
 
+def _is_step_or_range(text: str) -> bool:
+    match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    return match is not None and int(match[1]) <= int(match[2] or match[1])
+
+
 def _ramp_is_shaped(c: Config) -> bool:
     text = " ".join(c.train.gbs_ramp or ["0:1"])
     return re.fullmatch(rf"0*[1-9]\d*( 0*[1-9]\d*){{2}}|{STAGE.pattern}( +{STAGE.pattern})*", text) is not None
@@ -189,8 +194,8 @@ _SHAPES = [
            for each in c.checkpoint.keep.split("+")), "K or last:K, every:N, best:K, joined by +", lambda c: "2"),
     _shape("checkpoint.hf_export", lambda c: re.fullmatch(r"last|every:[1-9]\d*", c.checkpoint.hf_export or "last")
            is not None, "every:N, last or null", lambda c: "last"),
-    _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
-           "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
+    _shape("data.skip_steps", lambda c: all(map(_is_step_or_range, c.data.skip_steps)),
+           "a list of steps from 1 and of ranges such as 120-169, the lower first", lambda c: "[]"),
     *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")
       for key in ("lr_scale", "decay_scale")),
     _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),

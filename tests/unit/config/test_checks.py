@@ -189,6 +189,12 @@ def test_fix_is_the_nearest_legal_value(values, world, fix):
     assert fix in [fault.fix for fault in run_checks(changed(values), world)]
 
 
+@pytest.mark.parametrize("steps", [["5-2"], ["10-9"], ["1", "300-299"], ["0"], ["0-3"], ["-3"], ["abc"]])
+def test_steps_that_no_run_passes_over_are_refused(steps):
+    assert broken_ids({"data.skip_steps": steps}) == ["data-skip-steps"]
+    assert broken_ids({"data.skip_steps": ["2-5", "9-10", "7-7", "3"]}) == []
+
+
 def test_a_data_file_with_its_ending_is_understood(tmp_path):
     (tmp_path / "web.bin").touch()
     broken = run_checks(changed({"data.train": [f"0.5 {tmp_path}/web.bin"]}), 1)

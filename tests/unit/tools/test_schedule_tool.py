@@ -114,8 +114,15 @@ def test_verify_a_file(capsys, tmp_path):
         (("simulate", "--schedule", "dualpip", "--pp", "4", "--microbatches", "8"), "did you mean dualpipe"),
         (("simulate", "--schedule", "dualpipe", "--pp", "5", "--microbatches", "8"), "parallel.pp=6"),
         (("simulate", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "Q=1"), "unknown key 'Q'"),
-        (("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "/nowhere/x.csv"),
-        (("verify", "/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "/nowhere/x.csv"),
+        (
+            ("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"),
+            "x.csv cannot be read: No such file",
+        ),
+        (("verify", "/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "verify /nowhere/x.csv cannot be read: No "),
+        *(
+            (("show", *NAMED, f"--{kind}", "/nowhere/x"), f"--{kind} /nowhere/x cannot be written: No such file or ")
+            for kind in ("svg", "png", "trace", "csv")
+        ),
         (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null holds no action"),
         (("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"), "--seconds -1 is not"),
         (("compare", "--pp", "4", "--microbatches", "8", "--memory", "-1"), "--memory -1 is not above 0"),

@@ -184,6 +184,24 @@ def test_ids_that_the_model_lacks_are_refused_before_the_start(tmp_path):
     assert fault.fix.startswith("model.vocab_size=51 ")
 
 
+def test_a_fault_of_a_file_that_is_split_is_told_once(tmp_path, monkeypatch):
+    """Whose parts for training and validation are both read."""
+    with closing(IndexedWriter(tmp_path / "x", "u2")) as writer:
+        for _ in range(10):
+            writer.add_document([*[1] * 9_999, 50])
+        writer.finalize()
+    split = DataConfig([str(tmp_path / "x")], split="5,5", tokenizer=str(tmp_path / "none"))
+    config = Config(model=ModelConfig(vocab_size=50), data=split)
+    assert [fault.id for fault in data_faults(config, 1)] == ["data-vocabulary"]
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied", "copy.idx")
+
+    monkeypatch.setattr("megatron5d.train.preflight._vocabulary_faults", lambda *_: [])
+    monkeypatch.setattr("megatron5d.train.preflight.IndexedDataset", refuse)
+    assert [fault.id for fault in data_faults(config, 1)] == ["data-broken"]
+
+
 def test_more_files_than_a_process_may_open_are_refused(corpus, monkeypatch):
     limits = {"now": (100, 300)}
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits["now"])
