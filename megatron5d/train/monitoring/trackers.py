@@ -36,9 +36,10 @@ def wandb_faults(config: Config, world: int) -> list[Fault]:
     if wandb_mode(config.log.wandb.mode) != "online":
         return []
     import wandb
-    from wandb.sdk.lib import wbauth
 
     try:
+        from wandb.sdk.lib import wbauth
+
         host = wandb.setup().settings.base_url
         if wbauth.authenticate_session(host=host, source="pretrain.py", prompt=False, update_session=False):
             return []
