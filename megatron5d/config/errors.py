@@ -1,9 +1,10 @@
 """Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -71,6 +72,21 @@ class ConfigError(ValueError):
 
 class Refused(ValueError):
     """A file that the configuration names is not what it should be; ends a run that has not begun with exit code 2."""
+
+
+def with_options(faults: Iterable[Fault], ranks: str, **options: str) -> list[Fault]:
+    """Returns faults whose fixes are written as a tool takes them, which no launcher starts with overrides.
+
+    Args:
+        ranks: what stands before their number, such as `--world`.
+        options: of the tool, by the name of a key of `parallel`.
+    """
+
+    def written(fix: str) -> str:
+        fix = re.sub(r"\bstart ((?:\d+ or )?\d+) ranks", rf"{ranks} \1", fix)
+        return re.sub(r"\bparallel\.(\w+)=", lambda key: f"{options[key[1]]} " if key[1] in options else key[0], fix)
+
+    return [replace(fault, fix=written(fault.fix)) for fault in faults]
 
 
 def message(faults: Sequence[Fault]) -> str:

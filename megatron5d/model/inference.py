@@ -16,7 +16,7 @@ from megatron5d.checkpoint.hf.import_config import read_model_config, token_sour
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import load_weights, whole_checkpoint
 from megatron5d.config.checks import run_checks
-from megatron5d.config.errors import ConfigError
+from megatron5d.config.errors import ConfigError, with_options
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.pipeline_parallel.phase import MicroBatch
@@ -59,7 +59,7 @@ class Source:
         groups = {"model", "parallel", "precision"}
         faults = [f for f in run_checks(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
         if faults:
-            raise ConfigError(faults)
+            raise ConfigError(with_options(faults, "torchrun --nproc-per-node", tp="--tp"))
         return config
 
     @property

@@ -45,7 +45,7 @@ from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.convert import changed, leaves, read_json, to_dict, value_of, write_whole
-from megatron5d.config.errors import ConfigError, Fault
+from megatron5d.config.errors import ConfigError, Fault, with_options
 from megatron5d.config.load import keys_given, load_config
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
@@ -190,7 +190,7 @@ def reshard(args: argparse.Namespace) -> int:
     config = target_config(saved_config(source.folder), args.overrides)
     world = args.world or smallest_world(config)
     if refused := faults_of(config, world):
-        raise ConfigError(refused)
+        raise ConfigError(with_options(refused, "--world"))
     with ExitStack() as stack:
         stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
         made = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}

@@ -1,12 +1,16 @@
 """`--help` and refused options of every tool come before torch is imported, which takes seconds."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron5d.checkpoint.hf.families import ALIASES, DEFAULTS, RENAMED
+from megatron5d.tools import convert
 
 TOOLS = sorted((Path(__file__).resolve().parents[3] / "tools").glob("*.py"))
 RUN = """
@@ -42,6 +46,12 @@ def test_a_reader_that_leaves_ends_a_tool_quietly(tmp_path, unbuffered, merged):
     with open(tmp_path / "told", "wb") as told, open(writes, "wb") as nobody:
         run = subprocess.run([sys.executable, *words], stdout=nobody, stderr=nobody if merged else told)
     assert (run.returncode, (tmp_path / "told").read_text()) == (128 + signal.SIGPIPE, "")
+
+
+def test_convert_lists_every_family():
+    families = {*DEFAULTS, *RENAMED, *ALIASES} - {"gemma3"}  # with a vision tower
+    listed = re.sub("[^a-z]", "", str(convert.__doc__).partition("Families: ")[2].partition(").\n")[0].lower())
+    assert not [family for family in families if re.match("[a-z]+", family)[0] not in listed], listed
 
 
 @pytest.mark.parametrize("option, code", [("--help", 0), ("--no-such-option", 2)])

@@ -84,6 +84,12 @@ def test_a_run_that_cannot_be_is_refused(wrong, capsys):
     assert "the configuration is refused" in capsys.readouterr().err
 
 
+def test_the_number_of_ranks_to_plan_for_is_an_option(capsys):
+    """Which the fix names: nothing is started."""
+    assert main(["memory", "--world", "3", "model=tiny", "parallel.tp=2"]) == 2
+    assert "parallel.tp=1, or --world 2 or 4 " in capsys.readouterr().err
+
+
 def test_a_machine_that_cannot_be_is_refused(capsys):
     for wrong, said in (
         (["--device", "sm_1"], "--device sm_1: no kernel"),
