@@ -59,6 +59,7 @@ def test_every_tool_says_one_line(tool):
 def test_forked_processes_say_nothing():
     process = started("-c", FORKED)
     assert process.stdout.readline() == "None\n"
+    time.sleep(1)  # until the other process has begun, too
     assert interrupted(process) == "-c: interrupted\n"
 
 
