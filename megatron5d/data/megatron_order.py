@@ -55,7 +55,7 @@ def build_sample_order(
     Raises:
         ValueError: the split has no tokens, or fewer than seq_len + 1 where one epoch is asked for.
     """
-    ids = np.arange(*sequences, dtype=np.int32)
+    ids = np.arange(*sequences)
     tokens_per_epoch = int(np.sum(lengths[sequences[0] : sequences[1]], dtype=np.int64))
     if tokens_per_epoch == 0 or (num_samples is None and tokens_per_epoch <= seq_len):
         raise ValueError(
@@ -72,26 +72,19 @@ def build_sample_order(
 
     # The order of these random draws is part of the format.
     random = np.random.RandomState(seed)
-    document_index = _shuffled_epochs(ids, epochs, last_apart, random)
+    document_index = np.tile(ids, epochs) if epochs > 1 else ids
+    _shuffle_parts(document_index, len(document_index) - len(ids) * last_apart, random)
     sample_index = _cut_samples(lengths, document_index, seq_len, total)
-    shuffle_index = _shuffled_range(total, before_last if last_apart else total, random)
-    return SampleOrder(document_index, sample_index, shuffle_index)
+    shuffle_index = np.arange(total)
+    _shuffle_parts(shuffle_index, before_last if last_apart else total, random)
+    narrow = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    return SampleOrder(document_index.astype(np.int32), sample_index, shuffle_index.astype(narrow))
 
 
-def _shuffled_epochs(ids: np.ndarray, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
-    """Returns the document index: `ids` repeated for all epochs and shuffled, the last epoch perhaps separately."""
-    index = np.tile(ids, epochs)
-    border = len(index) - len(ids) * last_apart
-    _shuffle(index[:border], random)
-    _shuffle(index[border:], random)
-    return index
-
-
-def _shuffle(part: np.ndarray, random: np.random.RandomState) -> None:
-    """Shuffles in place; in 8 bytes, which numpy swaps faster, where those stay in the cache."""
-    wide = part.astype(np.int64) if len(part) <= 1 << 19 else part
-    random.shuffle(wide)
-    part[:] = wide
+def _shuffle_parts(index: np.ndarray, border: int, random: np.random.RandomState) -> None:
+    """Shuffles what is before `border` and what is behind it, in place; int64, which numpy swaps fastest."""
+    random.shuffle(index[:border])
+    random.shuffle(index[border:])
 
 
 def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int) -> np.ndarray:
@@ -110,15 +103,6 @@ def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, 
     index = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     index[:, 0] = position
     np.subtract(np.arange(0, (total + 1) * seq_len, seq_len), before, out=index[:, 1], casting="unsafe")
-    return index
-
-
-def _shuffled_range(total: int, first: int, random: np.random.RandomState) -> np.ndarray:
-    """Returns the shuffle index: 0 ... total-1, of which the first `first` and the rest are shuffled separately."""
-    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    index = np.arange(total, dtype=dtype)
-    _shuffle(index[:first], random)
-    _shuffle(index[first:], random)
     return index
 
 
@@ -241,7 +225,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 SURPLUS = 0.005  # share by which Megatron draws more samples of each dataset of a blend than it expects to need
-LANE, WARM_UP = 256, 64  # samples of a blend that one lane computes, and before that to come into step
+LANE, WARM_UP = 256, 32  # samples of a blend that one lane computes, and before that to come into step
 STATES = 1 << 14  # of lanes and datasets that are computed side by side
 
 
@@ -313,12 +297,11 @@ def _run_lanes(
     """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken after them."""
     taken = taken.copy()
     datasets, numbers = np.empty((2, count, len(first)), np.int64)
-    at, flat, lanes = first.astype(np.float64), taken.reshape(-1), np.arange(len(first))  # flat: a view
+    flat, lanes, lags = taken.reshape(-1), np.arange(len(first)), np.empty_like(taken)  # flat: a view
     for i in range(count):
-        lags = shares[:, None] * np.maximum(at, 1.0)
+        np.multiply(shares[:, None], np.maximum(first + i, 1), out=lags)
         lags -= taken
         place = lags.argmax(axis=0, out=datasets[i]) * len(first) + lanes
         numbers[i] = before = flat[place]
         flat[place] = before + 1
-        at += 1.0
     return datasets, numbers, taken
