@@ -21,6 +21,7 @@ from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.topology.launcher import Environment, rank_0_listens, read_environment, speaks_for_node
+from megatron5d.train.resume_checks import architecture_faults
 
 if TYPE_CHECKING:
     from megatron5d.topology.process import Process
@@ -78,7 +79,7 @@ def _load(argv: Sequence[str], world: int, rank: int = 0, late: Any = None) -> C
         rank=rank,
         model_from_hf=_model_from_hf,
         options=[schedule_faults],
-        checks=[late or partial(_late_faults, rank=rank)],
+        checks=[architecture_faults, late or partial(_late_faults, rank=rank)],
     )
 
 

@@ -32,6 +32,7 @@ from megatron5d.checkpoint.index import SavedTensor, read_pickled
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
 from megatron5d.checkpoint.storage import Reader, read
 from megatron5d.checkpoint.tensor_file import Damaged, Save, SavedItem, TensorFile
+from megatron5d.config.errors import Refused
 from megatron5d.topology.all_ranks import first_failure, of_any_rank, on_rank_0
 from megatron5d.topology.shard_spec import spec_of
 
@@ -180,8 +181,8 @@ def load_tensors(
         By key of `tensors`: the key that was read, and the dtype in which it is saved.
 
     Raises:
-        ValueError: on every rank, if keys or global shapes disagree: lists those of the first rank where they do. Or
-            if a file is damaged or cannot be read: names it.
+        Refused: on every rank, if keys or global shapes disagree: lists those of the first rank where they do.
+        ValueError: on every rank, if a file is damaged or cannot be read: names it.
 
     Comm: a broadcast of `.metadata`; twice that of `first_failure`.
     """
@@ -197,7 +198,7 @@ def load_tensors(
     faults.sort(key=lambda fault: ("optim." in fault, fault))  # weights first
     shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
     if failed := first_failure("\n  ".join(shown) or None):
-        raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
+        raise Refused("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
     own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
     twins = {source: tensors[key] for key, source in sources.items() if source is not None and source != key}
     read(reader, [part for part in (own, twins) if part])

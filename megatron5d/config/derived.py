@@ -158,18 +158,26 @@ def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, entry.strip()) for name, entry in pairs]
 
 
-def resumed_progress(config: Config) -> dict[str, Any]:
-    """Returns `progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
+def resumed_folder(config: Config) -> Path | None:
+    """Returns the checkpoint from which the run will resume, going by the names of folders; None where it begins anew.
 
-    It is read without checks, and what is no count is left out: where that checkpoint is not whole, the run resumes
-    from an earlier one.
+    Where that checkpoint is not whole, or there is none, the run resumes from an earlier one, or begins anew.
     """
     c = config.checkpoint
     named = {"auto": c.dir, "none": None}.get(c.resume, c.resume)
     if named is None:
-        return {}
+        return None
     numbers = {int(path.name[5:]): path for path in Path(named).glob("step-*") if path.name[5:].isdecimal()}
-    folder = numbers[max(numbers)] if numbers else Path(named)
+    return numbers[max(numbers)] if numbers else Path(named)
+
+
+def resumed_progress(config: Config) -> dict[str, Any]:
+    """Returns `progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
+
+    It is read without checks, and what is no count is left out.
+    """
+    if (folder := resumed_folder(config)) is None:
+        return {}
     try:
         progress = json.loads((folder / "run.json").read_bytes())["progress"]
         return {key: value for key, value in progress.items() if type(value) is int and value >= 0}

@@ -113,7 +113,7 @@ def load_config(
         rank: of this process; only rank 0 prints the text of `--help` and `--cfg`.
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
         options: checks of single values, such as whether a named schedule exists.
-        checks: checks of model and layout together, made only if these have no other fault.
+        checks: checks of model and layout together, each made only if these have no other fault.
         files: False: checks about files are left out, as for a run that is only planned.
 
     Raises:
@@ -134,8 +134,9 @@ def load_config(
     if world is not None:
         asked = [*run_checks(config, world, files), *(fault for option in options for fault in option(config, world))]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
-        if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
-            faults += [fault for check in checks for fault in check(config, world)]
+        for check in checks:
+            if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
+                faults += check(config, world)
     if faults:
         raise ConfigError(replace(fault, local=True) for fault in faults) if spelling.resolves else ConfigError(faults)
     return config

@@ -20,14 +20,13 @@ from megatron5d.config.errors import Fault, Refused
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.bucket import Bucket, Segment
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.all_ranks import first_failure, on_every_rank, on_rank_0
 from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
+from megatron5d.train.resume_checks import READ, changed_keys, faults_of_saved
 
 Held = Sequence[tuple[ShardSpec, ShardedTensor]]
-READ = {group: keys for group, keys in to_dict(Config()).items() if group in ("model", "moe", "optim")}  # on resume
 
 
 @dataclass
@@ -140,22 +139,6 @@ def run_record(
     }
 
 
-def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]) -> list[str]:
-    """Returns each key of some groups that has another value than in a saved configuration, with both, as text.
-
-    Args:
-        saved: `config` of a checkpoint's run.json; keys that are gone or new since do not count.
-        groups: fields of Config, such as model.
-    """
-    here = to_dict(config)
-    return [
-        f"{group}.{key} = {here[group][key]}, saved with {value}"
-        for group in groups
-        for key, value in saved.get(group, {}).items()
-        if key in here[group] and here[group][key] != value
-    ]
-
-
 def read_record(folder: Path) -> dict[str, Any]:
     """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
     Raises Refused: a newer version wrote it, or it is damaged; names the file and the keys."""
@@ -176,12 +159,6 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise Refused(f"{file} is refused: {'; '.join(faults)}")
     config_of(folder, record.get("config"), READ)
     return record
-
-
-def _num_weights(config: Config) -> int:
-    """Parameters and router biases."""
-    biased = config.model.router_bias or "bias" in config.moe.balance
-    return parameter_count(replace(config.model, router_bias=biased))
 
 
 def nonfinite(tensors: Mapping[str, ShardedTensor]) -> str | None:
@@ -219,20 +196,15 @@ def resume(
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
     Returns how far the run is; the keys that have changed since, its layout's too, for the log; and the configuration,
-    whose lists of data without weights mean what they meant when the run began. Raises ValueError: the checkpoint does
+    whose lists of data without weights mean what they meant when the run began. Raises Refused: the checkpoint does
     not fit the model or the optimiser, or a newer version wrote it; on every rank.
 
     Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an all_gather of weights.
     """
     record = on_rank_0(lambda: read_record(folder))
+    if faults := faults_of_saved(folder, record["config"], config):  # of a checkpoint that got its name only now
+        raise Refused(str(faults[0]))
     before = config_of(folder, record["config"], READ)
-    saved = before.optim.name
-    alone = f"take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
-    if saved != optimizer.name:
-        raise ValueError(
-            f"{folder} was saved with optim.name = {saved}, this run has {optimizer.name}, and moments of the one are "
-            f"none of the other; resume with optim.name={saved}, or {alone}"
-        )
     began = record["config"].get("data", {}).get("weights", "equal")  # as it was before there was the key
     kept = began != config.data.weights and len(config.data.train) > 1
     config = replace(config, data=replace(config.data, weights=began))
@@ -241,15 +213,10 @@ def resume(
     changed += [f"data.weights = {began}, as it began"] * kept
     decides = ("model.", "moe.balance ", "optim.freeze ", "optim.muon_exclude ")  # which weights and moments there are
     architecture = [line for line in changed if line.startswith(decides)]
-    held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)
-    if held > here:  # where some are missing or have another shape, loading names them
-        raise ValueError(
-            f"{folder} holds {held:,} weights, and this model has a place for {here:,} of them: "
-            f"{'; '.join(architecture)}; resume with {_as_saved(architecture, before)}, or take the weights that fit: "
-            f"init.from_checkpoint={folder} with another checkpoint.dir"
-        )
     if architecture:
-        architecture.append(f"resume with {_as_saved(architecture, before)}, or {alone}")
+        alone = f", or take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
+        moments = all(line.startswith("optim.") for line in architecture)
+        architecture.append(f"resume with {_as_saved(architecture, before)}{alone if moments else ''}")
     tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
     load_tensors(folder, tensors, architecture, twin=twin)
     refuse_nonfinite(folder, tensors)
