@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from megatron5d.checkpoint.folder import LEFT, Keep, faults_of_newer, faults_of_older, saved_after
-from megatron5d.config.derived import batch_schedule, sample_len, samples_of_steps, source_of
+from megatron5d.config.derived import batch_schedule, resumed_progress, sample_len, samples_of_steps, source_of
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.samples import mixing_weights, normalised
@@ -108,9 +108,11 @@ def _shares(config: Config, entries: list[str], split: str | None, part: str) ->
 
 
 def epochs(config: Config) -> list[str]:
-    """Returns how often the run goes through each of its datasets."""
-    data, train = config.data, config.train
-    taken = samples_of_steps(train.steps, batch_schedule(config)) * sample_len(config)
+    """Returns how often the run goes through each of its datasets, from its first step to its last."""
+    data, done = config.data, resumed_progress(config)  # those before a resume may have been of another train.gbs
+    left = max(0, config.train.steps - done.get("step", 0))
+    samples = samples_of_steps(left, batch_schedule(config), done.get("consumed_samples", 0))
+    taken = samples * sample_len(config)
     told = [
         f"{share * taken / tokens:.3g} epochs of {prefix} ({share:.1%} of the samples, {tokens:,} tokens)"
         for prefix, share, tokens in _shares(config, data.train, data.split, "train")

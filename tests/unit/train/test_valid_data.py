@@ -220,6 +220,11 @@ def test_the_epochs_of_each_dataset_are_told(corpus, tmp_path):
     each = 100 * 2 * SEQ / sum(sizes)
     assert told.startswith(f"data.train: {200 * SEQ:,} tokens are {each:.3g} epochs of {corpus} (")
     assert f"; {each:.3g} epochs of {other} (" in told and f"{sizes[1]:,} tokens)" in told
+    (tmp_path / "run.json").write_text('{"progress": {"step": 90, "consumed_samples": 45}}')  # saved with half the gbs
+    resumed = CheckpointConfig(dir=str(tmp_path))
+    assert epochs(Config(train=train, data=DataConfig([corpus]), checkpoint=resumed))[0].startswith(
+        f"data.train: {65 * SEQ:,} tokens are"
+    )
     (told,) = epochs(Config(train=train, data=DataConfig([corpus, other], weights="equal")))
     assert f"; {100 * SEQ / sizes[1]:.3g} epochs of {other} (50.0% of" in told
 
