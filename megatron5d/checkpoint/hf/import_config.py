@@ -32,9 +32,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         config = config["text_config"] | {"model_type": "gemma3_text"}
     family = config["model_type"] = families.RENAMED.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(family, str) or family not in families.DEFAULTS:
-        raise ValueError(
-            f"{path}: model_type = {family!r} is not supported; supported are {', '.join(families.DEFAULTS)}"
-        )
+        known = ", ".join([*families.DEFAULTS, *families.RENAMED, "gemma3"])
+        raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {known}")
     for other, key in families.ALIASES.get(family, {}).items():
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
             raise ValueError(f"{path}: {other} and {key} mean the same and differ")
