@@ -114,7 +114,7 @@ COMMANDS = {
         option("--megatron", "a checkpoint of Megatron-LM, or a directory of them", path="DIR", required=True),
         OUT,
         DTYPE,
-        option("--vocab-size", "tokens; rows beyond them are padding (default: as saved)", type=int, metavar="N"),
+        option("--vocab-size", "tokens; rows beyond them are padding (default: as saved)", type=count, metavar="N"),
     ]),
     "to-megatron": Command("megatron.to_megatron", "a checkpoint of ours becomes one of Megatron-LM", [
         CHECKPOINT,

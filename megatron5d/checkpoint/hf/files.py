@@ -69,7 +69,7 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
         try:
             for name, file in read_json(index)["weight_map"].items():
                 if Path(file).name != file:
-                    raise ValueError(f"{file} is no name of a file")
+                    raise ValueError(f"{index} places {name} in {file}, which is no name of a file")
                 names = shards.setdefault(file, [])
                 assert names is not None
                 names.append(name)

@@ -9,6 +9,7 @@ from runs import whole_tensors
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.tools import convert
@@ -98,6 +99,14 @@ def test_a_source_that_is_damaged_midway_leaves_nothing(tmp_path, monkeypatch, c
     told = capsys.readouterr().err
     assert re.search(r"(ours|theirs)/\S*/__0_0.distcp is damaged", told) and "before this one" not in told
     assert not (tmp_path / "new").exists(), list((tmp_path / "new").rglob("*"))
+
+
+def test_nothing_is_written_that_no_tool_would_read(tmp_path):
+    with pytest.raises(ConfigError, match="model.norm_eps = 0.0 is not above 0"):
+        saved(tmp_path / "ours", norm_eps=0.0)
+    with pytest.raises(SystemExit):  # before anything is read
+        run("from-megatron", "--megatron", tmp_path, "--out", tmp_path / "ours", "--vocab-size", "-1")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_a_refusal_leaves_a_folder_that_was_there(tmp_path):
