@@ -19,8 +19,9 @@ init.from_checkpoint=MORE_CHECKPOINTS and the architecture that it prints.
 to-hf writes weights, config.json, generation_config.json and a tokenizer with which AutoTokenizer of transformers gives
 the ids of training; texts are compared before anything is written. End tokens and chat templates are those of the
 folder that the tokenizer comes from.
-Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, OLMo 2, Gemma 1 to 3, GPT-2, GPT-NeoX, Seed-OSS; Mixtral,
-gpt-oss, Qwen2-MoE, Qwen3-MoE, GLM 4.5 to 4.7, dots1, Hunyuan V3, DeepSeek-V2 and V3, Kimi K2 (docs/checkpoints.md).
+Families, by model_type: llama, mistral, qwen2, qwen3, olmo2, gemma, gemma2, gemma3_text, gpt2, gpt_neox, mixtral,
+qwen3_moe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v3, deepseek_v2; and, written as one of these: phi3, seed_oss, dots1,
+hy_v3, glm4_moe_lite, kimi_k2, gemma3 (docs/checkpoints.md).
 from-megatron reads a GPT model of Megatron-Core, torch_dist or mp_rank files, and Adam's moments where they lie by
 parameter; to-megatron writes its weights for --load and --use-checkpoint-args of Megatron-LM (docs/checkpoints.md).
 Exit code 2 for bad input.
@@ -113,7 +114,7 @@ COMMANDS = {
         option("--megatron", "a checkpoint of Megatron-LM, or a directory of them", path="DIR", required=True),
         OUT,
         DTYPE,
-        option("--vocab-size", "tokens; rows beyond them are padding (default: as saved)", type=int, metavar="N"),
+        option("--vocab-size", "tokens; rows beyond them are padding (default: as saved)", type=count, metavar="N"),
     ]),
     "to-megatron": Command("megatron.to_megatron", "a checkpoint of ours becomes one of Megatron-LM", [
         CHECKPOINT,

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.files import check_vacant
+from megatron5d.checkpoint.hf.files import check_vacant, unfinished
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
 from megatron5d.checkpoint.hf.weights import IGNORED, hf_entries, hf_weights, prediction_layers, unread
@@ -66,7 +66,8 @@ def to_hf(args: argparse.Namespace) -> int:
         trained=run["progress"]["step"] > 0,
     )
     bar = tqdm(export.entries, unit="tensor", disable=not sys.stderr.isatty())
-    size = save_folder(args.out, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
-    export.write_files(args.out)
+    with unfinished(args.out) as half:
+        size = save_folder(half, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
+        export.write_files(half)
     print(f"wrote {size:,} bytes of weights to {args.out}")
     return 0

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.files import Entry
+from megatron5d.checkpoint.hf.files import Entry, unfinished
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedTensors, SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, args_of, entries, model_config_of
-from megatron5d.checkpoint.megatron.reader import MegatronTensors, open_checkpoint
-from megatron5d.checkpoint.megatron.writer import STATES, Training, write_checkpoint
+from megatron5d.checkpoint.megatron.reader import TRACKER, MegatronTensors, open_checkpoint
+from megatron5d.checkpoint.megatron.writer import RELEASE, STATES, Training, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
@@ -88,13 +88,17 @@ def to_megatron(args: argparse.Namespace) -> int:
     does not have, or `out` holds a checkpoint of Megatron-LM.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
+    if old := sorted(path.name for name in (TRACKER, RELEASE, "iter_*") for path in args.out.glob(name)):
+        raise ValueError(f"{args.out} already holds a checkpoint of Megatron-LM ({old[0]}); give another directory")
     config = saved_config(folder)
     dtype = args.dtype or config.precision.dtype
     theirs = args_of(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
     weights = SavedWeights(folder, DTYPES[dtype], twin)
     check_complete(weights, entries(config.model), folder)
     training = _training(folder, config, theirs) if args.optimizer else None
-    print(f"wrote {write_checkpoint(args.out, config.model, theirs, weights.read, DTYPES[dtype], training)}")
+    with unfinished(args.out) as half:
+        written = write_checkpoint(half, config.model, theirs, weights.read, DTYPES[dtype], training)
+    print(f"wrote {args.out / written.name}")
     return 0
 
 

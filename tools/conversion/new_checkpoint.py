@@ -13,9 +13,11 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, lazy_tensor, whole_checkpoint
-from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.save import SaveFailed, Saver
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import blocks, is_moe
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.topology.init_weights import normal, stream_key
@@ -36,9 +38,19 @@ def check_empty(out: Path) -> None:
 
 
 def save_weights(out: Path, tensors: dict[str, Any], config: Config, progress: Progress | None = None) -> Path:
-    """Writes weights as the checkpoint of a step, by default 0; returns its folder."""
+    """Writes weights as the checkpoint of a step, by default 0; returns its folder.
+
+    Raises ConfigError: no model can be built of this configuration. Raises OSError: what is read is damaged, or a file
+    cannot be written; names it.
+    """
+    faults = run_checks(config, 1, files=False)
+    if wrong := [fault for fault in faults if all(knob.startswith("model.") for knob in fault.knobs)]:
+        raise ConfigError(wrong)
     progress = progress or Progress()
-    Saver(out, keep=0).save(progress.step, tensors, run_record(progress, to_dict(config)))
+    try:
+        Saver(out, keep=0).save(progress.step, tensors, run_record(progress, to_dict(config)))
+    except SaveFailed as error:  # whose advice is a run's, which has checkpoints before this one
+        raise OSError(f"{out} is not written: {error.__cause__}") from error
     return whole_checkpoint(out, "--out")
 
 

@@ -20,13 +20,14 @@ from megatron5d.checkpoint.hf.moe_mla import (
 from megatron5d.config.derived import window_of
 from megatron5d.config.schema import ModelConfig, RopeScaling
 
-_ARCHITECTURE = {
+# The families that are written; a model becomes the first that computes it.
+ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel", "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
-    "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_neox": "GPTNeoXForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
 }  # fmt: skip
 _DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Fields that must have these values for a family to compute an architecture.
@@ -70,13 +71,8 @@ _GPT2 = {
 def hf_family(config: ModelConfig) -> str:
     """Returns the family whose transformers code computes this architecture. Raises ValueError: none does; says for
     each which fields stand in the way."""
-    families: tuple[str, ...] = (
-        "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox",
-    )  # fmt: skip
-    if config.num_experts:
-        families = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss")
-    if config.attention == "mla":
-        families = ("deepseek_v3", "deepseek_v2")
+    latent, sparse = config.attention == "mla", config.num_experts > 0
+    families = [f for f in ARCHITECTURE if (f in LATENT) == latent and (latent or (f in SPARSE) == sparse)]
     obstacles = {family: _obstacles(config, family) for family in families}
     for family, reasons in obstacles.items():
         if not reasons:
@@ -151,7 +147,7 @@ def hf_config_from_model(
     own = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family)
     fields = _decoder(config, family) if own is None else own(config)
     return {
-        "architectures": [_ARCHITECTURE[family]],
+        "architectures": [ARCHITECTURE[family]],
         "model_type": family,
         **{theirs: getattr(config, ours) for ours, theirs in SAME[family].items()},
         **fields,
@@ -190,7 +186,8 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     assert family in WINDOW_BY_LAYER
     windowed = [i for i in range(config.num_layers) if window_of(config, i)]
     fields |= {
-        "sliding_window": config.attention_window or (config.max_positions if family in GEMMA else None),
+        # their code asks for a window even where no layer has one
+        "sliding_window": config.attention_window or (config.max_positions if family in (*GEMMA, "gpt_oss") else None),
         "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in range(config.num_layers)],
     }
     if family == "gemma3_text":

@@ -1,6 +1,8 @@
 """Which files of a Hugging Face folder hold what, and what the usual wrong ones are; each tensor's place in ours."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,21 @@ def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
         raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
 
 
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Gives a folder within `out` to write to; what is in it moves to `out` at the end, weights last, and is removed
+    where writing fails. One that a killed process has left is removed first."""
+    half = out / "unfinished.tmp"
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir(parents=True)
+    try:
+        yield half
+        for path in sorted(half.iterdir(), key=lambda path: (path.is_file(), path.match("*.safetensors*"), path.name)):
+            path.rename(out / path.name)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
     """Returns the names that the index places in each file; None = all that the only file holds."""
     index, single, shards = folder / INDEX, (folder / SINGLE).is_file(), dict[str, list[str] | None]()
@@ -52,7 +69,7 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
         try:
             for name, file in read_json(index)["weight_map"].items():
                 if Path(file).name != file:
-                    raise ValueError(f"{file} is no name of a file")
+                    raise ValueError(f"{index} places {name} in {file}, which is no name of a file")
                 names = shards.setdefault(file, [])
                 assert names is not None
                 names.append(name)

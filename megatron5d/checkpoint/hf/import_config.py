@@ -26,15 +26,17 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
+        told = "a Hugging Face folder has its architecture there"
+        if not path.parent.exists():
+            told = "nothing is downloaded here; a model becomes a folder by `hf download NAME --local-dir DIR`"
+        raise ValueError(f"{path} does not exist: {told}")
     config = read_json(path)
     if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):  # beside a vision tower
         config = config["text_config"] | {"model_type": "gemma3_text"}
     family = config["model_type"] = families.RENAMED.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(family, str) or family not in families.DEFAULTS:
-        raise ValueError(
-            f"{path}: model_type = {family!r} is not supported; supported are {', '.join(families.DEFAULTS)}"
-        )
+        known = ", ".join([*families.DEFAULTS, *families.RENAMED, "gemma3"])
+        raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {known}")
     for other, key in families.ALIASES.get(family, {}).items():
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
             raise ValueError(f"{path}: {other} and {key} mean the same and differ")
@@ -260,6 +262,8 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     kinds = config["layer_types"] or [
         "sliding_attention" if window is not None and slides[i] else "full_attention" for i in layers
     ]
+    if len(kinds) != len(layers):
+        refused.append(f"layer_types has {len(kinds)} layers, num_hidden_layers = {len(layers)}")
     if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         refused.append(f"layer_types has {', '.join(unknown)}: only sliding_attention and full_attention are supported")
     windowed = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]

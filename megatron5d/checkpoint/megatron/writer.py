@@ -52,7 +52,7 @@ def write_checkpoint(
     """Writes `out/release` or an iteration's folder, and the tracker file, with one layer's tensor in memory at a time.
 
     Args:
-        out: a directory without Megatron checkpoints; created if it does not exist.
+        out: an empty directory; created if it does not exist.
         read: returns the rectangle of our tensor with a (global name, offset, shape).
         training: None = a release.
 
@@ -60,14 +60,11 @@ def write_checkpoint(
         The folder of the checkpoint.
 
     Raises:
-        ValueError: there is a Megatron checkpoint already.
         OSError: a file cannot be written.
     """
     iteration = training.iteration if training else 0
     folder = out / (f"iter_{iteration:07d}" if training else RELEASE)
-    if (out / TRACKER).exists():
-        raise ValueError(f"{out} already holds a checkpoint of Megatron-LM; give a directory without any")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     save = Save(uuid.uuid4().hex, 0)
     places = _places(model)
     tensors: dict[str, ShardedTensor] = {key: _lazy(at, model, read, dtype) for key, at in places.items()}

@@ -187,6 +187,7 @@ REFUSED = {
     "of sliding_attention": ("gemma3_text", {"rope_parameters": {"sliding_attention": YARN}}),
     "only full_attention's and": ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}),
     "first_k_dense_replace": ("glm4_moe_lite", {"first_k_dense_replace": 2}),
+    "layer_types has 1 layers, num_hidden_layers = 32": ("qwen3", {"layer_types": ["full_attention"]}),
     "mlp_layer_types = 5": ("hy_v3", {"mlp_layer_types": 5}),
     "use_bidirectional_attention": ("gemma", {"use_bidirectional_attention": True}),
     "'mxfp4'": ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.checkpoint.hf.families import ALIASES, DEFAULTS, RENAMED
+from megatron5d.checkpoint.hf.export_config import ARCHITECTURE
+from megatron5d.checkpoint.hf.families import DEFAULTS, RENAMED
 from megatron5d.tools import convert
 
 TOOLS = sorted((Path(__file__).resolve().parents[3] / "tools").glob("*.py"))
@@ -48,10 +49,14 @@ def test_a_reader_that_leaves_ends_a_tool_quietly(tmp_path, unbuffered, merged):
     assert (run.returncode, (tmp_path / "told").read_text()) == (128 + signal.SIGPIPE, "")
 
 
-def test_convert_lists_every_family():
-    families = {*DEFAULTS, *RENAMED, *ALIASES} - {"gemma3", "hy_v3"} | {"hunyuan"}  # a vision tower; its other name
-    listed = re.sub("[^a-z]", "", str(convert.__doc__).partition("Families: ")[2].partition(").\n")[0].lower())
-    assert not [family for family in families if re.match("[a-z]+", family)[0] not in listed], listed
+def test_convert_and_its_guide_list_every_family():
+    families = {*DEFAULTS, *RENAMED, "gemma3"}  # the last with a vision tower
+    listed = re.sub(r"\s+", " ", str(convert.__doc__).partition("by model_type: ")[2].partition(" (docs/")[0])
+    written, read = (part.split(", ") for part in listed.split("; and, written as one of these: "))
+    assert sorted(written + read) == sorted(families)
+    guide = (TOOLS[0].parents[1] / "docs/checkpoints.md").read_text().partition("| `model_type` |")[2].partition("\n\n")
+    rows = re.findall(r"^\| `(\w+)`", guide[0], re.MULTILINE)
+    assert rows == [family for family in written + read if family != "gemma3"] and written == list(ARCHITECTURE)
 
 
 @pytest.mark.parametrize("option, code", [("--help", 0), ("--no-such-option", 2)])

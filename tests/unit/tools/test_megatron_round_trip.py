@@ -1,5 +1,7 @@
 """What tools/convert.py to-megatron wrote, from-megatron reads again; a refusal leaves no folder behind."""
 
+import re
+
 import pytest
 import torch
 from runs import whole_tensors
@@ -7,6 +9,7 @@ from runs import whole_tensors
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.tools import convert
@@ -76,24 +79,34 @@ def test_the_optimiser_comes_back_bit_equal(tmp_path, dtype):
 
 
 WORDS = {
-    "from-megatron": ["--megatron", "theirs"], "average": ["ours"],
+    "from-megatron": ["--megatron", "theirs"], "average": ["ours"], "to-megatron": ["--checkpoint", "ours"],
+    "to-hf": ["--checkpoint", "ours", "--max-shard-gb", "2e-6"],
     "upcycle": ["--checkpoint", "ours", "--num-experts", "4", "--top-k", "2"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", WORDS)
-def test_a_refusal_leaves_no_empty_folder(tmp_path, monkeypatch, capsys, command):
+def test_a_source_that_is_damaged_midway_leaves_nothing(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     saved("ours")
     assert run("to-megatron", "--checkpoint", "ours", "--out", "theirs") == 0
     for path in tmp_path.rglob("*.distcp"):  # found when a tensor is read, after the folder is made
         content = bytearray(path.read_bytes())
-        content[1000:-1000:64] = bytes(len(content[1000:-1000:64]))
+        content[len(content) // 2 : -1000 : 64] = bytes(len(content[len(content) // 2 : -1000 : 64]))
         path.write_bytes(content)
     capsys.readouterr()
     assert run(command, *WORDS[command], "--out", "new/out") == 2
-    assert "convert: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert re.search(r"(ours|theirs)/\S*/__0_0.distcp is damaged", told) and "before this one" not in told
     assert not (tmp_path / "new").exists(), list((tmp_path / "new").rglob("*"))
+
+
+def test_nothing_is_written_that_no_tool_would_read(tmp_path):
+    with pytest.raises(ConfigError, match="model.norm_eps = 0.0 is not above 0"):
+        saved(tmp_path / "ours", norm_eps=0.0)
+    with pytest.raises(SystemExit):  # before anything is read
+        run("from-megatron", "--megatron", tmp_path, "--out", tmp_path / "ours", "--vocab-size", "-1")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_a_refusal_leaves_a_folder_that_was_there(tmp_path):
