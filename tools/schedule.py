@@ -185,7 +185,8 @@ def _costs(options: argparse.Namespace) -> Costs:
 def _program(options: argparse.Namespace) -> Program:
     if options.schedule.startswith("file:"):
         with names_option(f"--schedule {options.schedule}"):
-            return read_file(Path(options.schedule.removeprefix("file:")), options.pp, options.microbatches)
+            path = Path(options.schedule.removeprefix("file:"))
+            return read_file(path, options.pp, options.microbatches, options.vpp)
     return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
