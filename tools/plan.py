@@ -25,6 +25,7 @@ if not __package__:  # a script of a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
+from megatron5d.config.load import keys_given
 from megatron5d.planning.clusters import CLUSTERS
 from megatron5d.planning.planned_config import planned_config, unplanned_config
 from megatron5d.tools.planning.asked import check_options, note_defaults
@@ -98,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     """Refuses what is wrong before the subcommand imports torch, which takes seconds."""
     check_options(options)
     config = (unplanned_config if options.command == "search" else planned_config)(options.overrides, options.world)
-    if options.command != "context":
+    if "precision.dtype" not in keys_given(options.overrides):
         note_defaults(config)
     return import_module(f"megatron5d.tools.planning.{options.command}").run(options, config)
 

@@ -22,7 +22,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import exit_code, names_option
+from megatron5d.config.errors import exit_code, in_options, names_option
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import chrome_trace, draw_png, draw_svg, draw_text
@@ -38,20 +38,31 @@ SEARCH_S = 10.0
 """Time limit of a search where the options set none."""
 
 
+OPTIONS = {
+    "parallel.pp": "--pp", "parallel.vpp": "--vpp", "pipeline.schedule": "--schedule", "model.num_layers": "--layers",
+    "num_microbatches": "--microbatches", "stage_scale": "--stage-scale",
+}  # fmt: skip
+"""Of this tool, by the words that messages of schedules have for them."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand and returns the exit code."""
+    options = parse(arguments)
+    return exit_code("schedule.py: error", lambda: run(options))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_verify):
         add(commands)
-    options = parser.parse_args(arguments)
-    return exit_code("schedule.py: error", lambda: _run(options))
+    return parser.parse_args(arguments)
 
 
-def _run(options: argparse.Namespace) -> int:
-    """Runs a subcommand; refuses options that are no amount of anything."""
+def run(options: argparse.Namespace) -> int:
+    """Runs a subcommand; refuses options that are no amount of anything, and schedules in the words of OPTIONS."""
     for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
@@ -60,7 +71,10 @@ def _run(options: argparse.Namespace) -> int:
         amount = getattr(options, name, None)
         if amount is not None and not 0 <= amount < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0")
-    return options.run(options)
+    try:
+        return options.run(options)
+    except ValueError as error:
+        raise ValueError(in_options(str(error), OPTIONS)) from error
 
 
 def _add_show(commands: Any) -> None:
@@ -185,7 +199,8 @@ def _costs(options: argparse.Namespace) -> Costs:
 def _program(options: argparse.Namespace) -> Program:
     if options.schedule.startswith("file:"):
         with names_option(f"--schedule {options.schedule}"):
-            return read_file(Path(options.schedule.removeprefix("file:")), options.pp, options.microbatches)
+            path = Path(options.schedule.removeprefix("file:"))
+            return read_file(path, options.pp, options.microbatches, options.vpp)
     return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
@@ -272,10 +287,11 @@ def _compare(options: argparse.Namespace) -> int:
                 costs, layout = _stage_costs(options, program)
                 result = simulate(program, costs)
             except ValueError as error:
-                refused.append(f"{label}: {error}")
+                refused.append(in_options(f"{label}: {error}", OPTIONS))
                 continue
-            if options.memory is None or result.peak_activations.max() <= options.memory * options.pp + 1e-9:
-                rows.append({**_figures(program, costs, result, layout), "schedule": label})
+            rows.append({**_figures(program, costs, result, layout), "schedule": label})
+    if options.memory is not None:
+        rows = _within(rows, options.memory * options.pp)
     rows.sort(key=lambda row: (row["makespan"], max(row["peak_activations"])))
     if options.json:
         print(json.dumps(rows))
@@ -289,6 +305,19 @@ def _compare(options: argparse.Namespace) -> int:
     for line in refused:
         print(f"not possible: {line}")
     return 0
+
+
+def _within(rows: list[dict[str, Any]], most: float) -> list[dict[str, Any]]:
+    """Returns the schedules that hold at most so many activations. Raises ValueError: there are some, but none fits."""
+    fit = [row for row in rows if max(row["peak_activations"]) <= most + 1e-9]
+    if rows and not fit:
+        least = min(rows, key=lambda row: max(row["peak_activations"]))
+        needed = max(least["peak_activations"]) / least["pp"]
+        raise ValueError(
+            f"no schedule holds at most {most:g} micro-batches of one rank's layers; {least['schedule']} needs the "
+            f"least, --memory {math.ceil(needed * 1000) / 1000:g}"
+        )
+    return fit
 
 
 def _search(options: argparse.Namespace) -> int:

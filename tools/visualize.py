@@ -25,7 +25,7 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
-from megatron5d.config.errors import exit_code
+from megatron5d.config.errors import exit_code, in_options
 from megatron5d.tools.report.runs import chosen_fields, draw, find_records, of_set, read_curve, summary
 
 
@@ -96,9 +96,12 @@ def run_schedule(args: argparse.Namespace) -> None:
     suffixes = {".svg": "--svg", ".png": "--png", ".json": "--trace"}
     if args.out.suffix not in suffixes:
         raise ValueError(f"--out {args.out}: .svg and .png are pictures, .json is a trace for Perfetto")
-    given = ["--schedule", args.schedule, "--pp", args.pp, "--microbatches", args.microbatches, "--costs", args.costs]
-    if code := schedule.main(["show", *given, suffixes[args.out.suffix], str(args.out)]):
-        raise SystemExit(code)
+    words = [f"--{name}={getattr(args, name)}" for name in ("schedule", "pp", "microbatches", "costs")]
+    written = suffixes[args.out.suffix]
+    try:
+        schedule.run(schedule.parse(["show", *words, f"{written}={args.out}"]))
+    except ValueError as error:
+        raise ValueError(in_options(str(error), {written: "--out"})) from error
 
 
 def run_docs(args: argparse.Namespace) -> None:
@@ -137,8 +140,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sweep.set_defaults(run=run_sweep)
     timeline = pictures.add_parser("schedule", help="a pipeline's step as a picture, or as a trace for Perfetto")
     timeline.add_argument("--schedule", required=True, metavar="NAME", help="as pipeline.schedule, or file:PATH")
-    timeline.add_argument("--pp", required=True, metavar="N", help="pipeline ranks")
-    timeline.add_argument("--microbatches", required=True, metavar="N", help="of a step")
+    timeline.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline ranks")
+    timeline.add_argument("--microbatches", type=int, required=True, metavar="N", help="of a step")
     timeline.add_argument("--costs", default="", metavar="LIST", help="as tools/schedule.py takes them")
     timeline.add_argument(
         "-o", "--out", type=Path, default=Path("schedule.svg"), metavar="FILE", help=".svg, .png or .json"

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -84,9 +84,21 @@ def with_options(faults: Iterable[Fault], ranks: str, **options: str) -> list[Fa
 
     def written(fix: str) -> str:
         fix = re.sub(r"\bstart ((?:\d+ or )?\d+) ranks", rf"{ranks} \1", fix)
-        return re.sub(r"\bparallel\.(\w+)=", lambda key: f"{options[key[1]]} " if key[1] in options else key[0], fix)
+        return in_options(fix, {f"parallel.{name}": option for name, option in options.items()})
 
     return [replace(fault, fix=written(fault.fix)) for fault in faults]
+
+
+def in_options(text: str, options: Mapping[str, str]) -> str:
+    """Returns a message with a tool's options in place of keys: `--pp 4` for `parallel.pp=4` or `parallel.pp = 4`.
+
+    Args:
+        text: the message.
+        options: of the tool, by the words that they stand for.
+    """
+    keys = "|".join(map(re.escape, options))
+    pattern = rf"(?<![\w.])({keys})(?![\w.])( ?= ?)?"
+    return re.sub(pattern, lambda key: options[key[1]] + (" " if key[2] else ""), text) if keys else text
 
 
 def message(faults: Sequence[Fault]) -> str:

@@ -81,5 +81,5 @@ def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
             raise ValueError(f"costs: {key}={value} must be a finite number of at least 0")
     wrong = [scale for scale in stage_scale or () if not 0 <= scale < float("inf")]
     if wrong:
-        raise ValueError(f"costs: stage_scale {wrong[0]:g} must be a finite number of at least 0")
+        raise ValueError(f"stage_scale {wrong[0]:g} must be a finite number of at least 0")
     return Costs(**values, stage_scale=None if stage_scale is None else tuple(stage_scale))

@@ -36,10 +36,19 @@ def write_program(program: Program) -> str:
     return out.getvalue()
 
 
-def read_file(path: Path, num_ranks: int, num_microbatches: int) -> Program:
-    """Returns the Program in a CSV file, called by its path; see `read_program`, also for what is refused."""
+def read_file(path: Path, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Program:
+    """Returns the Program in a CSV file, called by its path; see `read_program`, also for what is refused.
+
+    Args:
+        chunks: stages per rank and copy that it must have (`parallel.vpp`); None = any.
+    """
     text = path.read_text(encoding="utf-8-sig", errors="replace")  # bytes that are no text end up in no action
-    return read_program(text, str(path), num_ranks, num_microbatches)
+    program = read_program(text, str(path), num_ranks, num_microbatches)
+    if chunks not in (None, found := program.placement.chunks):
+        raise ValueError(
+            f"{path} cuts the layers of a rank into {found}, but parallel.vpp={chunks}; set parallel.vpp={found}"
+        )
+    return program
 
 
 def read_program(text: str, name: str, num_ranks: int | None = None, num_microbatches: int | None = None) -> Program:

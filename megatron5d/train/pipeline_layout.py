@@ -66,17 +66,17 @@ def named_programs(config: Config, check: bool = True) -> Programs:
     """Returns the Programs of a named schedule, verified if `check`, or of a file; a single rank needs no schedule.
     Raises ValueError: no schedule has this name."""
     name, pp = config.pipeline.schedule, config.parallel.pp
+    # parallel.vpp = 1 is the default, under which the schedule decides
+    chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
     if name.startswith("file:"):
         from megatron5d.pipeline_parallel.schedule_csv import read_file
 
         path = Path(name.removeprefix("file:"))
-        return lambda m: verified(read_file(path, pp, m))
+        return lambda m: verified(read_file(path, pp, m, chunks))
     if name != "auto":
         find_schedule(name)
     if pp == 1:
         return lambda m: build_program("1f1b", 1, m)
-    # parallel.vpp = 1 is the default, under which the schedule decides
-    chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
     return lambda m: verified(build_program(name, pp, m, chunks), check)
 
 

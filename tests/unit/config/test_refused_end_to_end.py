@@ -273,6 +273,22 @@ def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(tmp_path, 
     assert fault.fix.startswith(fix)
 
 
+def test_other_chunks_than_those_of_the_schedules_file_are_refused(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(write_program(build_program("interleaved", 2, 8, 2)))
+    config = Config(
+        model=ModelConfig(num_layers=4),
+        parallel=ParallelConfig(pp=2, vpp=3),
+        pipeline=PipelineConfig(schedule=f"file:{path}"),
+        train=TrainConfig(gbs=8, mbs=1),
+    )
+    (fault,) = pipeline_faults(config, 2)
+    assert fault.reason.endswith("cuts the layers of a rank into 2, but parallel.vpp=3")
+    assert fault.fix == "parallel.vpp=2"
+    for vpp in (1, 2):  # 1, the default, leaves it to the file
+        assert pipeline_faults(replace(config, parallel=ParallelConfig(pp=2, vpp=vpp)), 2) == []
+
+
 def test_a_small_batch_of_a_ramp_is_named_and_not_the_last_one():
     config = Config(
         model=ModelConfig(num_layers=2),

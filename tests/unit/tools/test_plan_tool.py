@@ -237,6 +237,13 @@ def test_a_large_model_in_a_toys_precision_is_noted_with_the_experiment_to_take(
     assert main([*large, "precision.dtype=bf16"]) == 0 and not capsys.readouterr().err
 
 
+def test_context_notes_a_toys_precision_too_unless_it_is_asked_for(capsys):
+    context = ["context", "--world", "16", "model=llama3_8b", "parallel.cp=4"]
+    assert main(context) == 0
+    assert "planned for llama3_8b in fp32" in capsys.readouterr().err
+    assert main([*context, "precision.dtype=fp32"]) == 0 and not capsys.readouterr().err
+
+
 def test_memory_says_of_what(capsys):
     assert main([*RUN]) == 0
     assert " ranks: dp " in capsys.readouterr().out.splitlines()[0]

@@ -51,7 +51,7 @@ def test_uneven_stages(capsys):
     sizes = ("--schedule", "gpipe", "--pp", "2", "--microbatches", "1", "--json")
     figures = json.loads(output(capsys, "simulate", *sizes, "--stage-scale", "0.5,2"))
     assert figures["makespan"] == 7.5
-    assert "stage_scale has 3 entries" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,2,3")
+    assert "--stage-scale has 3 entries" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,2,3")
     assert "no list of numbers" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
 
 
@@ -105,14 +105,21 @@ def test_verify_a_file(capsys, tmp_path):
     assert "0F3 raises the activations to 4" in refused(capsys, *check, "--memory", "0.75")
     file.write_text(file.read_text().replace("2F5,", ""))
     assert "mine.csv: rank 2, position 8: 2F5 is missing" in refused(capsys, *check)
-    assert "pp=5" in refused(capsys, "verify", str(file), "--pp", "5", "--microbatches", "8")
+    assert "pp=5; set --pp 4" in refused(capsys, "verify", str(file), "--pp", "5", "--microbatches", "8")
+    named = ("simulate", "--schedule", f"file:{file}", *SIZES)
+    assert "into 1, but --vpp 2; set --vpp 1" in refused(capsys, *named, "--vpp", "2")
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (("simulate", "--schedule", "dualpip", "--pp", "4", "--microbatches", "8"), "did you mean dualpipe"),
-        (("simulate", "--schedule", "dualpipe", "--pp", "5", "--microbatches", "8"), "parallel.pp=6"),
+        (("simulate", "--schedule", "dualpipe", "--pp", "5", "--microbatches", "8"), "--pp 5 is odd; set --pp 6"),
+        (
+            ("simulate", *NAMED, "--layers", "3"),
+            "--layers 3 is fewer than the 4 stages of the pipeline (--pp times the",
+        ),
+        (("compare", *SIZES, "--memory", "0.1"), "no schedule holds at most 0.4 micro-batches of one rank's layers; "),
         (("simulate", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "Q=1"), "unknown key 'Q'"),
         (
             ("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"),
@@ -135,8 +142,8 @@ def test_verify_a_file(capsys, tmp_path):
         (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed -1 is no"),
         (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes any time"),
         (("simulate", *NAMED, "--costs", "F=1,F=2"), "F is given twice"),
-        (("simulate", *NAMED, "--stage-scale", "1,1,1,-1"), "stage_scale -1 must be"),
-        (("simulate", *NAMED, "--stage-scale", "1,1,1,nan"), "stage_scale nan must be"),
+        (("simulate", *NAMED, "--stage-scale", "1,1,1,-1"), "--stage-scale -1 must be"),
+        (("simulate", *NAMED, "--stage-scale", "1,1,1,nan"), "--stage-scale nan must be"),
         (("simulate", *NAMED, "--layers", "8", "--head", "nan"), "--head nan is no"),
         (("simulate", *NAMED, "--activation-bytes", "inf"), "--activation-bytes inf is no finite"),
     ],

@@ -96,6 +96,19 @@ def test_bad_input_is_named(tmp_path, capsys, make, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "ranks, out, message",
+    [
+        ("4", "/nowhere/x.svg", "--out /nowhere/x.svg cannot be written: No such file or directory"),
+        ("5", "x.svg", "--schedule dualpipe mirrors ranks in pairs, but --pp 5 is odd; set --pp 6"),
+    ],
+)
+def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(capsys, ranks, out, message):
+    named = ["--schedule", "dualpipe", "--pp", ranks, "--microbatches", "8"]
+    assert main(["schedule", *named, "-o", out]) == 2
+    assert capsys.readouterr().err == f"visualize: {message}\n"
+
+
 def test_help():
     done = subprocess.run(
         [sys.executable, "tools/visualize.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
