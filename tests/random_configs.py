@@ -117,6 +117,8 @@ def _optim(dice: random.Random) -> OptimConfig:
     scales = ["0.1 *norm*", "2 *.attention.*"], ["0.5 layers.*"], ["0 embedding.*", "1.5 *"]
     chosen |= _some(random.Random(repr(chosen) + "lr"), 0.2, lr_scale=random.Random(repr(chosen)).choice(scales))
     chosen |= _some(random.Random(repr(chosen) + "wd"), 0.2, decay_scale=random.Random(repr(chosen)).choice(scales))
+    if chosen.get("schedule") != "wsd":
+        chosen.pop("decay_steps", None)
     return OptimConfig(name=name, **chosen)
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from os.path import isfile
@@ -252,10 +252,11 @@ def batch_sizes(config: Config) -> list[int]:
     return sorted({size for _, size in schedule[now:]})
 
 
-def in_ranges(number: int, ranges: Sequence[str]) -> bool:
-    """Returns whether a number is in a list such as ["300", "120-169"], both ends included."""
-    ends = [[int(end) for end in text.split("-")] for text in ranges]
-    return any(first <= number <= last for first, *_, last in ([*each, each[-1]] for each in ends))
+def left_out_steps(config: Config, done: int) -> Iterator[int]:
+    """Yields the steps of data.skip_steps, such as ["300", "120-169"], that a run which has done some still has."""
+    for text in config.data.skip_steps:
+        first, _, last = text.partition("-")
+        yield from range(max(int(first), done + 1), min(int(last or first), config.train.steps) + 1)
 
 
 def split_shares(split: str | None) -> list[float]:

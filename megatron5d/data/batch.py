@@ -6,7 +6,7 @@ reads steps ahead. The loader's whole state is `consumed_samples`: a new one tha
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -180,6 +180,7 @@ class Loader:
         dp_rank: this rank's position on the data-parallel axis.
         vocab_size: ids must be below it; None = not checked.
         knob: config key of the files, for errors.
+        left_out: the samples consumed before each step that has no micro-batch, of which nothing is read.
         prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
         transform: applied to each micro-batch when it is read (takes this cp rank's rows).
@@ -189,14 +190,15 @@ class Loader:
     def __init__(
         self, samples: Samples, *, batches: BatchSchedule, mbs: int, dp_rank: int = 0, dp_size: int = 1,
         consumed_samples: int = 0, vocab_size: int | None = None, knob: str = "data.train", prefetch: int = 2,
-        pin_memory: bool = False, transform: Callable[[MicroBatch], MicroBatch] | None = None, **options: Any,
+        left_out: Container[int] = (), pin_memory: bool = False,
+        transform: Callable[[MicroBatch], MicroBatch] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make: Callable[..., MicroBatch] = partial(make_micro_batch, **options)
         self._wants_starts = options.get("document_mask", False) and options.get("eod") is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
-        self._prefetch, self._knob = prefetch, knob
+        self._prefetch, self._knob, self._left_out = prefetch, knob, left_out
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(max(prefetch, 1))
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -251,6 +253,8 @@ class Loader:
 
     def _read_step(self, consumed: int) -> Step:
         size = global_batch_size(consumed, self._batches)
+        if consumed in self._left_out:
+            return consumed + size, []
         numbers = micro_batch_samples(consumed, size, *self._sizes)
         try:
             return consumed + size, [self._read_micro_batch(each) for each in numbers]

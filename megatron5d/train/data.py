@@ -1,6 +1,6 @@
 """The data of a run: which samples this data-parallel rank reads, for training and for validation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import cache
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from megatron5d.config.derived import (
     BatchSchedule,
     batch_schedule,
     global_batch_size,
+    left_out_steps,
     named_entries,
     sample_len,
     samples_of_steps,
@@ -153,7 +154,7 @@ def train_loader(
 
     Args:
         reads: this rank needs the tokens, not only their positions.
-        steps_left: steps that the run will still make.
+        steps_left: steps that the run will still make; of those in data.skip_steps nothing is read.
 
     Raises:
         ValueError, OSError: on every rank, if one cannot read its files, or fewer steps remain of an order
@@ -184,7 +185,9 @@ def train_loader(
 
     samples = _opened(config, reads, open_files)
     prefetch = config.data.prefetch if reads else 0
-    return _loader(config, mesh, samples, consumed_samples, batches, prefetch, "data.train")
+    done = (train.stop_after or train.steps) - steps_left
+    left_out = {samples_of_steps(step - 1 - done, batches, consumed_samples) for step in left_out_steps(config, done)}
+    return _loader(config, mesh, samples, consumed_samples, batches, prefetch, "data.train", left_out)
 
 
 def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
@@ -250,8 +253,9 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
 
 
 def _loader(
-    config: Config, mesh: Mesh, samples, consumed: int, batches: BatchSchedule, prefetch: int, knob: str
-) -> Loader:
+    config: Config, mesh: Mesh, samples, consumed: int, batches: BatchSchedule, prefetch: int, knob: str,
+    left_out: Container[int] = (),
+) -> Loader:  # fmt: skip
     data, train = config.data, config.train
     # with its number: the thread that reads ahead has a current GPU of its own, which is the first
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -269,6 +273,7 @@ def _loader(
         causal=config.model.attention_causal,
         vocab_size=config.model.vocab_size,
         knob=knob,
+        left_out=left_out,
         prefetch=prefetch,
         pin_memory=torch.cuda.is_available(),
         transform=SequenceSharding(config, mesh, device),

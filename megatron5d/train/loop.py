@@ -15,7 +15,7 @@ from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
-from megatron5d.config.derived import batch_schedule, in_ranges
+from megatron5d.config.derived import batch_schedule
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
@@ -200,13 +200,13 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     try:
         while progress.step < last and not stopped:
             consumed = loader.consumed_samples
-            batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
+            # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in data.skip_steps
+            batches = next(loader)
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
             lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
             watched = progress.step == 0 or _due(where.step, config.moe.log_every)
             with around_step():
-                left_out = in_ranges(where.step, config.data.skip_steps)
-                result = run.trainer.step(batches, lr, bool(stop), watched, where, left_out=left_out)
+                result = run.trainer.step(batches, lr, bool(stop), watched, where)
                 reporter.stop_clock()  # before the profiler writes
             _count(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
             stopped = result.stop

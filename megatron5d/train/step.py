@@ -89,16 +89,16 @@ class Trainer:
 
     def step(
         self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False,
-        where: StepSamples | None = None, *, left_out: bool = False,
+        where: StepSamples | None = None,
     ) -> StepResult:  # fmt: skip
         """Runs forward and backward of all micro-batches, reduces gradients, and updates the weights once.
 
         Args:
-            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank.
+            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank; without any no step is made,
+                nothing is computed, and nothing moves.
             stop: this rank was asked to stop; all ranks learn of it in the step's reduction.
             watched: collect what the routers do, layer by layer.
             where: the step's number and samples, for messages.
-            left_out: make no step: nothing is computed, and nothing moves.
 
         Raises:
             FloatingPointError: the guard stops the run.
@@ -109,7 +109,7 @@ class Trainer:
             optimiser sends (muon), all_gather of the weights (left pending); with experts all_reduce of counts over the
             stage, and over the world on a watched step.
         """
-        if left_out:
+        if not batches:
             losses = {term.name: math.nan for term in self.terms}
             return StepResult(losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}")
         if self.room is not None:

@@ -28,7 +28,9 @@ def reading(config, folder, dice):
     return replace(
         config,
         train=replace(train, steps=STEPS, eval_every=2, eval_batches=1),
-        optim=replace(optim, decay_steps=2, skip_norm=dice.choice([0.0, 0.0, 0.0, 1.0, 3.0])),
+        optim=replace(
+            optim, decay_steps=2 * (optim.schedule == "wsd"), skip_norm=dice.choice([0.0, 0.0, 0.0, 1.0, 3.0])
+        ),
         moe=replace(config.moe, log_every=dice.choice([1, 2])),
         data=replace(
             config.data,

@@ -209,7 +209,7 @@ def bias_rate_needs_bias(c: Config, world: int) -> Faults:
         )
 
 
-_MLA_DIMS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MLA_DIMS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps")
 
 
 @check("model.attention", *(f"model.{dim}" for dim in _MLA_DIMS))
@@ -324,6 +324,16 @@ def scaling_needs_rope(c: Config, world: int) -> Faults:
             f"model.rope_scaling.type = {scaling.type} stretches rotary frequencies, and model.position = "
             f"{c.model.position}",
             "model.rope_scaling.type=none",
+        )
+
+
+@check("model.rope_scaling.factor", "model.rope_scaling.type")
+def scaling_factor_needs_a_type(c: Config, world: int) -> Faults:
+    scaling = c.model.rope_scaling
+    if scaling.type == "none" and scaling.factor != 1:
+        yield fault(
+            f"model.rope_scaling.factor = {scaling.factor:g}, and model.rope_scaling.type = none stretches nothing",
+            "model.rope_scaling.factor=1, or model.rope_scaling.type=llama3, yarn or linear",
         )
 
 

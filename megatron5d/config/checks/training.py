@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from megatron5d.config.checks.check import Faults, check, data_parallel, fault, spelled
 from megatron5d.config.checks.layout import MODEL_AXES
 from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress, sample_len
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, OptimConfig
 
 MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
 
@@ -124,6 +124,32 @@ def wsd_decays(c: Config, world: int) -> Faults:
             f"optim.schedule = wsd needs optim.decay_steps from 1 to train.steps - optim.warmup_steps = {steps} - "
             f"{warmup}, and it is {decay}",
             f"optim.decay_steps={min(decay or max(1, steps // 10), room)}",
+        )
+
+
+@check("optim.decay_steps", "optim.schedule")
+def decay_steps_need_wsd(c: Config, world: int) -> Faults:
+    if c.optim.decay_steps > 0 and c.optim.schedule != "wsd":
+        yield fault(
+            f"optim.decay_steps = {c.optim.decay_steps} is the length of wsd's decay, and optim.schedule = "
+            f"{c.optim.schedule} reaches optim.min_lr at the last of train.steps"
+            if c.optim.schedule != "constant"
+            else f"optim.decay_steps = {c.optim.decay_steps}, and optim.schedule = constant decays nothing",
+            "optim.decay_steps=0, or optim.schedule=wsd",
+        )
+
+
+_MUON = ("momentum", "ns_steps", "muon_per_head", "muon_exclude")
+
+
+@check("optim.name", *(f"optim.{name}" for name in _MUON))
+def muon_knobs_need_muon(c: Config, world: int) -> Faults:
+    unused = {name: getattr(OptimConfig(), name) for name in _MUON}
+    unused = {f"optim.{name}": idle for name, idle in unused.items() if getattr(c.optim, name) != idle}
+    if unused and c.optim.name != "muon":
+        yield fault(
+            f"optim.name = {c.optim.name} does not read {', '.join(unused)}",
+            "optim.name=muon, or " + " ".join(f"{key}={spelled(idle)}" for key, idle in unused.items()),
         )
 
 
