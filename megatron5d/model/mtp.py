@@ -103,7 +103,7 @@ class MtpHead(nn.Module):
         self.output = output
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:
-        """Sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the normed x.
+        """Maps sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the normed x.
 
         Comm: that of OutputMatrix.losses.
         """
