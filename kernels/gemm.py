@@ -1,4 +1,6 @@
-"""Grouped GEMMs: one per expert over rows sorted by expert, without asking the host how many rows each has.
+"""GEMMs of experts over rows sorted by expert, and weight gradients added straight into float32 main gradients.
+
+A grouped GEMM is one per expert, without asking the host how many rows each has:
 
     forward          y[r] = W[e] x[r]          for the rows r of expert e
     input gradient   dx[r] = W[e]ᵀ dy[r]
@@ -9,10 +11,9 @@ programs beyond those leave. Rows of a tile that belong to the next expert are c
 have no tile in the first two GEMMs and a gradient of zero in the third.
 (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with block-sparse matrices.)
 
-The weight gradient of a linear layer, added straight into its main gradient.
-
-y = x Wᵀ gives dW = dyᵀ x. The main gradient is float32 while dy and x may be bfloat16: the GEMM accumulates in float32
-and its result is never rounded to bfloat16 on the way (Micikevicius et al., arXiv:1710.03740, sec. 3).
+A linear layer y = x Wᵀ has dW = dyᵀ x. Its main gradient is float32 while dy and x may be bfloat16: the GEMM
+accumulates in float32 and its result is never rounded to bfloat16 on the way (Micikevicius et al., arXiv:1710.03740,
+sec. 3).
 """
 
 from types import ModuleType
@@ -312,8 +313,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         x: `[rows, k]` sorted by expert.
         weight: `[E, n, k]`.
         offsets: `[E + 1]` integers on the device: expert e has the rows offsets[e] to offsets[e + 1]; the first is 0.
-            Rows past
-            the last offset are padding and give zeros.
+            Rows past the last offset are padding and give zeros.
 
     Returns:
         `[rows, n]` in the dtype of x.

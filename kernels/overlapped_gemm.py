@@ -1,18 +1,19 @@
-"""A GEMM fused with the all_gather of its rows, which are multiplied as they arrive.
+"""GEMMs fused with a collective: the all_gather of their rows before them, or the reduce_scatter of what they give.
+
+`all_gather_gemm` multiplies rows as they arrive:
 
     y[source] = x[source] Wᵀ     for the own chunk, then rank - 1, rank - 2, ...: the order in which ranks send
 Each tile waits for the flag of its chunk only, and tiles start in the order of arrival: while the tiles of one chunk
 multiply, the copy engines receive the next. One launch keeps every multiprocessor busy across chunks; a GEMM per chunk
 would end in tiles that do not fill the last wave.
-Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.3.
 
-A GEMM fused with its reduce_scatter: tiles are sent to the ranks that own their rows, which sum what they receive.
+`gemm_reduce_scatter` sends tiles to the ranks that own their rows, which sum what they receive:
 
     buffer of rank at owner = x[owner] Wᵀ      for rank + 1, rank + 2, ..., the own chunk last
     y = sum over sources of their buffers      in the order of the sources, in float32, rounded once
 Tiles are stored in their owner's memory. The last tile of a chunk to finish raises the owner's flag, and the owner adds
 up the terms while later chunks are multiplied elsewhere.
-Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.2.
+Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,12 @@
-"""Tile shapes, warps and stages per architecture: data in `configs/<architecture>.json`.
+"""How kernels are launched on each architecture: their tile shapes, warps and stages, and how they reach a matrix.
 
-`tools/tune_kernels.py` writes them on a GPU.
-
+Tile shapes, warps and stages are data in `configs/<architecture>.json`, which `tools/tune_kernels.py` writes on a GPU.
 A file maps an operation to a list of entries, the first that fits wins:
     {"attention_forward": [{"up_to": {"head_dim": 64}, "config": {"BLOCK_M": 128, ...}}, {"config": {...}}]}
-`up_to` gives upper bounds of shape keys; an entry without it fits everything.
-An architecture without a file takes the newest older one of its vendor.
+`up_to` gives upper bounds of shape keys; an entry without it fits everything. An architecture without a file takes the
+newest older one of its vendor.
 
 GEMMs reach tiles of a matrix by a descriptor for the copy engine, or, before Hopper, by aligned pointers.
-
 Without a copy engine Triton takes a descriptor apart and knows nothing of its shape and stride: every element would be
 loaded by itself, and nothing ahead of time. Made in the kernel, from arguments that are known to be multiples of 16,
 the same descriptor becomes wide asynchronous loads.

@@ -8,7 +8,6 @@ The merge of shards is the algorithm of Megatron-LM (Shoeybi et al., arXiv:1909.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, rows_of, statistics_dtype, tl
 
-IGNORE_INDEX = -100
 _IN_CACHE = 1 << 18  # elements that the plain path takes at once
 
 
@@ -56,13 +54,13 @@ def vocab_statistics_reference(
 
 def vocab_cross_entropy_backward_reference(
     logits: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor, vocab_start: int,
-    num_valid_columns: int, *, z_coef: float = 0.0, ignore_index: int = IGNORE_INDEX,
+    num_valid_columns: int, *, z_coef: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Computes one shard's gradient in plain torch, written over `logits`."""
     wide = row_max.dtype
     num_valid_columns = max(num_valid_columns, 0)
     column, here = _target_columns(labels, vocab_start, num_valid_columns)
-    scale = dloss.to(wide).where(labels != ignore_index, 0)
+    scale = dloss.to(wide).where(labels >= 0, 0)
     softmax_scale = scale / row_sum * (1 + 2 * z_coef * (row_max + row_sum.log()))
     for part in _parts(logits):
         d = logits[part, :num_valid_columns].to(wide)  # the logits themselves if they are as wide
@@ -122,7 +120,6 @@ def _statistics_kernel(
 @jit
 def _backward_kernel(
     logits_ptr, labels_ptr, max_ptr, sum_ptr, dloss_ptr, stride, vocab_start, num_valid_columns, width, z_coef,
-    ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -130,7 +127,7 @@ def _backward_kernel(
     label = tl.load(labels_ptr + row)
     row_max = tl.load(max_ptr + row)
     row_sum = tl.load(sum_ptr + row)
-    dloss = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row).to(tl.float32))
+    dloss = tl.where(label < 0, 0.0, tl.load(dloss_ptr + row).to(tl.float32))
     softmax_scale = dloss / row_sum * (1.0 + 2.0 * z_coef * (row_max + tl.log(row_sum)))
     target = label - vocab_start
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -167,46 +164,39 @@ def vocab_statistics(
 
 def vocab_cross_entropy_backward(
     logits: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor, vocab_start: int,
-    num_valid_columns: int, *, z_coef: float = 0.0, ignore_index: int = IGNORE_INDEX,
+    num_valid_columns: int, *, z_coef: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Computes the gradient of the token loss with respect to one shard's logits, written over them.
 
     Args:
         logits: `[n, v/tp]`, overwritten.
-        labels: `[n]` int64, global vocabulary ids.
+        labels: `[n]` int64, global vocabulary ids; a token with a negative label has no gradient.
         row_max: `[n]` float32 or float64, merged over all shards.
         row_sum: `[n]`, sum of exp(z - row_max), merged over all shards.
         dloss: `[n]`, the gradient of each token's loss.
         vocab_start: the global id of this shard's first column.
         num_valid_columns: as in `vocab_statistics`; padding columns get gradient zero.
         z_coef: coefficient of the squared log-sum-exp added to each token's loss.
-        ignore_index: tokens with this label have no gradient.
 
     Returns:
         `logits`, now holding the gradient.
     """
-    options: dict[str, Any] = {"z_coef": z_coef, "ignore_index": ignore_index}
     row = (labels.contiguous(), row_max.contiguous(), row_sum.contiguous(), dloss.contiguous())
     if not dispatch.runs_triton(logits) or logits.stride(-1) != 1:
-        return vocab_cross_entropy_backward_reference(logits, *row, vocab_start, num_valid_columns, **options)
+        return vocab_cross_entropy_backward_reference(logits, *row, vocab_start, num_valid_columns, z_coef=z_coef)
     config = tuning.select("vocab_cross_entropy_backward", logits.device)
     grid = (logits.shape[0], cdiv(logits.shape[1], config["BLOCK"]))
     sizes = (logits.stride(0), vocab_start, num_valid_columns, logits.shape[1])
-    _backward_kernel[grid](logits, *row, *sizes, **options, **config)
+    _backward_kernel[grid](logits, *row, *sizes, z_coef, **config)
     return logits
 
 
 def cross_entropy_reference(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    num_valid_columns: int | None = None,
-    z_coef: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
+    logits: Tensor, labels: Tensor, *, num_valid_columns: int | None = None, z_coef: float = 0.0
 ) -> Tensor:
     """Computes the token losses of a whole vocabulary in plain torch, differentiable by autograd."""
     z = logits[:, :num_valid_columns].to(statistics_dtype(logits.dtype))
-    kept = labels != ignore_index
+    kept = labels >= 0
     lse = z.logsumexp(-1)
     loss = lse - z.gather(-1, labels.where(kept, 0)[:, None]).squeeze(-1) + z_coef * lse.square()
     return loss.where(kept, 0)
@@ -214,42 +204,35 @@ def cross_entropy_reference(
 
 class _CrossEntropy(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, logits, labels, num_valid_columns, z_coef, ignore_index):
+    def forward(ctx, logits, labels, num_valid_columns, z_coef):
         row_max, row_sum, target = vocab_statistics(logits, labels, 0, num_valid_columns)
         ctx.save_for_backward(logits, labels, row_max, row_sum)
-        ctx.settings = (num_valid_columns, z_coef, ignore_index)
+        ctx.settings = (num_valid_columns, z_coef)
         lse = row_max + row_sum.log()
-        return (lse - target + z_coef * lse.square()).where(labels != ignore_index, 0)
+        return (lse - target + z_coef * lse.square()).where(labels >= 0, 0)
 
     @staticmethod
     def backward(ctx, dloss):
         logits, labels, row_max, row_sum = ctx.saved_tensors
-        num_valid_columns, z_coef, ignore_index = ctx.settings
+        num_valid_columns, z_coef = ctx.settings
         row = (labels, row_max, row_sum, dloss)
-        options = {"z_coef": z_coef, "ignore_index": ignore_index}
-        dlogits = vocab_cross_entropy_backward(logits.clone(), *row, 0, num_valid_columns, **options)
-        return dlogits, None, None, None, None
+        dlogits = vocab_cross_entropy_backward(logits.clone(), *row, 0, num_valid_columns, z_coef=z_coef)
+        return dlogits, None, None, None
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    num_valid_columns: int | None = None,
-    z_coef: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
+    logits: Tensor, labels: Tensor, *, num_valid_columns: int | None = None, z_coef: float = 0.0
 ) -> Tensor:
     """Computes each token's cross-entropy over a whole vocabulary, differentiable.
 
     Args:
         logits: `[n, v]`, any floating dtype.
-        labels: `[n]` int64.
+        labels: `[n]` int64; a token with a negative label has loss and gradient zero.
         num_valid_columns: columns from here on are padding; None means all are valid.
         z_coef: coefficient of the squared log-sum-exp added to each token's loss.
-        ignore_index: tokens with this label have loss and gradient zero.
 
     Returns:
         `[n]` float32 (float64 for float64).
     """
     columns = logits.shape[-1] if num_valid_columns is None else num_valid_columns
-    return _CrossEntropy.apply(logits, labels, columns, z_coef, ignore_index)
+    return _CrossEntropy.apply(logits, labels, columns, z_coef)

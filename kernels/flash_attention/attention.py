@@ -1,8 +1,8 @@
 """Attention that never holds the score matrix, with its log-sum-exp, forward and backward.
 
-The math and the plain path stand in `flash_attention_plain`.
-Forward and backward both speak in (out, lse): a ring of context-parallel ranks merges the partial outs by their lse
-and then asks for the gradient of each block with the merged out and lse (Liu et al., arXiv:2310.01889, sec. 3).
+The math and the plain path stand in `plain.py`. Forward and backward both speak in (out, lse): a ring of
+context-parallel ranks merges the partial outs by their lse and then asks for the gradient of each block with the merged
+out and lse (Liu et al., arXiv:2310.01889, sec. 3).
 """
 
 from dataclasses import replace
@@ -126,11 +126,11 @@ class _Attention(FirstOrderFunction):
     def backward(ctx, dout, _):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.rule)
-        dsinks = None if sinks is None else _sink_gradient(dout, out, lse, sinks)
+        dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None
 
 
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Computes -sum of probability · delta: a sink has probability exp(sink - lse) and value 0."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)  # [b, a, s]
     probability = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()

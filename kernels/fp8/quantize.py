@@ -1,4 +1,4 @@
-"""Quantisation to FP8 with one scale per 1×128 group of a row, or per 128×128 block.
+"""Quantisation to FP8 with one scale per 1×128 group of a row or per 128×128 block, and the transpose of its results.
 
 value ≈ scale · q with scale = amax / largest finite q (448 for e4m3, 57344 for e5m2), so the largest value of each
 group meets the largest number (Micikevicius et al., arXiv:2209.05433, sec. 3; groups: DeepSeek-V3, arXiv:2412.19437,
@@ -10,9 +10,8 @@ each operation rounded once in float32. A group of zeros has scale 1. A group th
 throughout, with scale 1: what has gone wrong stays visible. An amax below 2⁻¹⁰⁰ counts as 2⁻¹⁰⁰, so that 1 / scale is
 finite; what lies under it by more than the FP8 range becomes zero.
 
-The transpose of a quantised matrix, quantised anew along its other dim: the operands of a weight gradient.
-
-dW = dyᵀ x contracts the tokens, so both operands are wanted as `[features, tokens]` with scales for groups of 128
+The operands of a weight gradient are transposes, quantised anew along the other dim (`fp8_transpose`):
+dW = dyᵀ x contracts the tokens, so both are wanted as `[features, tokens]` with scales for groups of 128
 tokens, while forward and input gradient have kept them as `[tokens, features]` with scales for groups of 128 features
 (DeepSeek-V3, arXiv:2412.19437, sec. 3.5.2). Between scales that are powers of two this loses nothing but what falls
 below the smallest number of the new group.

@@ -67,7 +67,7 @@ class HostCopies:
 
 
 class HeldSlice(Protocol):
-    """A segment of one parameter within a flat slice (data_parallel.buckets.Segment is one)."""
+    """A segment of one parameter within a flat slice (data_parallel.bucket.Segment is one)."""
 
     @property
     def spec(self) -> ShardSpec: ...
@@ -122,7 +122,7 @@ def sharded_parameter(parameter: Tensor) -> ShardedTensor:
 
 
 def named(kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]) -> dict[str, ShardedTensor]:
-    """Returns `{kind}.{global name}` -> tensor; parts of one parameter in several slices become one tensor.
+    """Returns the tensors by `{kind}.{global name}`; parts of one parameter in several slices become one tensor.
 
     Args:
         kind: `model`, or `optim.` and a kind of the optimiser's tensors.

@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run starts from, and loads it into any layout: each rank reads what it holds.
 
-Weights without an optimiser: loaded into plain parameters, read by rectangle, or saved as they are computed.
+Weights can be had without an optimiser, too: loaded into plain parameters (`load_weights`), read by rectangle
+(`SavedWeights`), or computed as they are saved (`lazy_tensor`).
 """
 
 import socket

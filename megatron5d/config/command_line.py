@@ -1,8 +1,8 @@
-"""Parses the command line: a few flags of our own, and Hydra overrides, which load.py reads.
+"""The command lines of pretrain.py (`parse_arguments`, `help_text`) and of the tools (`OptionParser`).
 
-The text of `--help`: flags, the options of each group, and the YAML files with every key and its unit.
-
-Command lines of tools: options, with positional words such as overrides anywhere between them.
+pretrain.py takes a few flags of our own, and Hydra overrides, which load.py reads. Its `--help` lists flags, the
+options of each group, and the YAML files with every key and its unit. Tools take options, and positional words such as
+overrides anywhere between them.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""Which layers of a model are mixtures of experts.
+"""What follows from a configuration without being a key of it, for its checks and for the code that trains.
 
-The matrices of a model's layers, by the global names that their weights carry (without `.weight`).
-
-The strings that name data in a configuration: weighted prefixes, named sets, and shares of a split.
+Which blocks are mixtures of experts or have a window, which matrices run in fp8 (by the global names that their weights
+carry, without `.weight`), what the strings that name data say, how many samples each step takes, and how cp is cut.
 """
 
 import fnmatch

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over cp: the one entry to all four methods.
+"""Attention over a sequence that is cut over cp: four methods, and one entry to them.
 
 q, k, v [s/cp, b, heads, d]
   -> [s/outer, b, heads/inner, d]   exchange heads for sequence, all_to_all cp_inner
@@ -46,9 +46,9 @@ from megatron5d.context_parallel.block_attention import (
     Merge,
     attend_block,
     block_gradients,
-    sink_gradient,
 )
 from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.kernels.flash_attention.attention import sink_gradient
 from megatron5d.topology.axis import Axis
 
 _KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once

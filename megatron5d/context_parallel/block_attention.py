@@ -186,13 +186,6 @@ def block_gradients(
     return dk, dv
 
 
-def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns a sink has probability exp(sink - lse) and value 0: d sink = -Σ probability·(dout·out)."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)  # [b, a, s]
-    probability = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
-    return -(probability * delta).sum((0, 2)).to(sinks.dtype)
-
-
 class KVFormat(Protocol):
     """Turns a block into keys and values, and their gradients into that of the block; runs outside of autograd."""
 

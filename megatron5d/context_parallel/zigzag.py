@@ -32,7 +32,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a valid sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks."""
+    """How a valid sequence is cut; `config.derived.split_of` says into how many outer and inner ranks."""
 
     seq_len: int  # rows of the whole sequence
     outer: int = 1  # ranks among which keys and values travel

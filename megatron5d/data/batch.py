@@ -1,7 +1,8 @@
 """From samples to the micro-batches of one rank: inputs, labels, the loss mask, positions and documents.
 
-What context parallelism means to the model: this rank's positions, and the attention that reaches all others. A thread
-reads steps ahead. The loader's whole state is `consumed_samples`: a new one that starts there continues as the old one.
+Under context parallelism they are cut to this rank's positions, beside the plan of the attention that reaches all
+others (`SequenceSharding`). A thread reads steps ahead. The loader's whole state is `consumed_samples`: a new one that
+starts there continues as the old one.
 """
 
 import queue
@@ -124,7 +125,7 @@ class SequenceSharding:
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """Returns `[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
+        """Maps `[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
 
         Args:
             batch: whole sequences, on the CPU (the plan looks at where documents end).
@@ -234,7 +235,7 @@ class Loader:
             self._thread = None
 
     def _read_ahead(self, consumed: int) -> None:
-        """Returns the thread: puts one step after another, or the error that ends it, into the queue."""
+        """Runs as the thread: puts one step after another, or the error that ends it, into the queue."""
         item: Step | BaseException
         while not self._stop.is_set():
             try:

@@ -1,9 +1,8 @@
 """The files of a corpus (jsonl, parquet, text; plain or compressed), divided into units of work in one fixed order.
 
 A unit is cheap to make and expensive to process: raw lines, names of text files, or the number of a row group. One
-process makes units, and many parse and tokenise them. Each unit has the position behind it, where a run can resume.
-
-Reads plain and compressed files in pieces of whole lines, from any offset in their content.
+process makes units, and many parse and tokenise them. Each unit has the position behind it, where a run can resume:
+files, plain or compressed, are read in pieces of whole lines from any offset in their content (`open_stream`).
 """
 
 import bz2

@@ -1,6 +1,6 @@
-"""The texts in a unit of a corpus. What is not a text is reported with file and line, never repaired.
+"""The texts in the units of a corpus, and their tokens, made by many processes in the order of the units.
 
-Tokenises the units of a corpus with many processes; the results come in the order of the units.
+What is not a text is reported with file and line, never repaired.
 """
 
 import json

@@ -2,11 +2,10 @@
 
 The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the run needs, and
 shuffled. A sample begins every seq_len tokens of that stream, and the samples are shuffled again. No Python loop runs
-over tokens, documents or samples: an index over 10⁹ tokens takes a tenth of a second.
+over tokens, documents or samples: an index over 10⁹ tokens takes a tenth of a second. The indices
+are built once per node and mapped by every rank, from files named after all that they were built from.
 
 Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (core 0.16).
-
-Arrays that are built once per node and mapped by every rank, under a name made of all they were built from.
 """
 
 import hashlib

@@ -4,10 +4,8 @@ One process reads units and writes tokens in the order of the units; the others 
 everything written is flushed to disk and a journal records the position in the corpus. A run that was killed continues
 from there and ends with the same bytes as an uninterrupted one.
 
-The files in which a preprocessing run records its progress: a journal while it runs, a summary when it is done.
-
-Both contain a fingerprint of the inputs and settings. Only a run with the same fingerprint continues where another has
-stopped, and a finished job is recognised instead of repeated.
+When it is done, a summary takes the journal's place. Both contain a fingerprint of the inputs and settings. Only a run
+with the same fingerprint continues where another has stopped, and a finished job is recognised instead of repeated.
 """
 
 import dataclasses

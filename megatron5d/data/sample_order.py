@@ -4,14 +4,9 @@ Sample j of an epoch is tokens j·seq_len to (j+1)·seq_len, both included: one 
 needs a label, so neighbouring samples share a token. `sequential` takes j = 0, 1, 2 …; `shuffled` permutes them by a
 function of seed and epoch, so nothing is built, stored or exchanged between ranks.
 
-A keyed permutation of 0 … n−1 that is computed and not stored, so shuffling a billion samples takes no memory.
-
-Swap-or-not: each round pairs x with (k − x) mod n, and swaps the pair if a bit that both of them compute is set. Each
-round is its own inverse, so the whole is a bijection for any n.
-
+That function is a keyed permutation of 0 … n−1, swap-or-not: each round pairs x with (k − x) mod n, and swaps the pair
+if a bit that both of them compute is set. Each round is its own inverse, so the whole is a bijection for any n.
 Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012, Figure 1.
-
-The numbers of the samples that a step takes, and of those that a data-parallel rank takes of them.
 
 The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs samples of the global
 order, so its set of samples depends on neither dp nor mbs. Each micro-step takes the next mbs·dp of them, of which rank

@@ -15,11 +15,10 @@ summed in the order of its choices: the same tokens give the same sums, in the s
 Splits of an all-to-all must be on the host. They are counted, for which the host waits for the device in every
 `dispatch`, once a layer and micro-batch, and again where a layer is recomputed; or they are planned (`Room`): every
 rank sends every other one as many rows, some of them empty, and nobody waits. With ep 1 there is always room for all.
-Empty rows come last at the experts and are zeros after their GEMMs. Memory: a rank receives at most n·min(k, E/ep) rows
-from each of the ep·etp ranks, namely if all tokens choose its experts. Source: GShard, Lepikhin et al. 2020
-(arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
-
-How many rows travel where a forecast runs on the meta device, whose tensors have no values to count.
+Empty rows come last at the experts and are zeros after their GEMMs. A forecast on the meta device has no values to
+count and assumes a load (`PlannedLoad`). Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp
+ranks, namely if all tokens choose its experts.
+Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 """
 
 from __future__ import annotations

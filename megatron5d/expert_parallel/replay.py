@@ -108,7 +108,8 @@ class RoutingFile:
     def note(self, block: int, tokens: Tokens, experts: Tensor) -> None:
         """Writes the experts `[n, k]` of this rank's tokens in a block."""
         sample, position = self._rows(tokens)
-        real = (tokens.order < tokens.num_sequences * self.experts.shape[1]).cpu().numpy()  # not what pads to shares
+        # what pads to equal shares has, under cp, the place of another rank's token
+        real = slice(None) if tokens.real is None else tokens.real.cpu().numpy()
         self.experts[sample[real], position[real], self._place[block]] = experts.cpu().numpy()[real]
 
     def _rows(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each of them counts.
+"""Which experts a token goes to, how much each of them counts, and which choices a limited capacity drops.
 
     logits   x·Wᵀ, plus a trained bias where there is one, in fp32 (fp64 for a model in fp64)
     scores   softmax over the experts, or sigmoid of each
@@ -8,11 +8,9 @@
 Source: Shazeer et al. 2017 (arXiv:1701.06538); groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; sigmoid scores
 and the bias: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
 
-Experts with a limited capacity: which choices of a micro-batch they drop.
-
-The limit is for the whole micro-batch, wherever its tokens lie, so that no layout changes what is dropped:
-ceil(factor · T·k/E) choices per expert, T tokens that are not padding. Source: Fedus et al. 2021 (arXiv:2101.03961),
-section 2.2; by probability: Megatron-Core's `moe_token_drop_policy=probs`.
+The limit of a capacity is for the whole micro-batch, wherever its tokens lie, so that no layout changes what is
+dropped: ceil(factor · T·k/E) choices per expert, T tokens that are not padding. Source: Fedus et al. 2021
+(arXiv:2101.03961), section 2.2; by probability: Megatron-Core's `moe_token_drop_policy=probs`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Self-attention of one block: MHA, GQA or MQA, heads cut over tp.
+"""Self-attention of one block with its heads cut over tp: MHA, GQA or MQA, and what these share with MLA (mla.py).
 
-The part of attention between the projections, the same for GQA and MLA: scores, masks, softmax, values.
+They share what lies between the projections (`AttentionCore`): scores, masks, softmax and values.
 """
 
 import math

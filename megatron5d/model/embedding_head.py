@@ -36,7 +36,7 @@ class Embedding(nn.Module):
             )  # fmt: skip
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
-        """Returns `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
+        """Maps `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
 
         Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp, else none.
         """

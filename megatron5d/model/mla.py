@@ -170,7 +170,7 @@ class LatentKV:
         return _keys_values(kv, k_pe.unsqueeze(2), dn)
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Returns the gradient of `unpack` -> `[t, b, r+dr]`; adds the weight gradient to its buffer."""
+        """Returns the gradient of the block, `[t, b, r+dr]`; adds the weight gradient to its buffer."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]

@@ -36,6 +36,8 @@ class Carrying(nn.Module):
     def __init__(self, phase: nn.Module) -> None:
         super().__init__()
         self.phase, self.kind = phase, getattr(phase, "kind", None)
+        self.capturable = getattr(phase, "capturable", True)  # this and the next for graphs (phase_graphs.py)
+        self.adds_grads_at_once = getattr(phase, "adds_grads_at_once", False)
 
     def forward(self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Any]:
         """Passes what is carried on as it is, x as the phase takes and returns it. Comm: that of the phase."""
@@ -101,7 +103,7 @@ class MtpHead(nn.Module):
         self.output = output
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:
-        """Sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the normed x.
+        """Maps sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the normed x.
 
         Comm: that of OutputMatrix.losses.
         """

@@ -1,6 +1,6 @@
 """Which layers each pipeline stage holds, and which parameters two ranks hold together.
 
-How a row of layers is cut into stages: so that no stage, or no rank with all its stages, has too much to do.
+A row of layers is cut so that no stage, or no rank with all its stages, has too much to do.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -13,10 +13,9 @@ The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. 
 one rank, in the dtype of the weights, so the numbers are the same on any layout.
 Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3; Kimi K2.
 
-Newton-Schulz iteration: approximates the nearest orthogonal matrix, with GEMMs only.
-
-X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X maps every singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors.
-The coefficients enlarge small values quickly (by a⁵ ≈ 485 in five steps) and keep large ones within [0.68, 1.14].
+NewtonSchulz approximates the nearest orthogonal matrix with GEMMs only: X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X maps every
+singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors. The coefficients enlarge small values quickly
+(by a⁵ ≈ 485 in five steps) and keep large ones within [0.68, 1.14].
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
 A matrix is sharded twice: by tp (experts: etp) into the parameters of several ranks, and each parameter by ZeRO into

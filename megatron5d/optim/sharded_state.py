@@ -3,11 +3,9 @@
 An optimiser updates whole buckets. It names the moments that it keeps (`kinds`), each of which is a flat tensor over
 the owned slice. Checkpoints, resharding and the memory forecast need only these names.
 
-Stochastic rounding of float32 to bfloat16: up or down with the probabilities whose mean is the exact value.
-
-Without master weights, an update w ← bf16(w - u) is lost whenever u is below half the spacing of bf16 numbers near w.
-Rounded stochastically it happens with the probability u / spacing, and nothing is lost on average (Gupta et al. 2015,
-arXiv:1502.02551).
+Without master weights, new values are rounded to bfloat16 stochastically. An update w ← bf16(w - u) is lost whenever u
+is below half the spacing of bf16 numbers near w. Rounded up or down at random it happens with the probability u /
+spacing, and nothing is lost on average (Gupta et al. 2015, arXiv:1502.02551).
 
 The random bits depend only on seed, step, global name and global index of an element (topology/init_weights.py), so
 slices, copies and resumed runs use the same.

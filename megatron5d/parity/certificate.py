@@ -1,6 +1,6 @@
-"""What a parity certificate says about configuration and code, and whether it still belongs to them.
+"""A parity certificate: what the check has found, and whether it still holds for a configuration and this code.
 
-What the parity check has found, as a record for programs and as text for people.
+What has been found is a record for programs, and a text for people (`report_text`).
 """
 
 import hashlib

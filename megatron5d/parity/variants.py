@@ -1,10 +1,9 @@
-"""Makes a configuration so small that it trains on a laptop in seconds, and keeps all its features.
+"""Variants of a configuration that the parity check runs: a small one, and some with one thing of the layout off.
 
-Every size becomes the smallest candidate that passes every check, the pipeline can be laid out, and the features
-of the run are what they were: what is replicated, padded, uneven or cut short stays so. Layout, schedule, ZeRO,
-recompute and everything that is no size are not touched.
-
-Turns off one thing of a layout at a time, and runs it, to find which of them a difference needs.
+`shrink` makes it so small that it trains on a laptop in seconds: every size becomes the smallest candidate with which
+all checks pass, the pipeline can be laid out, and the features of the run are what they were: what is replicated,
+padded, uneven or cut short stays so. Layout, schedule, ZeRO, recompute and everything that is no size are not touched.
+`ablations` turn off one thing of a layout at a time, to find which of them a difference needs.
 """
 
 import fnmatch

@@ -1,12 +1,11 @@
 """Runs one rank's part of any Program: actions in order, messages on their channels, pairs interleaved.
 
 Before a slot runs, the receives of a later slot are posted; where the host may have to wait for its device, those of
-messages that have been sent (messages.py). Then each action waits for its own input,
-runs its stage phase by phase, and passes its output on: to a channel, to another stage of this rank, or at the end of
-the model to the loss. Two overlapped actions take turns, one phase each, so that the communication that one has started
-proceeds under the compute of the other.
-
-This rank's part of the pipeline: its stages and channels, for steps of any number of micro-batches.
+messages that have been sent (messages.py). Then each action waits for its own input, runs its stage phase by phase, and
+passes its output on: to a channel, to another stage of this rank, or at the end of the model to the loss. Two
+overlapped actions take turns, one phase each, so that the communication that one has started proceeds under the compute
+of the other. An executor runs steps of one number of micro-batches; `Pipeline` holds a rank's stages and channels, and
+makes one for any number.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

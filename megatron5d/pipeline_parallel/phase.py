@@ -1,6 +1,6 @@
-"""What a stage tells data parallelism about its phases, so that weights are gathered and gradients reduced in time.
+"""What every phase of a stage may read beside its input (`MicroBatch`), and who is told when it runs (`PhaseHooks`).
 
-One micro-batch's tokens, labels and masks, which every phase of every stage may read beside its input.
+Data parallelism is told, so that weights are gathered and gradients reduced in time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MicroBatch:
     documents: Tensor | None  # int64 [b, s]: document's number in its sequence; None = no such masks, or in `context`
     padding: Tensor | None = None  # bool [b, s/cp]: True where the input is padding; None = nowhere
     samples: Tensor | None = None  # int64 [b], in training: numbers of the sequences among all that the run reads
-    context: Any = None  # under cp: what attention computes on this rank (context_parallel.plan.ContextPlan)
+    context: Any = None  # under cp: what attention computes on this rank (block_attention.ContextPlan)
     # with multi-token prediction of D depths (model/mtp.py: look_ahead):
     ahead_tokens: Tensor | None = None  # int64 [D, b, s/cp]: the token 1, 2, ... D places after each input
     ahead_labels: Tensor | None = None  # int64 [D, b, s/cp]: the token after that

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
-_INDEX = torch.int64
 _CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
 
 

@@ -14,7 +14,7 @@ All-to-alls of experts go to the simulator, which lets an overlapped action hide
 makespan; what the busiest rank's passes leave of it is the bubble. Then comes what ends a step: the reduction that its
 last backward did not hide, the optimiser, and the gathering that the next forward will not hide.
 
-How many bytes a rank sends in a step, on every axis: what the run's ledger will count.
+The bytes that a rank sends in a step are told, too, by axis: what the run's ledger will count.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ mᵢ, lᵢ and z_labelᵢ (0 if it does not hold the label) of its columns; then
 z_label = Σ z_labelᵢ.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 
-Output matrix and cross-entropy together: logits of a few tokens at a time, computed again in the backward.
+`SlicedLoss` takes the output matrix in, too, and holds logits of a few tokens at a time:
 
     forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
     backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`

@@ -206,7 +206,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """Maps `column_linear` and the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
+        """Computes `column_linear` and adds the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
         y = column_linear(x, self.weight, self.tp, self.sp, defer)
         return y if self.bias is None else y + self.bias
 

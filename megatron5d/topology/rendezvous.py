@@ -1,9 +1,8 @@
-"""The ranks find each other: one store that all of them can reach, and the names of those that do not come.
+"""The ranks find each other: one key-value store that all of them can reach, and the names of those that do not come.
 
-The key-value store through which the ranks found each other, and registers in it: named sets of ranks.
-
-One process serves it, rank 0 or the launcher. So that its load does not grow with the square of the world, every rank
-may send a constant number of requests, and only one rank may send a request for each other rank.
+Registers in the store are named sets of ranks. One process serves it, rank 0 or the launcher. So that its load does not
+grow with the square of the world, every rank may send a constant number of requests, and only one rank may send a
+request for each other rank.
 """
 
 import hashlib

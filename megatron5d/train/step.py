@@ -55,7 +55,7 @@ class StepResult:
     grad_norm: float  # before clipping
     num_targets: int  # target tokens of the global batch
     stop: bool  # some rank was asked to stop
-    cp_balance: float = 1.0  # context_parallel.plan.imbalance, mean over dp; 1 = even
+    cp_balance: float = 1.0  # block_attention.imbalance, mean over dp; 1 = even
     layers: dict[str, float] = field(default_factory=dict)  # what the routers did, layer by layer, if asked for
     zero_exposed_s: float = 0.0  # this rank: seconds in which it waited for weights and did nothing else
     bubble: float = 0.0  # this rank: share of the passes' time in which it waited for its pipeline neighbours

@@ -99,6 +99,7 @@ CASES = {
     "mla": (1, config_of(model=MLA)),
     "experts": (1, config_of(model=EXPERTS, moe=BALANCED)),
     "experts_apart": (2, config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2)),
+    "predicting_with_experts_apart": (2, config_of(dp=2, model=EXPERTS | {"num_mtp_layers": 1}, ep=2)),
 }
 
 

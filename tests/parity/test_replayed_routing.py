@@ -14,8 +14,11 @@ from ranks import RankFailure, run_ranks
 from runs import records, write_corpus
 
 from megatron5d.config.schema import PipelineConfig, RecomputeConfig
+from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.replay import RoutingFile
+from megatron5d.model.block_inputs import TokenShare
+from megatron5d.topology.axis import Axis
 from pretrain import main
 
 STEPS = 2
@@ -59,6 +62,18 @@ def test_what_a_run_writes_are_the_experts_of_its_own(layout, tmp_path):
     assert reference_run(dataclasses.replace(plain, moe=moe), rows, STEPS).losses == wanted.losses
     np.save(tmp_path / "experts.npy", np.roll(written, 1, axis=1))
     assert reference_run(dataclasses.replace(plain, moe=moe), rows, STEPS).losses != wanted.losses
+
+
+def test_padding_to_equal_shares_is_not_written_over_the_tokens_of_other_ranks(tmp_path):
+    """Of 12 tokens a cp rank has 6, which 4 ranks of tp share as 8."""
+    model, layout = config_of("mixtral").model, SequenceLayout(12, 2, 1)
+    file = RoutingFile(str(tmp_path / "experts.npy"), model, 12, samples=1)
+    for cp, tp in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)):
+        share = TokenShare(Axis("tp", (0, 1, 2, 3), tp), False)
+        tokens = share._tokens_at(6, 1, "cpu", torch.from_numpy(layout.rows(cp)))
+        tokens = dataclasses.replace(tokens, samples=torch.tensor([0]))
+        file.note(0, tokens, torch.full((2, model.top_k), 7 if tp == 3 else 1))
+    assert (file.experts[0, :, 0] == 1).all()
 
 
 def test_a_file_that_does_not_fit_is_told_by_the_first_tokens(tmp_path):

@@ -1,8 +1,7 @@
-"""A row of the table of speeds: what one call does, and everybody who can do it.
+"""Rows of the table of speeds (`Benchmark`: what one call does, and everybody who can do it), and how they are timed.
 
-Timing on a GPU: the median of many runs over several inputs, with a cold cache; and the device's own limits.
-
-Work on a GPU in a process of its own: what crashes there, hangs, or breaks its device ends one piece and no more.
+A time is the median of many runs over several inputs, with a cold cache, beside the device's own limits. Each piece of
+work has a process of its own (`in_turn`): what crashes there, hangs, or breaks its device ends one piece and no more.
 """
 
 import importlib
@@ -36,7 +35,7 @@ class Benchmark:
     unit: str  # "TFLOP/s" or "GB/s"
     sizes: Sizes  # those of real training
     tiny: Sizes  # the same in small, for a run without a GPU
-    # calls of ours that libraries may make, too: provider -> key of `kernels` (`libraries.py`)
+    # calls of ours that libraries may make, too: provider -> key of `kernels`
     families: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -1,12 +1,10 @@
-"""The experts and routers of Hugging Face's sparse families: their settings as ours and back, and their tensors.
+"""Experts, routers and latent attention in Hugging Face's folders: their settings as ours and back, and their tensors.
 
 On disk there is one tensor per matrix and expert, which transformers keeps writing although version 5 fuses them in
 memory; folders of fused ones (`save_pretrained(..., save_original_format=False)`, or a bare state dict) are read as
 well. Ours, too, are one stack of all experts per layer.
 
-DeepSeek's latent attention in Hugging Face folders: its settings as ours and back, and its tensors.
-
-The latents' norms have an epsilon of their own there, 1e-6 whatever rms_norm_eps says.
+The norms of DeepSeek's latents have an epsilon of their own, 1e-6 whatever rms_norm_eps says.
 """
 
 from typing import Any

@@ -213,7 +213,6 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")  # TransformerEngine's grouped linear layers
 _ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)$")  # column-parallel
 _COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")  # row-parallel
-_State = dict[str, Tensor]
 
 
 def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:

@@ -1,8 +1,7 @@
-"""Checks of context parallelism: what each method must divide, and where latents can be sent.
+"""Checks of context parallelism: what each method must divide, where latents can be sent, and which method sends least.
 
-The elements that context parallelism sends in one attention layer, in closed form, and which method is best.
-
-For each token of a rank, with a query heads and g key-value heads (at least one) of a tp rank, and d and dv features:
+The elements that are sent in one attention layer follow in closed form. For each token of a rank, with a query heads
+and g key-value heads (at least one) of a tp rank, and d and dv features:
 
     kv = g·(d+dv)              keys and values, sent by ring and allgather (latents: r+dr instead)
     qo = a·(d+dv)              queries and outputs, sent by ulysses and two_level

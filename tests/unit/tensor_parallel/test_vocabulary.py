@@ -41,8 +41,9 @@ def test_a_loss_in_slices_is_the_loss(tokens, softcap, z_coef):
 
 
 def test_token_0_has_a_loss_and_a_negative_label_none():
-    logits, labels = torch.randn(2, 2, 5, dtype=torch.float64), torch.tensor([[0, 4], [-1, 0]])
+    logits, labels = torch.randn(2, 2, 5, dtype=torch.float64, requires_grad=True), torch.tensor([[0, 4], [-1, 0]])
     loss, _ = vocab_parallel_cross_entropy(logits, labels, VocabRange(5, Axis("tp", (0,), 0)), Axis("tp", (0,), 0))
-    assert torch.allclose(
-        loss, cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1).view(2, 2)
-    )
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1).view(2, 2)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    assert torch.allclose(loss, expected)
+    assert torch.allclose(torch.autograd.grad(loss.sum(), logits)[0], gradient)
