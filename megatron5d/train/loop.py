@@ -205,7 +205,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
             lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
             watched = progress.step == 0 or _due(where.step, config.moe.log_every)
-            with around_step():
+            with around_step() if batches else nullcontext():
                 result = run.trainer.step(batches, lr, bool(stop), watched, where)
                 reporter.stop_clock()  # before the profiler writes
             _count(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)

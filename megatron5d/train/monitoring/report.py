@@ -121,7 +121,7 @@ class Reporter:
         self.active = run.process.rank == 0
         self._predicted = predicted
         self._slow_ranks = SlowRanks(run)
-        self._steps_here = 0
+        self._steps_here = self._computed = 0  # steps; without those that data.skip_steps leaves out
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
         self._display = ProgressDisplay(config.train.steps, progress.step, self.active and config.log.progress)
@@ -198,6 +198,7 @@ class Reporter:
         Comm: at a record that of SlowRanks; once, after some steps: of `compare_step` and `compare_memory`.
         """
         self._steps_here += 1
+        self._computed += result.num_targets > 0
         config, step = self.run.config, self.run.progress.step
         last = config.train.stop_after or config.train.steps
         more = bool(self._pending or result.layers)  # an evaluation, the routers
@@ -212,7 +213,7 @@ class Reporter:
             compared, slow = self._slow_ranks.compare()
             told |= compared
         measured = []
-        if self._steps_here == _MEASURED_AFTER:
+        if self._computed == _MEASURED_AFTER and result.num_targets > 0:
             measured = [compare_step(self.run, self._predicted, result, self._sent)]
             measured.append(compare_memory(self.run, self._predicted))
         if not self.active:
