@@ -297,7 +297,10 @@ def _write(
     finally:
         for writer in all_writers:
             writer.close()
-    return progress if draw is None else Progress(progress.fingerprint, draw=draw)
+    if draw is not None:
+        progress = Progress(progress.fingerprint, draw=draw)
+        journal.save(progress)  # before the next writers empty the files
+    return progress
 
 
 def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -183,16 +184,16 @@ def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file
 
 @pytest.mark.parametrize("text_per", ["line", "file"])
 @pytest.mark.parametrize(("documents", "fraction"), [(201, 0.01), (201, 0.05), (2, 0.5), (30, 0.001), (40, 0.99)])
-def test_few_documents_are_held_out_in_the_share_that_is_asked_for(
-    tmp_path, tokenizer_file, documents, fraction, text_per
-):
-    """And at least one of two; whatever their numbers alone would draw."""
+def test_few_documents_are_held_out_in_the_share_asked_for(tmp_path, tokenizer_file, documents, fraction, text_per):
+    """And at least one of two; whatever their numbers alone would draw, and when a run is killed drawing anew."""
     (tmp_path / "c").mkdir()
     for name in range(documents if text_per == "file" else 1):
         (tmp_path / "c" / f"{name}.txt").write_text("alpha\n" * (1 if text_per == "file" else documents))
     files = tuple(sorted((tmp_path / "c").iterdir()))
     job = preprocess.Job(files, str(tmp_path / "o"), Recipe(str(tokenizer_file)), text_per, fraction)
     wanted = min(max(1, round(documents * fraction)), documents - 1)
+    with suppress(ZeroDivisionError):
+        preprocess.preprocess(job, 1, preprocess.Reporting(lambda _, progress: 1 / (progress.draw is None)))
     counts = [output["documents"] for output in preprocess.preprocess(job, 1)["outputs"].values()]
     assert sum(counts) == documents and abs(counts[1] - wanted) <= 0.2 * wanted
 
