@@ -50,6 +50,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron5d.parity.local_ranks import run_ranks
 
 torch.set_num_threads(1)
+torch.serialization.add_safe_globals([(signal.SIGTERM, "signal.SIGTERM")])  # so Python 3.10 writes args.exit_signal
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.synchronize = lambda *_: None
 torch.cuda.stream = lambda *_: contextlib.nullcontext()

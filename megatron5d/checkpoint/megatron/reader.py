@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import signal
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ _ADMITTED: list[Any] = [Namespace] + [(_Record, name) for name in (
     "types.SimpleNamespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "signal.Signals", "_io.BytesIO",
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
     "numpy.dtypes.UInt32DType", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "_codecs.encode",
+    *(f"signal.{name}" for name in signal.Signals.__members__),  # as Python 3.10 and older wrote them
 )]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,6 +18,7 @@ from runs import whole_tensors
 from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.megatron.reader import load_inert
 from megatron5d.checkpoint.storage import Reader
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools import convert, logits
@@ -316,6 +318,19 @@ def test_nothing_in_a_checkpoint_is_executed(theirs, tmp_path, capsys):
     torch.save(torch.load(path, weights_only=False) | {"rng_state": Hostile(tmp_path / "executed")}, path)
     assert "is refused, since it may run any code" in refused(tmp_path / "files", tmp_path / "out", capsys)
     assert not (tmp_path / "executed").exists()
+
+
+class ByName(pickle.Pickler):
+    """Pickles a signal as Python 3.10 and older do."""
+
+    def reducer_override(self, thing):
+        return thing.name if isinstance(thing, signal.Signals) else NotImplemented
+
+
+def test_signals_that_an_older_python_has_pickled_are_read(tmp_path):
+    by_name = Namespace(__name__="pickle", Pickler=ByName, dumps=pickle.dumps)
+    torch.save({"args": Namespace(exit_signal=signal.SIGTERM, num_layers=2)}, tmp_path / "common.pt", by_name)
+    assert load_inert(tmp_path / "common.pt")["args"].num_layers == 2
 
 
 def test_damage_and_missing_files_are_named(theirs, tmp_path, capsys):
