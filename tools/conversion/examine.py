@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
-from megatron5d.checkpoint.hf.weights import hf_weights
+from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers
 from megatron5d.checkpoint.layout import overlap
 from megatron5d.checkpoint.load import PREFIX, SavedTensors, fault_of_file, whole_checkpoint
 from megatron5d.config.convert import to_dict
@@ -116,7 +117,9 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, tuple[tuple[int, ...], R
     """Returns, by key, shape and what reads a rectangle of it."""
     if (path / "config.json").is_file():
         stored = stack.enter_context(SafetensorsFolder(path))
-        lazy = hf_weights(read_model_config(path), stored, torch.float64)
+        model = read_model_config(path)
+        model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
+        lazy = hf_weights(model, stored, torch.float64)
         return {key: (tuple(each.shape), _reader_of(each)) for key, each in lazy.items()}
     saved = SavedTensors(whole_checkpoint(path, "PATH"))
 

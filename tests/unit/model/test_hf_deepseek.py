@@ -201,6 +201,7 @@ def test_prediction_layers_go_in_and_out(tmp_path):
     hf, out = tmp_path / "hf", tmp_path / "out"
     tensors, block = with_prediction_layer(hf)
     assert convert.main(["from-hf", "--mtp", "--hf", str(hf), "--out", str(tmp_path / "ckpt")]) == 0
+    assert convert.main(["diff", str(hf), str(tmp_path / "ckpt")]) == 0
     assert convert.main(["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(out)]) == 0
     written = load_file(out / "model.safetensors")
     assert written.keys() == (tensors | block).keys()

@@ -20,7 +20,9 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
 
 CONFIG = Config(
-    model=ModelConfig(vocab_size=64, num_layers=2, hidden_size=16, ffn_hidden_size=24, num_heads=2, head_dim=8),
+    model=ModelConfig(
+        vocab_size=64, num_layers=2, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8
+    ),
     precision=PrecisionConfig(dtype="fp32"),
 )
 
