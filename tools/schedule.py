@@ -289,8 +289,9 @@ def _compare(options: argparse.Namespace) -> int:
             except ValueError as error:
                 refused.append(in_options(f"{label}: {error}", OPTIONS))
                 continue
-            if options.memory is None or result.peak_activations.max() <= options.memory * options.pp + 1e-9:
-                rows.append({**_figures(program, costs, result, layout), "schedule": label})
+            rows.append({**_figures(program, costs, result, layout), "schedule": label})
+    if options.memory is not None:
+        rows = _within(rows, options.memory * options.pp)
     rows.sort(key=lambda row: (row["makespan"], max(row["peak_activations"])))
     if options.json:
         print(json.dumps(rows))
@@ -304,6 +305,19 @@ def _compare(options: argparse.Namespace) -> int:
     for line in refused:
         print(f"not possible: {line}")
     return 0
+
+
+def _within(rows: list[dict[str, Any]], most: float) -> list[dict[str, Any]]:
+    """Returns the schedules that hold at most `most` activations. Raises ValueError: there are some, but none fits."""
+    fit = [row for row in rows if max(row["peak_activations"]) <= most + 1e-9]
+    if rows and not fit:
+        least = min(rows, key=lambda row: max(row["peak_activations"]))
+        needed = max(least["peak_activations"]) / least["pp"]
+        raise ValueError(
+            f"no schedule holds at most {most:g} micro-batches of one rank's layers; {least['schedule']} needs the "
+            f"least, --memory {math.ceil(needed * 1000) / 1000:g}"
+        )
+    return fit
 
 
 def _search(options: argparse.Namespace) -> int:

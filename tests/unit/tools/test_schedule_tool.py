@@ -119,6 +119,7 @@ def test_verify_a_file(capsys, tmp_path):
             ("simulate", *NAMED, "--layers", "3"),
             "--layers 3 is fewer than the 4 stages of the pipeline (--pp times the",
         ),
+        (("compare", *SIZES, "--memory", "0.1"), "no schedule holds at most 0.4 micro-batches of one rank's layers; "),
         (("simulate", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "Q=1"), "unknown key 'Q'"),
         (
             ("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"),
