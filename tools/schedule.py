@@ -308,7 +308,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _within(rows: list[dict[str, Any]], most: float) -> list[dict[str, Any]]:
-    """Returns the schedules that hold at most that many activations. Raises ValueError: there are some, but none fits."""
+    """Returns the schedules that hold at most `most` activations. Raises ValueError: there are some, but none fits."""
     fit = [row for row in rows if max(row["peak_activations"]) <= most + 1e-9]
     if rows and not fit:
         least = min(rows, key=lambda row: max(row["peak_activations"]))

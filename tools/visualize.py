@@ -66,6 +66,8 @@ def run_sweep(args: argparse.Namespace) -> None:
     from megatron5d.planning.clusters import cluster_called
     from megatron5d.tools.report import sweep
 
+    if args.count < 1:
+        raise ValueError(f"--count {args.count} is not above 0")
     overrides = [word for word in args.words if "=" in word]
     if runs := [Path(word) for word in args.words if "=" not in word]:
         records = sweep.measured([log for run in runs for log in find_records(run)])

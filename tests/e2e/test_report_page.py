@@ -22,6 +22,7 @@ OVERRIDES = [
     *("train.gbs=16", "train.seq_len=64", "pipeline.schedule=zb_h1"),
 ]
 WORLD = 16
+KINDS = [kind for _, kind in collect.DIMENSIONS]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,21 @@ def browser(report, tmp_path_factory):
     with Browser(folder / "profile") as browser:
         browser.open(page)
         yield browser
+
+
+@pytest.mark.parametrize(
+    "overrides, error",
+    [
+        ([], "MFU ± 6% of it"),
+        (["model=tiny_moe"], "MFU (such runs were never measured)"),
+        (["parallel.cp=2"], "MFU (such runs were never measured)"),
+        (["optim.name=muon"], "MFU (such runs were never measured)"),
+    ],
+)
+def test_the_error_of_predicted_times_is_told_of_runs_like_those_it_was_found_on(overrides, error):
+    numbers = {"needed_bytes": 2**30, "mfu": 0.25, "step_time_s": 1.0, "seconds": dict.fromkeys(KINDS, 0.0)}
+    said = collect._sentence(planned_config(overrides, 2), numbers, [], None)
+    assert f"25% {error}" in said
 
 
 def test_numbers_are_those_of_the_planner(report):

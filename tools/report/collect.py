@@ -170,7 +170,7 @@ def layout_record(asked: Asked) -> dict[str, Any]:
     expert = expert_grid(sizes, dense)
     return {
         "name": asked.name,
-        "sentence": _sentence(variants[""], timelines, asked.cluster),
+        "sentence": _sentence(config, variants[""], timelines, asked.cluster),
         "world": world,
         "device": _device(asked.cluster),
         "model": _model(config),
@@ -202,13 +202,16 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     return words
 
 
-def _sentence(numbers: dict[str, Any], timelines: list[dict[str, Any]], cluster: Cluster | None) -> str:
+def _sentence(config: Config, numbers: dict[str, Any], timelines: list[dict[str, Any]], cluster: Cluster | None) -> str:
     said = [f"Needs {gigabytes(numbers['needed_bytes'])} a rank"]
     if cluster is not None:
         spare = (cluster.memory_bytes - numbers["needed_bytes"]) / GIB
         said = [f"Fits with {spare:.1f} GiB to spare" if spare >= 0 else f"Does not fit: {-spare:.1f} GiB too much"]
     if "mfu" in numbers:
-        said.append(f"{numbers['mfu']:.0%} MFU ± {MEDIAN_ERROR:.0%} of it")
+        unlike = config.model.num_experts or config.parallel.cp > 1 or config.precision.fp8 != "none"
+        measured = not unlike and config.optim.name == "adamw"  # as those of MEDIAN_ERROR
+        error = f"± {MEDIAN_ERROR:.0%} of it" if measured else "(such runs were never measured)"
+        said.append(f"{numbers['mfu']:.0%} MFU {error}")
         name, kind = max(DIMENSIONS, key=lambda item: numbers["seconds"][item[1]])
         most = numbers["seconds"][kind] / numbers["step_time_s"]
         said.append(f"{name} costs {most:.0%}" if most >= 0.005 else "no dimension costs time")

@@ -131,7 +131,8 @@ SOURCES = {
         "formula": (
             "FLOPs of the model for the tokens of a step (recomputation not counted) over the step's time, the "
             "number of ranks and the device's peak in 16 bits. The median error of predicted step times is 6 % "
-            "on 71 published runs that were not fitted."
+            "on 71 published dense runs that were not fitted; mixtures of experts, context parallelism, FP8 and Muon "
+            "were never compared with a measurement."
         ),
         "file": "megatron5d/model/flops.py",
     },

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from megatron5d.config.load import keys_given
 from megatron5d.planning.clusters import GIB, Cluster
-from megatron5d.planning.planned_config import unplanned_config
+from megatron5d.planning.planned_config import planned_config, unplanned_config
 from megatron5d.tools.report.runs import read_run
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
         count: layouts on each number of ranks.
 
     Raises:
-        ConfigError: an override is wrong.
+        ConfigError: an override is wrong, or admits no layout of a number of ranks, where there is none of the others.
         ValueError: no layout fits on any of them.
     """
     records: list[dict[str, Any]] = []
+    refused: list[int] = []
     with tqdm(worlds, desc="numbers of GPUs", leave=False, disable=None) as bar:
         for world in bar:
             config = unplanned_config(overrides, world)
@@ -40,8 +41,11 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
             search = LayoutSearch(config, world, cluster, fixed=keys_given(overrides))
             candidates = search.candidates(cluster.memory_bytes)
             found = search.best(candidates, cluster.memory_bytes, count)
+            refused += [] if search.found_legal else [world]
             records += [_record(search, each, world) for each in found]
     if not records:
+        for world in refused:
+            planned_config(overrides, world)  # says what is wrong
         raise ValueError(f"no layout fits {cluster.memory_bytes / GIB:.0f} GiB on {', '.join(map(str, worlds))} ranks")
     return records
 

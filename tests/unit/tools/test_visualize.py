@@ -109,6 +109,15 @@ def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(
     assert capsys.readouterr().err == f"visualize: {message}\n"
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [(["--count", "0"], "--count 0 is not above 0"), (["parallel.tp=2"], "fix: parallel.tp=1, or --world 2")],
+)
+def test_a_sweep_without_a_layout_says_why(capsys, words, message):
+    assert main(["sweep", "--world", "3", "model=tiny", "precision.dtype=bf16", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_help():
     done = subprocess.run(
         [sys.executable, "tools/visualize.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
