@@ -1,6 +1,6 @@
 """The expected time of a step of a run: its layers' work, its Program and its axes, priced on a cluster.
 
-What a run is told of its first steps (`prediction_of`), to show it beside what they have taken and sent.
+A run is told the same of its first steps (`prediction_of`), to show it beside what they have taken and sent.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
     if kind == "linear":
         return theta, RopeScaling(type=kind, factor=float(rope["factor"]))
     if kind == "yarn":
-        return theta, _yarn(rope, config["max_position_embeddings"], original, refused)
+        return theta, _yarn(rope, config["max_position_embeddings"], original)
     frequencies: dict[str, Any] = {key: float(rope[key]) for key in needed[kind]}
     return theta, RopeScaling(type=kind, original_max_positions=original, **frequencies)
 
@@ -347,7 +347,7 @@ def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
     return rope
 
 
-def _yarn(rope: dict[str, Any], max_positions: int, original: int, refused: list[str]) -> RopeScaling:
+def _yarn(rope: dict[str, Any], max_positions: int, original: int) -> RopeScaling:
     """Returns YaRN (arXiv:2309.00071); mscale counts only together with mscale_all_dim."""
     factor = float(rope.get("factor") or max_positions / original)
     attention_factor = rope.get("attention_factor")
