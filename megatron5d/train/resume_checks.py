@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.folder import RUN, config_of
-from megatron5d.config.convert import read_json, to_dict, value_of
+from megatron5d.config.convert import override_text, read_json, to_dict, value_of
 from megatron5d.config.derived import resumed_folder
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -41,9 +41,10 @@ def architecture_faults(config: Config, world: int) -> list[Fault]:
     A checkpoint whose run.json cannot be read is left to those who load it.
     """
     folder = resumed_folder(config)
+    if folder is None:
+        return []
     try:
-        saved = None if folder is None else read_json(folder / RUN).get("config")
-        return [] if folder is None else faults_of_saved(folder, saved, config)
+        return faults_of_saved(folder, read_json(folder / RUN).get("config"), config)
     except (ValueError, OSError):
         return []
 
@@ -67,24 +68,19 @@ def faults_of_saved(folder: Path, saved: Any, config: Config) -> list[Fault]:
         return []
     told = [f"{key} = {value_of(config, key)}, saved with {value_of(before, key)}" for key in knobs]
     reason = f"{folder} was saved by another {'model' if held != here else 'optimizer'}: {'; '.join(told)}"
-    new = (
-        f"{'another checkpoint.dir' if config.checkpoint.resume == 'auto' else 'checkpoint.resume=none'} for a new run"
-    )
+    new = "another checkpoint.dir" if config.checkpoint.resume == "auto" else "checkpoint.resume=none"
+    new += " for a new run"
     if held == here or (held < here and _GROWN.issuperset(knobs)):
         new += f", which takes the weights along with init.from_checkpoint={folder}"
-    return [Fault("resume-architecture", tuple(knobs), reason, f"{_as_saved(folder, before, knobs)}, or {new}")]
+    return [Fault("resume-architecture", tuple(knobs), reason, f"{_overrides(folder, before, knobs)}, or {new}")]
 
 
-def _as_saved(folder: Path, before: Config, knobs: list[str]) -> str:
+def _overrides(folder: Path, before: Config, knobs: list[str]) -> str:
     """Returns overrides that give keys the values of a checkpoint; where they are long, where to find them."""
     values = {key: value_of(before, key) for key in knobs}
     if len(knobs) > _MOST_KEYS or any(isinstance(value, (list, dict)) for value in values.values()):
         return f"the values of {folder / RUN}"
-    words = {None: "null", True: "true", False: "false"}
-    return " ".join(
-        f"{key}={words[value] if value is None or value is True or value is False else value}"
-        for key, value in values.items()
-    )
+    return override_text(values)
 
 
 def _num_weights(config: Config) -> int:

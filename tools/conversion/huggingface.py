@@ -12,14 +12,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.files import check_vacant, unfinished
+from megatron5d.checkpoint.hf.files import check_vacant
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
 from megatron5d.checkpoint.hf.weights import IGNORED, hf_entries, hf_weights, prediction_layers, unread
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
-from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, unfinished, widest_dtype
 from megatron5d.train.hf_export import holds_tokenizer, planned_export
 from megatron5d.train.state import read_record
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.files import Entry, unfinished
+from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedTensors, SavedWeights, whole_checkpoint
@@ -24,7 +24,7 @@ from megatron5d.checkpoint.megatron.writer import RELEASE, STATES, Training, wri
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, unfinished, widest_dtype
 from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import Progress, read_record, twin
 

@@ -1,9 +1,12 @@
-"""Checkpoints of step 0, made of other weights: of a mean of several, or of experts from a dense model (upcycling)."""
+"""What every conversion needs to write a new checkpoint, and two that make one of other weights: the mean of several,
+and experts from a dense model (upcycling)."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,21 @@ def check_empty(out: Path) -> None:
     """Raises ValueError where a directory already holds checkpoints."""
     if steps := saved_steps(out):
         raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Gives a folder within `out` to write to; what is in it moves to `out` at the end, weights last, and is removed
+    where writing fails. One that a killed process has left is removed first."""
+    half = out / "unfinished.tmp"
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir(parents=True)
+    try:
+        yield half
+        for path in sorted(half.iterdir(), key=lambda path: (path.is_file(), path.match("*.safetensors*"), path.name)):
+            path.rename(out / path.name)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
 
 
 def save_weights(out: Path, tensors: dict[str, Any], config: Config, progress: Progress | None = None) -> Path:

@@ -1,8 +1,6 @@
 """Which files of a Hugging Face folder hold what, and what the usual wrong ones are; each tensor's place in ours."""
 
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,21 +43,6 @@ def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
     old = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
     if old:
         raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
-
-
-@contextmanager
-def unfinished(out: Path) -> Iterator[Path]:
-    """Gives a folder within `out` to write to; what is in it moves to `out` at the end, weights last, and is removed
-    where writing fails. One that a killed process has left is removed first."""
-    half = out / "unfinished.tmp"
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir(parents=True)
-    try:
-        yield half
-        for path in sorted(half.iterdir(), key=lambda path: (path.is_file(), path.match("*.safetensors*"), path.name)):
-            path.rename(out / path.name)
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
 
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
