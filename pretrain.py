@@ -1,4 +1,5 @@
-"""Trains a model: `python pretrain.py experiment=... [group.key=value ...]`, alone or under a launcher."""
+"""Trains a model: `python pretrain.py experiment=... [group.key=value ...]`, alone or under a
+launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron5d.train.signals import EndOnSignals, StopFlag
 
 if __name__ == "__main__":
-    EndOnSignals().__enter__()  # until the process ends: the imports below, and torch's later, take seconds
+    # until the process ends: the imports below, and torch's later, take seconds
+    EndOnSignals().__enter__()
 
 from megatron5d.config.checks import run_checks
 from megatron5d.config.command_line import print_anywhere
@@ -20,7 +22,12 @@ from megatron5d.config.errors import REFUSED, ConfigError, Fault, Refused, refus
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import schedule_faults
-from megatron5d.topology.launcher import Environment, rank_0_listens, read_environment, speaks_for_node
+from megatron5d.topology.launcher import (
+    Environment,
+    rank_0_listens,
+    read_environment,
+    speaks_for_node,
+)
 from megatron5d.train.resume_checks import architecture_faults
 
 if TYPE_CHECKING:
@@ -28,17 +35,20 @@ if TYPE_CHECKING:
     from megatron5d.train.meeting import Meeting
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a mapped file
+    # a rank killed by a signal prints where it was, such as a bus error in a mapped file
+    faulthandler.enable()
     print_anywhere()
     answer_help(sys.argv[1:])
 
 
 @EndOnSignals()  # for those that import main, too
 def main(argv: Sequence[str]) -> int:
-    """Runs one rank of a job. A wrong configuration is refused without torch where that is possible.
+    """Runs one rank of a job. A wrong configuration is refused without torch where that is
+    possible.
 
-    Returns the exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal, all steps saved.
-    Raises SystemExit: the configuration is refused (2), or the run fails for a reason that its message names (1).
+    Returns the exit code: 0 finished; 2 refused before anything was started; 75 stopped on a
+    signal, all steps saved. Raises SystemExit: the configuration is refused (2), or the run fails
+    for a reason that its message names (1).
     """
     try:
         environment = read_environment()
@@ -68,7 +78,10 @@ def _meeting(environment: Environment) -> Meeting:
     from megatron5d.train.meeting import Meeting
 
     return Meeting(
-        environment, lambda theirs, world: run_checks(theirs, world) or _late_faults(theirs, world, environment.rank)
+        environment,
+        lambda theirs, world: (
+            run_checks(theirs, world) or _late_faults(theirs, world, environment.rank)
+        ),
     )
 
 
@@ -97,14 +110,22 @@ def _late_faults(config: Config, world: int, rank: int = 0) -> list[Fault]:
     from megatron5d.train.state import checkpoint_faults
 
     checks = [
-        pipeline_faults, device_faults, data_faults, routing_faults, glob_faults, checkpoint_faults, memory_faults
-    ]  # fmt: skip
+        pipeline_faults,
+        device_faults,
+        data_faults,
+        routing_faults,
+        glob_faults,
+        checkpoint_faults,
+        memory_faults,
+    ]
     if config.checkpoint.hf_export is not None:
-        from megatron5d.train.hf_export import export_faults  # tokenizers and families: few runs need them
+        # tokenizers and families: few runs need them
+        from megatron5d.train.hf_export import export_faults
 
         checks.insert(-1, export_faults)
     if rank == 0 and config.log.wandb.mode != "disabled":
-        from megatron5d.train.monitoring.trackers import wandb_faults  # W&B takes a second to import: rank 0 logs
+        # W&B takes a second to import: rank 0 logs
+        from megatron5d.train.monitoring.trackers import wandb_faults
 
         checks.append(wandb_faults)
     return [fault for check in checks for fault in check(config, world)]
@@ -130,7 +151,11 @@ def _run(config: Config, meeting: Meeting) -> int:
     except (OSError, ValueError, ArithmeticError, OutOfMemoryError, PipelineError) as error:
         if ran_out_of_memory(error):
             add_note(error, ways_out(config, environment.world))
-        said = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
+        said = (
+            None
+            if config.log.traceback
+            else crash_message(error, environment.rank, environment.world)
+        )
         if said is None:
             raise
         if isinstance(error, Refused):
@@ -162,7 +187,8 @@ class _Undecided(Exception):
 
 
 def before_fork(argv: Sequence[str], world: int) -> None:
-    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all ranks need. Raises
+    """Prepares launch/fork.py's ranks: refuses once what needs no torch, then imports what all
+    ranks need. Raises
     SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0)."""
     print_anywhere()
 
@@ -190,7 +216,11 @@ def run() -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before the training loop, or a second Ctrl-C within it
-        print("ended by SIGINT; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
+        print(
+            "ended by SIGINT; what was done since the last checkpoint is lost",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(130)  # 128 + SIGINT, as in a shell
 
 

@@ -1,19 +1,41 @@
 """Fused operations for language models: plain torch beside Triton, one file an operation.
 
-Every public function takes the plain path on the CPU (differentiable, float64 to bfloat16), the Triton path on a GPU.
-The package depends on torch alone; Triton is used where it is installed.
+Every public function takes the plain path on the CPU (differentiable, float64 to bfloat16), the
+Triton path on a GPU. The package depends on torch alone; Triton is used where it is installed.
 
-In a checkout this is the folder `kernels/`, which a link in the package makes `megatron5d.kernels`; so it stands beside
-the different package called `kernels` that Hugging Face publishes.
+In a checkout this is the folder `kernels/`, which a link in the package makes `megatron5d.kernels`;
+so it stands beside the different package called `kernels` that Hugging Face publishes.
 """
 
-from megatron5d.kernels.activation import activate, activation_backward, gelu, gelu_reference, swiglu, swiglu_reference
-from megatron5d.kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
+from megatron5d.kernels.activation import (
+    activate,
+    activation_backward,
+    gelu,
+    gelu_reference,
+    swiglu,
+    swiglu_reference,
+)
+from megatron5d.kernels.flash_attention.attention import (
+    attention,
+    attention_backward,
+    documents_from_cu_seqlens,
+)
 from megatron5d.kernels.flash_attention.plain import attention_reference
 from megatron5d.kernels.gemm import accumulate_weight_grad
-from megatron5d.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, norm_backward, rms_norm
+from megatron5d.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    norm_backward,
+    rms_norm,
+)
 from megatron5d.kernels.plain_norm import layer_norm_reference, rms_norm_reference
-from megatron5d.kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
+from megatron5d.kernels.rope import (
+    apply_rope,
+    apply_rope_reference,
+    apply_rope_to_ends,
+    apply_rope_to_projection,
+)
 from megatron5d.kernels.vocab_cross_entropy import (
     cross_entropy,
     cross_entropy_reference,

@@ -1,4 +1,5 @@
-"""Feed-forward activations SwiGLU, GeGLU and GELU, and the same for experts: times the router's weight of each row.
+"""Feed-forward activations SwiGLU, GeGLU and GELU, and the same for experts: times the router's
+weight of each row.
 
 SwiGLU   silu(gate) · up, silu(z) = z s, s = sigmoid(z)                       Shazeer, arXiv:2002.05202, eq. 6
          d gate = dy up s (1 + z (1 - s)),   d up = dy silu(z)
@@ -9,9 +10,9 @@ clamped  g s (u + 1), g = min(gate, 7), s = sigmoid(1.702 g), u = up clamped to 
          beyond a limit the derivative is 0
 weighted y[r] = w[r] · act(x[r])     dx[r] = w[r] · dact(x[r], dy[r])     dw[r] = dy[r] · act(x[r])
 
-The next GEMM is linear, so the weight may as well apply to an expert's output. There the outputs would have to be kept
-for the gradient of the weights: k·h elements a token, mostly the largest activation of a layer. Here that gradient is
-computed from what the activation keeps anyway.
+The next GEMM is linear, so the weight may as well apply to an expert's output. There the outputs
+would have to be kept for the gradient of the weights: k·h elements a token, mostly the largest
+activation of a layer. Here that gradient is computed from what the activation keeps anyway.
 """
 
 import torch
@@ -102,9 +103,17 @@ def gated_slopes(gate, up, TANH: tl.constexpr, CLAMPED: tl.constexpr):
 
 @jit
 def _activation_kernel(
-    x_ptr, weights_ptr, y_ptr, width, stride,
-    GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weights_ptr,
+    y_ptr,
+    width,
+    stride,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
@@ -122,9 +131,18 @@ def _activation_kernel(
 
 @jit
 def _block_gradient(
-    dy, x_ptr, dx_ptr, column, width, live, GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr
+    dy,
+    x_ptr,
+    dx_ptr,
+    column,
+    width,
+    live,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
-    """Stores the gradient of a block of a row, perhaps over the block, and returns its activation."""
+    """Stores the gradient of a block of a row, perhaps over the block, and returns its
+    activation."""
     z = tl.load(x_ptr + column, live, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + width + column, live, other=0.0).to(tl.float32)
@@ -140,9 +158,17 @@ def _block_gradient(
 
 @jit
 def _activation_backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, width, dy_stride, stride,
-    GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    width,
+    dy_stride,
+    stride,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
@@ -153,9 +179,19 @@ def _activation_backward_kernel(
 
 @jit
 def _weighted_backward_kernel(
-    dy_ptr, x_ptr, weights_ptr, dx_ptr, dw_ptr, width, dy_stride, stride,
-    GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weights_ptr,
+    dx_ptr,
+    dw_ptr,
+    width,
+    dy_stride,
+    stride,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Processes one row, block after block, for the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights_ptr + row).to(tl.float32)
@@ -165,13 +201,19 @@ def _weighted_backward_kernel(
         column = start + tl.arange(0, BLOCK)
         live = column < width
         dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
-        y = _block_gradient(dy * weight, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH, CLAMPED)
+        y = _block_gradient(
+            dy * weight, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH, CLAMPED
+        )
         total += dy * y
     tl.store(dw_ptr + row, tl.sum(total, 0).to(dw_ptr.dtype.element_ty))
 
 
 def _flags(kind: str) -> dict[str, bool]:
-    return {"GATED": kind in GATED, "TANH": kind.endswith("tanh"), "CLAMPED": kind == "swiglu_clamped"}
+    return {
+        "GATED": kind in GATED,
+        "TANH": kind.endswith("tanh"),
+        "CLAMPED": kind == "swiglu_clamped",
+    }
 
 
 class _Activation(FirstOrderFunction):
@@ -199,9 +241,13 @@ def _apply(x: Tensor, weights: Tensor | None, kind: str, overwrite: bool) -> Ten
     if kind not in KINDS:
         raise ValueError(f"the activation is one of {', '.join(KINDS)}, not {kind!r}")
     if kind in GATED and x.shape[-1] % 2:
-        raise ValueError(f"{kind} splits the last dim in two halves (gate, up); {x.shape[-1]} is odd")
+        raise ValueError(
+            f"{kind} splits the last dim in two halves (gate, up); {x.shape[-1]} is odd"
+        )
     if overwrite and x.is_leaf and x.requires_grad:
-        raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(x.shape)} over its value")
+        raise ValueError(
+            f"overwrite=True would write the gradient of the leaf {tuple(x.shape)} over its value"
+        )
     if not dispatch.runs_triton(x):
         return activation_reference(x, weights, kind)
     return _Activation.apply(x, weights, kind, overwrite)
@@ -212,8 +258,9 @@ def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
 
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
-        overwrite: the backward may write the gradient over gate_up, which nothing else needs then: 2f elements a row
-            less at the peak. The plain path, and gate_up that is not contiguous, do not use it.
+        overwrite: the backward may write the gradient over gate_up, which nothing else needs then:
+            2f elements a row less at the peak. The plain path, and gate_up that is not contiguous,
+            do not use it.
 
     Returns:
         `[..., f]` in the same dtype, computed in float32 (float64 for float64).
@@ -276,7 +323,9 @@ def weighted_activation(x: Tensor, weights: Tensor, kind: str, overwrite: bool =
         ValueError: as in `activate`, or weights of other rows.
     """
     if weights.shape != x.shape[:1]:
-        raise ValueError(f"{tuple(weights.shape)} weights for rows {tuple(x.shape)}: one for each row is wanted")
+        raise ValueError(
+            f"{tuple(weights.shape)} weights for rows {tuple(x.shape)}: one for each row is wanted"
+        )
     return _apply(x, weights, kind, overwrite)
 
 
@@ -297,10 +346,13 @@ def activation_backward(
     """
     if not dispatch.runs_triton(x):
         leaves = (x,) if weights is None else (x, weights)
-        dx, *rest = dispatch.gradients_of(lambda x, w=None: activation_reference(x, w, kind), dy, *leaves)
+        dx, *rest = dispatch.gradients_of(
+            lambda x, w=None: activation_reference(x, w, kind), dy, *leaves
+        )
         return dx, rest[0] if rest else None
     if overwrite and x.is_contiguous():  # each program reads a block before it writes the gradient
-        torch.autograd.graph.increment_version(x)  # a second backward of the same graph is refused, not wrong
+        # a second backward of the same graph is refused, not wrong
+        torch.autograd.graph.increment_version(x)
         dx = x.detach()
     else:
         dx = torch.empty(*dy.shape[:-1], x.shape[-1], dtype=x.dtype, device=x.device)
@@ -312,5 +364,7 @@ def activation_backward(
         return dx, None
     weights = weights.contiguous()
     dweights = torch.empty_like(weights)
-    _weighted_backward_kernel[(rows.shape[0],)](grads, rows, weights, dx, dweights, *sizes, **_flags(kind), **config)
+    _weighted_backward_kernel[(rows.shape[0],)](
+        grads, rows, weights, dx, dweights, *sizes, **_flags(kind), **config
+    )
     return dx, dweights

@@ -1,12 +1,13 @@
 """Which implementation computes an operation on a GPU: ours, in Triton, or that of a library.
 
-A library has a file in `providers/`: `missing` says what it lacks on this machine, `takes` which requests it serves,
-and its calls keep the contract of the operation, so that what is built on one works with any. What no library takes is
-Triton's; on the CPU nothing is chosen.
+A library has a file in `providers/`: `missing` says what it lacks on this machine, `takes` which
+requests it serves, and its calls keep the contract of the operation, so that what is built on one
+works with any. What no library takes is Triton's; on the CPU nothing is chosen.
 
-Asked for by name, a library serves all that it takes. `auto` goes by what was measured for a similar request on this
-architecture (`configs/providers/<architecture>.json`, written by tools/bench_kernels.py), or else by ORDER: the first
-that is there and takes the request computes it. The file has the form of the tables of tiles; `config` is an `order`.
+Asked for by name, a library serves all that it takes. `auto` goes by what was measured for a
+similar request on this architecture (`configs/providers/<architecture>.json`, written by
+tools/bench_kernels.py), or else by ORDER: the first that is there and takes the request computes
+it. The file has the form of the tables of tiles; `config` is an `order`.
 """
 
 import functools
@@ -42,7 +43,8 @@ class Settings:
     Args:
         attention, fp8, grouped, norm: auto, triton, or a library.
         deterministic: only what gives the same bits each time.
-        strict: a library that is named and does not serve a request is an error, as when it is measured.
+        strict: a library that is named and does not serve a request is an error, as when it is
+            measured.
     """
 
     attention: str = "auto"
@@ -91,11 +93,17 @@ class AttentionRequest(NamedTuple):
     @property
     def key(self) -> dict[str, int]:
         s, b, a, d = self.q_shape
-        return {"head_dim": max(d, self.value_dim), "window": self.window or 0, "heads": a * b, "queries": s}
+        return {
+            "head_dim": max(d, self.value_dim),
+            "window": self.window or 0,
+            "heads": a * b,
+            "queries": s,
+        }
 
 
 class Fp8Request(NamedTuple):
-    """`[m, k]` times `[n, k]` transposed; `rows` are the rows that share a scale in either (`Quantized`)."""
+    """`[m, k]` times `[n, k]` transposed; `rows` are the rows that share a scale in either
+    (`Quantized`)."""
 
     capability: int
     sizes: tuple[int, int, int]  # m, n, k
@@ -176,7 +184,8 @@ def using(**changes: str | bool) -> Iterator[None]:
 
 
 def capability_of(x: Tensor) -> int:
-    """Returns the capability of an NVIDIA GPU that holds x, 90 for sm_90; 0 elsewhere, where nothing is chosen."""
+    """Returns the capability of an NVIDIA GPU that holds x, 90 for sm_90; 0 elsewhere, where
+    nothing is chosen."""
     return _capability(x.get_device()) if x.is_cuda and torch.version.hip is None else 0
 
 
@@ -188,14 +197,17 @@ def _capability(index: int) -> int:
 
 def library(family: str, name: str) -> ModuleType:
     """Returns the file of a provider other than Triton."""
-    file = {"fa4": "flash_attention_4", "torch": "torch_norm" if family == "norm" else "torch_gemm"}.get(name, name)
+    file = {
+        "fa4": "flash_attention_4",
+        "torch": "torch_norm" if family == "norm" else "torch_gemm",
+    }.get(name, name)
     return importlib.import_module(f"megatron5d.kernels.providers.{file}")  # which few runs need
 
 
 @functools.lru_cache(4096)
 def provider(request: Request, settings: Settings) -> ModuleType | None:
-    """Returns the file of what serves a request; None = Triton. Raises ValueError: `settings.strict`, and the library
-    that is named does not serve it."""
+    """Returns the file of what serves a request; None = Triton. Raises ValueError:
+    `settings.strict`, and the library that is named does not serve it."""
     name = chosen(request, settings)
     asked = getattr(settings, family_of(request))
     if settings.strict and asked not in ("auto", name):
@@ -228,16 +240,22 @@ def chosen(request: Request, settings: Settings, here: bool = True) -> str:
 
 
 def _order(request: Request) -> Sequence[str]:
-    """Returns the measured order, or ORDER; libraries that were not there to be measured precede a Triton that lost."""
+    """Returns the measured order, or ORDER; libraries that were not there to be measured precede a
+    Triton that lost."""
     default, measured = ORDER[request.way], order_of(request)
     if measured is None or measured[0] == TRITON:
         return measured or default
     place = measured.index(TRITON) if TRITON in measured else len(measured)
-    return [*measured[:place], *(name for name in default if name not in measured), *measured[place:]]
+    return [
+        *measured[:place],
+        *(name for name in default if name not in measured),
+        *measured[place:],
+    ]
 
 
 def order_of(request: Request) -> list[str] | None:
-    """Returns the order that was measured for a similar request on this architecture; None where none was."""
+    """Returns the order that was measured for a similar request on this architecture; None where
+    none was."""
     table = f"providers/sm_{request.capability}"
     if not (tuning.DIRECTORY / f"{table}.json").exists():
         return None
@@ -251,4 +269,6 @@ def norm(x: Tensor, weight: Tensor, centred: bool, backward: bool = False) -> Mo
     """Returns the file of the library that computes the norm of x; None = ours."""
     if not (capability := capability_of(x)) or not x.numel():
         return None
-    return provider(NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centred), in_use())
+    return provider(
+        NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centred), in_use()
+    )

@@ -1,7 +1,7 @@
 """Which path a tensor takes, and which precision its sums are kept in.
 
-Kernels take Triton's names from here: Triton's own where it is installed, otherwise those of without_triton.py, so that
-plain paths run and a GPU can be planned for.
+Kernels take Triton's names from here: Triton's own where it is installed, otherwise those of
+without_triton.py, so that plain paths run and a GPU can be planned for.
 """
 
 import functools
@@ -39,7 +39,8 @@ _NUM_PROCESSORS_PLANNED = 132  # of an H100; it sizes partial sums of a few mega
 
 
 def cdiv(x: int, y: int) -> int:
-    """Returns x / y rounded up, on the host, where Triton's own, made for kernels too, takes microseconds."""
+    """Returns x / y rounded up, on the host, where Triton's own, made for kernels too, takes
+    microseconds."""
     return -(-x // y)
 
 
@@ -49,15 +50,17 @@ def next_power_of_2(n: int) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype sums are kept in: float64 stays exact, everything narrower is summed in float32."""
+    """Returns the dtype sums are kept in: float64 stays exact, everything narrower is summed in
+    float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Says whether an operation on this tensor runs its Triton kernel: on a GPU, or on the CPU under the interpreter.
+    """Says whether an operation on this tensor runs its Triton kernel: on a GPU, or on the CPU
+    under the interpreter.
 
-    float64 has no fast path anywhere and always takes the plain one, and so do empty tensors. Tensors on the meta
-    device go the way of the GPU that is planned for.
+    float64 has no fast path anywhere and always takes the plain one, and so do empty tensors.
+    Tensors on the meta device go the way of the GPU that is planned for.
 
     Raises ValueError: x lies on another GPU than the current one, where Triton would launch.
     """
@@ -78,7 +81,8 @@ def runs_triton(x: Tensor) -> bool:
 
 
 class _Recorded(FunctionMeta):
-    """Gives each function the backward that the engine calls, without the frames that torch puts around it."""
+    """Gives each function the backward that the engine calls, without the frames that torch puts
+    around it."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
         super().__init__(name, bases, attributes)
@@ -93,24 +97,30 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def refusing(ctx, *gradients):
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{backward.__qualname__.lstrip('_')} is differentiable once: no create_graph=True")
+            raise RuntimeError(
+                f"{backward.__qualname__.lstrip('_')} is differentiable once: no create_graph=True"
+            )
         return backward(ctx, *gradients)
 
     return refusing
 
 
 class FirstOrderFunction(torch.autograd.Function, metaclass=_Recorded):
-    """An autograd Function with one derivative; a small call costs the host half of what torch's own does.
+    """An autograd Function with one derivative; a small call costs the host half of what torch's
+    own does.
 
-    What kernels compute is not recorded, nor is what was kept from the forward, such as the log-sum-exp: a second
-    derivative (`create_graph=True`) would lack terms, and nothing would tell, so it raises RuntimeError. Transforms of
-    torch.func, which torch tests for in every call, do not take it.
+    What kernels compute is not recorded, nor is what was kept from the forward, such as the
+    log-sum-exp: a second derivative (`create_graph=True`) would lack terms, and nothing would tell,
+    so it raises RuntimeError. Transforms of torch.func, which torch tests for in every call, do not
+    take it.
     """
 
     apply = torch._C._FunctionBase.__dict__["apply"]
 
 
-def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def gradients_of(
+    reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor
+) -> tuple[Tensor, ...]:
     """Returns the gradients of a plain operation's inputs, by running it again."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
@@ -119,7 +129,8 @@ def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) 
 
 
 def num_processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors; a few without a GPU, so that loops over work are tested."""
+    """Returns the number of streaming multiprocessors; a few without a GPU, so that loops over work
+    are tested."""
     if device.type == "meta" and PLANNED.get() is not None:
         return _NUM_PROCESSORS_PLANNED
     if device.type != "cuda":
@@ -133,6 +144,7 @@ def _multi_processor_count(device: torch.device) -> int:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Views `[..., n]` as `[rows, n]` with contiguous rows; copies only if the layout demands it."""
+    """Views `[..., n]` as `[rows, n]` with contiguous rows; copies only if the layout demands
+    it."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

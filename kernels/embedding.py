@@ -1,7 +1,8 @@
 """The gradient of an embedding: rows added to those of a matrix that tokens name.
 
-On a GPU torch's `index_add_` adds in whatever order its programs come: the sum of a token that is there more than once
-differs from run to run. Here tokens are sorted, and the first of equal ones adds up the rows of all in their order.
+On a GPU torch's `index_add_` adds in whatever order its programs come: the sum of a token that is
+there more than once differs from run to run. Here tokens are sorted, and the first of equal ones
+adds up the rows of all in their order.
 """
 
 from torch import Tensor
@@ -14,9 +15,17 @@ COLUMNS, ROWS = 512, 8  # that a program adds up at a time
 
 @jit
 def _accumulate_kernel(
-    into_ptr, id_ptr, order_ptr, rows_ptr, num_ids, num_rows, width, rows_stride, ROWS: tl.constexpr,
+    into_ptr,
+    id_ptr,
+    order_ptr,
+    rows_ptr,
+    num_ids,
+    num_rows,
+    width,
+    rows_stride,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     first = tl.program_id(0)
     row = tl.load(id_ptr + first)
     before = tl.load(id_ptr + first - 1, first > 0, other=-1)
@@ -40,7 +49,8 @@ def _accumulate_kernel(
 
 
 def accumulate_rows(into: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds each row to the row of a matrix that its id names, in place, with the same bits whenever it is called.
+    """Adds each row to the row of a matrix that its id names, in place, with the same bits whenever
+    it is called.
 
     Args:
         into: `[v, h]`, contiguous.

@@ -1,19 +1,21 @@
-"""GEMMs of experts over rows sorted by expert, and weight gradients added straight into float32 main gradients.
+"""GEMMs of experts over rows sorted by expert, and weight gradients added straight into float32
+main gradients.
 
 A grouped GEMM is one per expert, without asking the host how many rows each has:
 
     forward          y[r] = W[e] x[r]          for the rows r of expert e
     input gradient   dx[r] = W[e]ᵀ dy[r]
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ
-The grid is the largest that any distribution can need: ceil(rows / tile) + experts tiles of rows. A program finds its
-expert by counting how many experts end before it; rows past the last expert's get zeros from programs of their own, and
-programs beyond those leave. Rows of a tile that belong to the next expert are computed and not stored. Empty experts
-have no tile in the first two GEMMs and a gradient of zero in the third.
-(MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with block-sparse matrices.)
+The grid is the largest that any distribution can need: ceil(rows / tile) + experts tiles of rows. A
+program finds its expert by counting how many experts end before it; rows past the last expert's get
+zeros from programs of their own, and programs beyond those leave. Rows of a tile that belong to the
+next expert are computed and not stored. Empty experts have no tile in the first two GEMMs and a
+gradient of zero in the third. (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with
+block-sparse matrices.)
 
-A linear layer y = x Wᵀ has dW = dyᵀ x. Its main gradient is float32 while dy and x may be bfloat16: the GEMM
-accumulates in float32 and its result is never rounded to bfloat16 on the way (Micikevicius et al., arXiv:1710.03740,
-sec. 3).
+A linear layer y = x Wᵀ has dW = dyᵀ x. Its main gradient is float32 while dy and x may be bfloat16:
+the GEMM accumulates in float32 and its result is never rounded to bfloat16 on the way (Micikevicius
+et al., arXiv:1710.03740, sec. 3).
 """
 
 from types import ModuleType
@@ -33,35 +35,53 @@ from megatron5d.kernels.dispatch import (
     statistics_dtype,
     tl,
 )
-from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
+from megatron5d.kernels.tuning import (
+    by_pointers,
+    matrix,
+    readable,
+    settles,
+    swizzled,
+    taken_out,
+    tiles_of,
+)
 
 _WORTH_UNITS = 1 << 23  # multiplications; starting these units takes longer than fewer of them
 
 
 def expert_lanes(count: int) -> int:
-    """Returns how many lanes look for a tile's expert; fewer than a warp's would be other binaries, and no faster."""
+    """Returns how many lanes look for a tile's expert; fewer than a warp's would be other binaries,
+    and no faster."""
     return max(next_power_of_2(count), 32)
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
     """Returns the offsets on the host; even ones where they have no values (meta)."""
-    return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
+    return (
+        [rows * e // (len(offsets) - 1) for e in range(len(offsets))]
+        if offsets.is_meta
+        else offsets.tolist()
+    )
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes `x[rows of e] W[e]ᵀ` in plain torch, one GEMM an expert; asks the host for the offsets."""
+    """Computes `x[rows of e] W[e]ᵀ` in plain torch, one GEMM an expert; asks the host for the
+    offsets."""
     ends = ends_of(offsets, x.shape[0])
     parts = [x[lo:hi] @ w.t() for lo, hi, w in zip(ends, ends[1:], weight)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
 
 
 def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """Multiplies x by `[E, in, out]`; on the CPU by torch's own loop over the reference's GEMMs, where it takes them.
+    """Multiplies x by `[E, in, out]`; on the CPU by torch's own loop over the reference's GEMMs,
+    where it takes them.
 
-    On the meta device, where memory is forecast, it makes what the CPU would: one output and no parts of it.
+    On the meta device, where memory is forecast, it makes what the CPU would: one output and no
+    parts of it.
     """
     plain = x.is_cpu or x.is_meta
-    narrow = plain and x.dtype == matrices.dtype != torch.float64 and x.numel() and x.is_contiguous()
+    narrow = (
+        plain and x.dtype == matrices.dtype != torch.float64 and x.numel() and x.is_contiguous()
+    )
     _, k, n = matrices.shape
     aligned = narrow and not (k % 8 or n % 8 or x.data_ptr() % 16 or matrices.data_ptr() % 16)
     if not aligned or matrices.stride() not in ((k * n, n, 1), (k * n, 1, k)):
@@ -77,7 +97,8 @@ def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, accumulate: bool = True) -> None:
     """Computes `grad += a b`, or `grad = a b`, in plain torch, wider than a and b where grad is.
 
-    What was bfloat16 is multiplied exactly by units for bfloat16, too, which a CPU may have; sums are float32.
+    What was bfloat16 is multiplied exactly by units for bfloat16, too, which a CPU may have; sums
+    are float32.
     """
     beta = int(accumulate)  # 0: what grad holds is not read
     if a.dtype == grad.dtype:
@@ -101,7 +122,9 @@ def grouped_weight_grad_reference(
     sizes = [hi - lo for lo, hi in zip(ends, ends[1:])]
     if ends[-1] < x.shape[0]:
         dy, x = dy[: ends[-1]], x[: ends[-1]]
-    for grad, *sides in zip(main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)):
+    for grad, *sides in zip(
+        main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)
+    ):
         if sides[1].shape[0] or not accumulate:
             _add_matmul(grad, sides[0], sides[1], accumulate)
 
@@ -110,8 +133,8 @@ def grouped_weight_grad_reference(
 def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Returns a tile's expert, first row, and where the expert ends.
 
-    Where there are more lanes than experts, the rows past the last offset are expert num_experts; beyond them there is
-    no tile: expert num_experts or more, and the end is 0.
+    Where there are more lanes than experts, the rows past the last offset are expert num_experts;
+    beyond them there is no tile: expert num_experts or more, and the end is 0.
     """
     lane = tl.arange(0, EXPERTS)
     known = lane <= num_experts
@@ -130,21 +153,50 @@ def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPER
 def _store_rows(y_ptr, tile, row, last, column, n):
     """Stores the rows before `last` of a tile of y."""
     at = row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
+    tl.store(
+        y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :]
+    )
 
 
-@jit(do_not_specialize=["num_tiles", "num_experts", "rows"])  # which change with every batch of tokens
+# which change with every batch of tokens
+@jit(do_not_specialize=["num_tiles", "num_experts", "rows"])
 def _rows_kernel(
-    x_tiles, w_tiles, x_scales_ptr, w_scales_ptr, y_ptr, offsets_ptr, num_tiles, num_experts, rows, n, k, w_rows,
-    SCALED: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, SETTLE: tl.constexpr, POINTERS: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    w_tiles,
+    x_scales_ptr,
+    w_scales_ptr,
+    y_ptr,
+    offsets_ptr,
+    num_tiles,
+    num_experts,
+    rows,
+    n,
+    k,
+    w_rows,
+    SCALED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    CUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    SETTLE: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
     tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
     expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, rows, BLOCK_M, EXPERTS)
     column = tile_n * BLOCK_N
     row = first + tl.arange(0, BLOCK_M)
     if expert >= num_experts:
-        _store_rows(y_ptr, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), row, last, column + tl.arange(0, BLOCK_N), n)
+        _store_rows(
+            y_ptr,
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
+            row,
+            last,
+            column + tl.arange(0, BLOCK_N),
+            n,
+        )
         return
     base = expert * w_rows
     x_matrix = matrix(x_tiles, rows, k, BLOCK_M, BLOCK_K, POINTERS)
@@ -165,8 +217,12 @@ def _rows_kernel(
             total += part * (scale * tl.load(w_scales_ptr + block))[:, None]
         elif TRANSPOSED:
             w = w_matrix.load([base + step * BLOCK_K, column])
-            if CUT:  # the last tile ends in the next expert's rows: zeros of x times their infinities are not zero
-                w = tl.where((step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w))
+            # the last tile ends in the next expert's rows: zeros of x times their infinities are
+            # not zero
+            if CUT:
+                w = tl.where(
+                    (step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w)
+                )
             total = tl.dot(x, w, total)
         else:
             total = tl.dot(x, w_matrix.load([base + column, step * BLOCK_K]).T, total)
@@ -175,9 +231,19 @@ def _rows_kernel(
 
 @jit(do_not_specialize=["accumulate"])
 def _weight_grad_kernel(
-    dy_tiles, x_tiles, grad_ptr, offsets_ptr, n, k, accumulate,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BAND: tl.constexpr, POINTERS: tl.constexpr,
-):  # fmt: skip
+    dy_tiles,
+    x_tiles,
+    grad_ptr,
+    offsets_ptr,
+    n,
+    k,
+    accumulate,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
     expert = tl.program_id(1).to(tl.int64)
     first = tl.load(offsets_ptr + expert).to(tl.int32)
@@ -191,7 +257,8 @@ def _weight_grad_kernel(
         x = x_matrix.load([row, tile_k * BLOCK_K])
         total = tl.dot(dy.T, x, total)
     if whole < last:
-        # The rest of the tile is another expert's rows. Both sides are cleared: zero times infinity is not zero.
+        # The rest of the tile is another expert's rows. Both sides are cleared: zero times infinity
+        # is not zero.
         mine = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
         dy = dy_matrix.load([whole, tile_n * BLOCK_N])
         x = x_matrix.load([whole, tile_k * BLOCK_K])
@@ -202,11 +269,16 @@ def _weight_grad_kernel(
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     live = (out < n)[:, None] & (column < k)[None, :]
     at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
-    tl.store(grad_ptr + at, tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0) + total, live)
+    tl.store(
+        grad_ptr + at, tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0) + total, live
+    )
 
 
-def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tuple | None, out_dtype) -> Tensor:
-    """Computes y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when transposed."""
+def launch_rows(
+    x, weight, offsets, n: int, k: int, transposed: bool, scales: tuple | None, out_dtype
+) -> Tensor:
+    """Computes y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when
+    transposed."""
     rows, experts = x.shape[0], weight.shape[0]
     config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
@@ -216,7 +288,11 @@ def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tu
     num_tiles = cdiv(rows, block_m) + experts
     x_scales, w_scales = scales or (offsets, offsets)
     sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
-    flags = {"SCALED": scales is not None, "TRANSPOSED": transposed, "CUT": transposed and k % block_k != 0}
+    flags = {
+        "SCALED": scales is not None,
+        "TRANSPOSED": transposed,
+        "CUT": transposed and k % block_k != 0,
+    }
     flags["EXPERTS"] = expert_lanes(experts + 1)  # a lane for the rows past the last offset
     flags |= {"SETTLE": settles(x.device), "POINTERS": by_pointers(x.device)}
     grid = (num_tiles * cdiv(n, block_n),)
@@ -225,16 +301,24 @@ def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tu
 
 
 def _fast(x: Tensor, weight: Tensor) -> bool:
-    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in HALF_DTYPES and weight.is_contiguous()
+    return (
+        dispatch.runs_triton(x)
+        and x.dtype == weight.dtype
+        and x.dtype in HALF_DTYPES
+        and weight.is_contiguous()
+    )
 
 
 def _library(x: Tensor, weight: Tensor) -> ModuleType | None:
-    """Returns the file of the library that multiplies x by each expert's matrix transposed; None = ours."""
+    """Returns the file of the library that multiplies x by each expert's matrix transposed; None =
+    ours."""
     capability = choice.capability_of(x)
     if not (capability and x.numel() and x.dtype == weight.dtype and x.stride(-1) == 1):
         return None
     experts, n, k = weight.shape
-    return choice.provider(GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k), choice.in_use())
+    return choice.provider(
+        GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k), choice.in_use()
+    )
 
 
 def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -242,7 +326,9 @@ def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if (library := _library(x, weight)) is not None:
         return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
-        return launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
+        return launch_rows(
+            x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype
+        )
     return _by_torch(x, weight.mT, offsets)
 
 
@@ -261,11 +347,15 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if (library := _library(dy, turned)) is not None:
         return library.grouped_matmul(dy, turned, offsets)
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
-        return launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
+        return launch_rows(
+            dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype
+        )
     return _by_torch(dy, weight, offsets)
 
 
-def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True) -> None:
+def grouped_weight_grad(
+    dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True
+) -> None:
     """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
@@ -288,7 +378,9 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
     )
     grid = (cdiv(n, config["BLOCK_N"]) * cdiv(k, config["BLOCK_K"]), experts)
     sizes = (n, k, int(accumulate))
-    _weight_grad_kernel[grid](*operands, main_grad, offsets, *sizes, POINTERS=by_pointers(x.device), **config)
+    _weight_grad_kernel[grid](
+        *operands, main_grad, offsets, *sizes, POINTERS=by_pointers(x.device), **config
+    )
 
 
 class _GroupedMatmul(FirstOrderFunction):
@@ -301,7 +393,9 @@ class _GroupedMatmul(FirstOrderFunction):
     def backward(ctx, dy):
         x, weight, offsets = ctx.saved_tensors
         dy = dy.contiguous()
-        main_grad = torch.zeros(weight.shape, dtype=statistics_dtype(weight.dtype), device=weight.device)
+        main_grad = torch.zeros(
+            weight.shape, dtype=statistics_dtype(weight.dtype), device=weight.device
+        )
         grouped_weight_grad(dy, x, offsets, main_grad)
         return grouped_input_grad(dy, weight, offsets), main_grad.to(weight.dtype), None
 
@@ -312,8 +406,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Args:
         x: `[rows, k]` sorted by expert.
         weight: `[E, n, k]`.
-        offsets: `[E + 1]` integers on the device: expert e has the rows offsets[e] to offsets[e + 1]; the first is 0.
-            Rows past the last offset are padding and give zeros.
+        offsets: `[E + 1]` integers on the device: expert e has the rows offsets[e] to offsets[e +
+            1]; the first is 0. Rows past the last offset are padding and give zeros.
 
     Returns:
         `[rows, n]` in the dtype of x.
@@ -321,21 +415,30 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _GroupedMatmul.apply(x, weight, offsets)
 
 
-def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True) -> None:
-    """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
+def accumulate_weight_grad_reference(
+    main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True
+) -> None:
+    """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not
+    copied."""
     _add_matmul(main_grad, dy.t(), x, accumulate)
 
 
-def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True) -> None:
-    """Computes `main_grad += dyᵀ x` as the weight gradient of a single expert that owns every row."""
+def accumulate_weight_grad_triton(
+    main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True
+) -> None:
+    """Computes `main_grad += dyᵀ x` as the weight gradient of a single expert that owns every
+    row."""
     offsets = torch.tensor([0, dy.shape[0]], dtype=torch.int32).to(dy.device, non_blocking=True)
     grouped_weight_grad(dy, x, offsets, main_grad[None], accumulate=accumulate)
 
 
-def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True) -> None:
+def accumulate_weight_grad(
+    main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True
+) -> None:
     """Adds the weight gradient `dyᵀ x` into `main_grad`, in place.
 
-    On a GPU the vendor's library does it in one call, where it can write float32 from narrower inputs.
+    On a GPU the vendor's library does it in one call, where it can write float32 from narrower
+    inputs.
 
     Args:
         main_grad: `[out, in]`, float32 or float64.

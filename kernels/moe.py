@@ -3,10 +3,11 @@
 A token t chooses experts e[t, 1..k]. Rows are sorted by expert, stably, so that each expert sees its tokens in order:
     permute     row place[t, j] = x[t]
     unpermute   y[t] = sum_j row place[t, j]
-They are each other's transposes, so each is the other's gradient. Nothing is kept for the backward: the router's
-weights are applied in the experts (`activation.py`). Counts and offsets stay on the device.
-Choices are sorted by counting, in two launches: programs count the experts of their choices; then each adds up all
-counts, and those of the programs before it, and knows the place of its first choice of every expert.
+They are each other's transposes, so each is the other's gradient. Nothing is kept for the backward:
+the router's weights are applied in the experts (`activation.py`). Counts and offsets stay on the
+device. Choices are sorted by counting, in two launches: programs count the experts of their
+choices; then each adds up all counts, and those of the programs before it, and knows the place of
+its first choice of every expert.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import (
+    FirstOrderFunction,
+    cdiv,
+    jit,
+    next_power_of_2,
+    rows_of,
+    statistics_dtype,
+    tl,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,8 @@ class Permutation:
         token: `[n·k]` int64, the token of each row.
         offsets: `[E + 1]` int32, where each expert's rows begin and end.
         choice: `[n·k]` int64, the choice of each row, counted over all tokens.
-        live: bool `[rows]`, in slots: whether a row is a choice's; the others hold some token. A choice without a row
-            has the place behind the last one. None = every choice has its row.
+        live: bool `[rows]`, in slots: whether a row is a choice's; the others hold some token. A
+            choice without a row has the place behind the last one. None = every choice has its row.
     """
 
     place: Tensor
@@ -43,7 +52,9 @@ class Permutation:
 def permutation_reference(experts: Tensor, num_experts: int) -> Permutation:
     """Computes `permutation` in plain torch."""
     ordered, source = torch.sort(experts.flatten(), stable=True)
-    place = torch.empty_like(source).scatter_(0, source, torch.arange(source.numel(), device=source.device))
+    place = torch.empty_like(source).scatter_(
+        0, source, torch.arange(source.numel(), device=source.device)
+    )
     bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
     offsets = torch.searchsorted(ordered, bounds, out_int32=True)
     return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
@@ -53,7 +64,8 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     """Sorts the choices by expert, stably, without a host synchronisation.
 
     Args:
-        experts: `[n, k]` integers, each token's choices; `num_experts` where there is none, whose rows come last.
+        experts: `[n, k]` integers, each token's choices; `num_experts` where there is none, whose
+            rows come last.
         num_experts: how many experts there are.
 
     Returns:
@@ -64,7 +76,9 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
     experts, count = experts.contiguous(), experts.numel()
     place, choice, token = torch.empty(3, count, dtype=torch.int64, device=experts.device).unbind()
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    config = tuning.select("moe_permutation", experts.device) | {"EXPERTS": next_power_of_2(num_experts + 1)}
+    config = tuning.select("moe_permutation", experts.device) | {
+        "EXPERTS": next_power_of_2(num_experts + 1)
+    }
     programs = cdiv(count, config["BLOCK"])
     counts = torch.empty(programs, config["EXPERTS"], dtype=torch.int32, device=experts.device)
     _count_kernel[(programs,)](experts, counts, count, **config)
@@ -75,27 +89,45 @@ def permutation(experts: Tensor, num_experts: int) -> Permutation:
 
 @jit
 def _members(experts_ptr, choice, count, EXPERTS: tl.constexpr):
-    """Returns `[choices, EXPERTS]`: 1 where a choice is an expert's; choices from `count` on are nobody's."""
+    """Returns `[choices, EXPERTS]`: 1 where a choice is an expert's; choices from `count` on are
+    nobody's."""
     expert = tl.load(experts_ptr + choice, choice < count, other=-1)
     return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
 
 
 @jit(do_not_specialize=["count"])
-def _count_kernel(experts_ptr, counts_ptr, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _count_kernel(
+    experts_ptr, counts_ptr, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     """Counts the choices of each expert among BLOCK of them: `[programs, EXPERTS]`."""
     program = tl.program_id(0)
     total = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, BLOCK, ROWS):
-        total += tl.sum(_members(experts_ptr, program * BLOCK + start + tl.arange(0, ROWS), count, EXPERTS), 0)
+        total += tl.sum(
+            _members(experts_ptr, program * BLOCK + start + tl.arange(0, ROWS), count, EXPERTS), 0
+        )
     tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), total)
 
 
-@jit(do_not_specialize=["count", "programs", "num_experts", "k"])  # one binary for all batches and routers
+# one binary for all batches and routers
+@jit(do_not_specialize=["count", "programs", "num_experts", "k"])
 def _place_kernel(
-    experts_ptr, counts_ptr, place_ptr, choice_ptr, token_ptr, offsets_ptr, count, programs, num_experts, k,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Gives each of BLOCK choices its row, behind those of lower experts and those of its own that come earlier."""
+    experts_ptr,
+    counts_ptr,
+    place_ptr,
+    choice_ptr,
+    token_ptr,
+    offsets_ptr,
+    count,
+    programs,
+    num_experts,
+    k,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Gives each of BLOCK choices its row, behind those of lower experts and those of its own that
+    come earlier."""
     program = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -121,9 +153,17 @@ def _place_kernel(
 
 @jit
 def _gather_kernel(
-    x_ptr, token_ptr, out_ptr, weights_ptr, choice_ptr, by_row_ptr, width, x_stride,
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    token_ptr,
+    out_ptr,
+    weights_ptr,
+    choice_ptr,
+    by_row_ptr,
+    width,
+    x_stride,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copies out[r] = x[token[r]], and by_row[r] = weights[choice[r]]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -137,9 +177,18 @@ def _gather_kernel(
 
 @jit(do_not_specialize=["num_rows"])  # which changes with every batch of tokens
 def _combine_kernel(
-    rows_ptr, place_ptr, out_ptr, by_row_ptr, weights_ptr, num_rows, width, rows_stride,
-    WEIGHTED: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    place_ptr,
+    out_ptr,
+    by_row_ptr,
+    weights_ptr,
+    num_rows,
+    width,
+    rows_stride,
+    WEIGHTED: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Computes out[t] = sum over j of rows[place[t, j]], in float32 in the order of the choices.
 
     And copies weights[t, j] = by_row[place[t, j]]. Rows that do not exist are zeros.
@@ -158,10 +207,14 @@ def _combine_kernel(
 
 
 def _gather(x: Tensor, token: Tensor, weights=None, where=None):
-    """Returns the rows of tokens, and the weight `[n, k]` of each row's choice; 0 where a row is no choice's."""
+    """Returns the rows of tokens, and the weight `[n, k]` of each row's choice; 0 where a row is no
+    choice's."""
     by_row: Any = None
     if not dispatch.runs_triton(x) or token.numel() == 0:
-        rows, by_row = x.index_select(0, token), None if weights is None else weights.take(where.choice)
+        rows, by_row = (
+            x.index_select(0, token),
+            None if weights is None else weights.take(where.choice),
+        )
     else:
         x = rows_of(x)
         rows = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
@@ -169,14 +222,17 @@ def _gather(x: Tensor, token: Tensor, weights=None, where=None):
         config = tuning.select("moe_permute", x.device)
         grid = (rows.shape[0], cdiv(x.shape[1], config["BLOCK"]))
         more = (x, token, x) if weights is None else (weights.contiguous(), where.choice, by_row)
-        _gather_kernel[grid](x, token, rows, *more, x.shape[1], x.stride(0), WEIGHTED=weights is not None, **config)
+        _gather_kernel[grid](
+            x, token, rows, *more, x.shape[1], x.stride(0), WEIGHTED=weights is not None, **config
+        )
     if weights is not None and where.live is not None:
         by_row.masked_fill_(~where.live, 0)
     return rows, by_row
 
 
 def _combine(rows: Tensor, where: Permutation, by_row: Tensor | None = None):
-    """Returns the sums of tokens' rows, and their choices' weights `[n, k]`; missing rows count as zeros."""
+    """Returns the sums of tokens' rows, and their choices' weights `[n, k]`; missing rows count as
+    zeros."""
     n, k = where.place.shape
     if not dispatch.runs_triton(rows):
         missing = (n * k if where.live is None else len(where.live) + 1) - rows.shape[0]
@@ -190,8 +246,15 @@ def _combine(rows: Tensor, where: Permutation, by_row: Tensor | None = None):
     weights = None if by_row is None else torch.empty(n, k, dtype=by_row.dtype, device=rows.device)
     config = tuning.select("moe_permute", rows.device)
     grid = (n, cdiv(rows.shape[1], config["BLOCK"]))
-    inputs = (rows, where.place, out, *((rows, out) if by_row is None else (by_row.contiguous(), weights)))
-    _combine_kernel[grid](*inputs, *rows.shape, rows.stride(0), WEIGHTED=by_row is not None, K=k, **config)
+    inputs = (
+        rows,
+        where.place,
+        out,
+        *((rows, out) if by_row is None else (by_row.contiguous(), weights)),
+    )
+    _combine_kernel[grid](
+        *inputs, *rows.shape, rows.stride(0), WEIGHTED=by_row is not None, K=k, **config
+    )
     return out, weights
 
 
@@ -232,7 +295,8 @@ def permute(x: Tensor, where: Permutation) -> Tensor:
 
 
 def permute_weighted(x: Tensor, weights: Tensor, where: Permutation) -> tuple[Tensor, Tensor]:
-    """Copies as `permute` does, and choices' weights to their rows: `[n, h]`, `[n, k]` -> `[n·k, h]`, `[n·k]`."""
+    """Copies as `permute` does, and choices' weights to their rows: `[n, h]`, `[n, k]` -> `[n·k,
+    h]`, `[n·k]`."""
     return _Permute.apply(x, weights, where)
 
 
@@ -264,22 +328,37 @@ def _scores(logits, KIND: tl.constexpr):
 
 @jit
 def _route_kernel(
-    logits_ptr, bias_ptr, experts_ptr, weights_ptr, num_experts, stride, scale,
-    KIND: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, FORCED: tl.constexpr, K: tl.constexpr,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Finds the K best of a row, the best first, and their weights; of equals the one with the lower index.
+    logits_ptr,
+    bias_ptr,
+    experts_ptr,
+    weights_ptr,
+    num_experts,
+    stride,
+    scale,
+    KIND: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    FORCED: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Finds the K best of a row, the best first, and their weights; of equals the one with the
+    lower index.
 
     NaN counts as infinity.
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
-    logits = tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(
+        tl.float32
+    )
     scores = _scores(logits, KIND)
     ranked = scores
     if BIASED:
         ranked += tl.load(bias_ptr + lane, lane < num_experts, other=0.0)
-    # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie anywhere.
+    # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie
+    # anywhere.
     ranked = tl.where(ranked == ranked, ranked, float("inf"))
     taken = lane >= num_experts
     slot = tl.arange(0, SLOTS)
@@ -302,13 +381,26 @@ def _route_kernel(
 
 @jit
 def _route_backward_kernel(
-    logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, num_experts, stride, scale,
-    KIND: tl.constexpr, NORMALISED: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Computes the gradient of a row's logits from that of its weights, w = s / sum of s for s of the chosen."""
+    logits_ptr,
+    experts_ptr,
+    dweights_ptr,
+    dlogits_ptr,
+    num_experts,
+    stride,
+    scale,
+    KIND: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Computes the gradient of a row's logits from that of its weights, w = s / sum of s for s of
+    the chosen."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
-    scores = _scores(tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")), KIND)
+    scores = _scores(
+        tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")), KIND
+    )
     gradient = tl.zeros((EXPERTS,), tl.float32)
     member = lane < 0
     for j in tl.static_range(K):
@@ -327,9 +419,21 @@ def _route_backward_kernel(
 
 def _launch_route(logits: Tensor, k: int, kind: str, normalised: bool, scale: float, bias, forced):
     n, num_experts = logits.shape
-    experts = torch.empty(n, k, dtype=torch.int64, device=logits.device) if forced is None else forced.contiguous()
+    experts = (
+        torch.empty(n, k, dtype=torch.int64, device=logits.device)
+        if forced is None
+        else forced.contiguous()
+    )
     weights = torch.empty(n, k, dtype=logits.dtype, device=logits.device)
-    inputs = (logits, logits if bias is None else bias, experts, weights, num_experts, logits.stride(0), scale)
+    inputs = (
+        logits,
+        logits if bias is None else bias,
+        experts,
+        weights,
+        num_experts,
+        logits.stride(0),
+        scale,
+    )
     flags = {"KIND": kind, "NORMALISED": normalised, "FORCED": forced is not None}
     flags["BIASED"] = bias is not None and forced is None
     _route_kernel[(n,)](*inputs, **flags, **_lanes(num_experts, k, logits))
@@ -356,16 +460,32 @@ class _Route(FirstOrderFunction):
         (logits, experts), (k, kind, normalised, scale) = ctx.saved_tensors, ctx.how
         n, num_experts = logits.shape
         dlogits = torch.empty(n, num_experts, dtype=logits.dtype, device=logits.device)
-        inputs = (logits, experts, dweights.contiguous(), dlogits, num_experts, logits.stride(0), scale)
-        _route_backward_kernel[(n,)](*inputs, KIND=kind, NORMALISED=normalised, **_lanes(num_experts, k, logits))
+        inputs = (
+            logits,
+            experts,
+            dweights.contiguous(),
+            dlogits,
+            num_experts,
+            logits.stride(0),
+            scale,
+        )
+        _route_backward_kernel[(n,)](
+            *inputs, KIND=kind, NORMALISED=normalised, **_lanes(num_experts, k, logits)
+        )
         return dlogits, None, None, None, None, None, None
 
 
 def route(
-    logits: Tensor, k: int, kind: str, normalised: bool, scale: float, bias: Tensor | None = None,
+    logits: Tensor,
+    k: int,
+    kind: str,
+    normalised: bool,
+    scale: float,
+    bias: Tensor | None = None,
     forced: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Chooses experts by their scores and weighs them, for tensors that `runs_triton`; `router.py` says it in torch.
+) -> tuple[Tensor, Tensor]:
+    """Chooses experts by their scores and weighs them, for tensors that `runs_triton`; `router.py`
+    says it in torch.
 
     Args:
         logits: `[n, E]`, fp32.
@@ -377,7 +497,8 @@ def route(
         forced: int64 `[n, k]`, the experts to choose; None = the best.
 
     Returns:
-        experts int64 `[n, k]`, the best first, and their weights `[n, k]`, differentiable in the logits.
+        experts int64 `[n, k]`, the best first, and their weights `[n, k]`, differentiable in the
+        logits.
     """
     return _Route.apply(logits, k, kind, normalised, scale, bias, forced)
 
@@ -390,7 +511,8 @@ def best(scores: Tensor, k: int) -> Tensor:
         k: how many experts a token chooses, at most E.
 
     Returns:
-        int64 `[n, k]`, of the largest first; of equal scores the lower expert wins, on every device.
+        int64 `[n, k]`, of the largest first; of equal scores the lower expert wins, on every
+        device.
     """
     if dispatch.runs_triton(scores):
         return _launch_route(rows_of(scores), k, "none", False, 1.0, None, None)[0]

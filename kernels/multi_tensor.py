@@ -1,12 +1,12 @@
 """Many tensors in one launch: the gradient norm, and AdamW.
 
-AdamW (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), with g the gradient times a common factor (unscaling and
-clipping):
+AdamW (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), with g the gradient times a common
+factor (unscaling and clipping):
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g²
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-The master p, m and v are float32; a rounded copy for the forward is written in the same pass, so that each number is
-read and written once. The squared norm is not finite exactly when a gradient is not (or overflows): it is the finite
-check too.
+The master p, m and v are float32; a rounded copy for the forward is written in the same pass, so
+that each number is read and written once. The squared norm is not finite exactly when a gradient is
+not (or overflows): it is the finite check too.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,12 @@ class AdamWSettings:
 
 
 class TensorTable:
-    """Columns of contiguous tensors, with their addresses and chunks on the device; made once, used every step.
+    """Columns of contiguous tensors, with their addresses and chunks on the device; made once, used
+    every step.
 
     Args:
-        **columns: name -> list of tensors; every list as long, tensor i of each with as many elements; one dtype a
-            column.
+        **columns: name -> list of tensors; every list as long, tensor i of each with as many
+            elements; one dtype a column.
 
     Raises:
         ValueError: lists that do not match, or a tensor that is not contiguous.
@@ -52,20 +53,27 @@ class TensorTable:
         self.counts = [t.numel() for t in first]
         for name, tensors in self.columns.items():
             if [t.numel() for t in tensors] != self.counts:
-                raise ValueError(f"column {name!r} does not hold the same numbers of elements as the first column")
+                raise ValueError(
+                    f"column {name!r} does not hold the same numbers of elements as the first column"
+                )
             if len({t.dtype for t in tensors}) > 1 or not all(t.is_contiguous() for t in tensors):
                 raise ValueError(f"column {name!r} must be contiguous tensors of one dtype")
         self.device = first[0].device if first else torch.device("cpu")
         self._chunks: dict[int, Tensor] = {}
         addresses = [[t.data_ptr() for t in tensors] for tensors in self.columns.values()]
         self.aligned = all(address % 16 == 0 for column in addresses for address in column)
-        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device, non_blocking=True)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(
+            self.device, non_blocking=True
+        )
         self.sizes = torch.tensor(self.counts, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def chunks(self, block: int) -> Tensor:
-        """Computes `[chunks, 2]` int32: which tensor, and which block of it, each program works on."""
+        """Computes `[chunks, 2]` int32: which tensor, and which block of it, each program works
+        on."""
         if block not in self._chunks:
-            pairs = [(i, c) for i, count in enumerate(self.counts) for c in range(-(-count // block))]
+            pairs = [
+                (i, c) for i, count in enumerate(self.counts) for c in range(-(-count // block))
+            ]
             chunks = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
             self._chunks[block] = chunks.to(self.device, non_blocking=True)
         return self._chunks[block]
@@ -76,7 +84,8 @@ class TensorTable:
 
 @jit
 def _block(chunks_ptr, sizes_ptr, BLOCK: tl.constexpr):
-    """Returns this program's tensor, the elements of its block, which of them exist, and whether all do."""
+    """Returns this program's tensor, the elements of its block, which of them exist, and whether
+    all do."""
     chunk = tl.program_id(0).to(tl.int64)
     which = tl.load(chunks_ptr + chunk * 2)
     first = tl.load(chunks_ptr + chunk * 2 + 1).to(tl.int64) * BLOCK
@@ -96,7 +105,8 @@ def _tensor(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def _read(pointer, live, FULL: tl.constexpr):
-    """Reads a block as float32; a mask, whose edge may lie anywhere, would break up the wide loads of a full one."""
+    """Reads a block as float32; a mask, whose edge may lie anywhere, would break up the wide loads
+    of a full one."""
     if FULL:
         x = tl.load(pointer)
     else:
@@ -114,7 +124,13 @@ def _write(pointer, x, live, FULL: tl.constexpr):
 
 @jit
 def _squares_kernel(
-    addresses_ptr, chunks_ptr, sizes_ptr, out_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    addresses_ptr,
+    chunks_ptr,
+    sizes_ptr,
+    out_ptr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     which, index, live, full = _block(chunks_ptr, sizes_ptr, BLOCK)
     pointer = _tensor(addresses_ptr + which, DTYPE, ALIGNED) + index
@@ -126,8 +142,11 @@ def _squares_kernel(
 
 
 @jit
-def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.constexpr, FULL: tl.constexpr):
-    """Updates one block by AdamW; rates: gradient factor, decay, step, betas, 1 - betas, root of 1 - b2^t, eps."""
+def _update(
+    p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.constexpr, FULL: tl.constexpr
+):
+    """Updates one block by AdamW; rates: gradient factor, decay, step, betas, 1 - betas, root of 1
+    - b2^t, eps."""
     factor, kept, step, beta1, beta2, share1, share2, root_correction2, eps = rates
     g = _read(g_ptr, live, FULL) * factor
     m = beta1 * _read(m_ptr, live, FULL) + share1 * g
@@ -142,18 +161,46 @@ def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.cons
 
 @jit
 def _adamw_kernel(
-    addresses_ptr, chunks_ptr, sizes_ptr, factor_ptr, weight_decay_ptr, num_tensors, lr, beta1, beta2, share1,
-    share2, eps, correction1, root_correction2,
-    GRAD: tl.constexpr, COPY: tl.constexpr, HAS_COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    addresses_ptr,
+    chunks_ptr,
+    sizes_ptr,
+    factor_ptr,
+    weight_decay_ptr,
+    num_tensors,
+    lr,
+    beta1,
+    beta2,
+    share1,
+    share2,
+    eps,
+    correction1,
+    root_correction2,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     which, index, live, full = _block(chunks_ptr, sizes_ptr, BLOCK)
     p_ptr = _tensor(addresses_ptr + which, tl.float32, ALIGNED) + index
     g_ptr = _tensor(addresses_ptr + num_tensors + which, GRAD, ALIGNED) + index
     m_ptr = _tensor(addresses_ptr + 2 * num_tensors + which, tl.float32, ALIGNED) + index
     v_ptr = _tensor(addresses_ptr + 3 * num_tensors + which, tl.float32, ALIGNED) + index
-    copy_ptr = _tensor(addresses_ptr + (4 if HAS_COPY else 0) * num_tensors + which, COPY, ALIGNED) + index
+    copy_ptr = (
+        _tensor(addresses_ptr + (4 if HAS_COPY else 0) * num_tensors + which, COPY, ALIGNED) + index
+    )
     kept = 1.0 - lr * tl.load(weight_decay_ptr + which)
-    rates = (tl.load(factor_ptr), kept, lr / correction1, beta1, beta2, share1, share2, root_correction2, eps)
+    rates = (
+        tl.load(factor_ptr),
+        kept,
+        lr / correction1,
+        beta1,
+        beta2,
+        share1,
+        share2,
+        root_correction2,
+        eps,
+    )
     if full:
         _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY, True)
     else:
@@ -167,12 +214,14 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
         column: which of its columns.
 
     Returns:
-        0-d float64 on the tensors' device; not finite exactly when an element is not, or the sum of a chunk overflows.
+        0-d float64 on the tensors' device; not finite exactly when an element is not, or the sum of
+        a chunk overflows.
     """
     tensors = table.columns[column]
     if not tensors or not dispatch.runs_triton(tensors[0]):
         return sum(
-            (t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64, device=table.device)
+            (t.double().square().sum() for t in tensors),
+            torch.zeros((), dtype=torch.float64, device=table.device),
         )
     config = tuning.select("squared_norm", table.device)
     chunks = table.chunks(config["BLOCK"])
@@ -184,7 +233,9 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
     return parts.double().sum()
 
 
-def adamw_reference(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
+def adamw_reference(
+    table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor
+) -> None:
     columns = table.columns
     correction1, correction2 = settings.corrections
     for i, (p, grad) in enumerate(zip(columns["master"], columns["grad"])):
@@ -193,27 +244,34 @@ def adamw_reference(table: TensorTable, settings: AdamWSettings, factor: Tensor,
         m.mul_(settings.beta1).add_(g, alpha=1 - settings.beta1)
         v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
         p.mul_(1 - settings.lr * float(weight_decay[i]))
-        p.addcdiv_(m, (v.sqrt() / correction2**0.5).add_(settings.eps), value=-settings.lr / correction1)
+        p.addcdiv_(
+            m, (v.sqrt() / correction2**0.5).add_(settings.eps), value=-settings.lr / correction1
+        )
         if "copy" in columns:
             columns["copy"][i].copy_(p)
 
 
-def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
+def adamw_step(
+    table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor
+) -> None:
     """Makes an AdamW step of every tensor of the table, in place, in one launch.
 
     Args:
-        table: columns in this order: master, grad, exp_avg, exp_avg_sq, and perhaps copy; all float32 (or all float64)
-            but grad and copy, which may be narrower.
+        table: columns in this order: master, grad, exp_avg, exp_avg_sq, and perhaps copy; all
+            float32 (or all float64) but grad and copy, which may be narrower.
         settings: rates and step number.
-        factor: 0-d, in the dtype of the masters, on the device; multiplied into every gradient: no synchronisation to
-            clip.
+        factor: 0-d, in the dtype of the masters, on the device; multiplied into every gradient: no
+            synchronisation to clip.
         weight_decay: `[tensors]`, in the dtype of the masters, on the device.
 
     Raises:
         ValueError: columns of another name or order.
     """
     names = list(table.columns)
-    if names not in (["master", "grad", "exp_avg", "exp_avg_sq"], ["master", "grad", "exp_avg", "exp_avg_sq", "copy"]):
+    if names not in (
+        ["master", "grad", "exp_avg", "exp_avg_sq"],
+        ["master", "grad", "exp_avg", "exp_avg_sq", "copy"],
+    ):
         raise ValueError(
             f"adamw_step wants the columns master, grad, exp_avg, exp_avg_sq[, copy]; got {', '.join(names)}"
         )
@@ -227,8 +285,14 @@ def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weig
     chunks = table.chunks(config["BLOCK"])
     has_copy = "copy" in table.columns
     copy = TRITON_DTYPES[table.dtype("copy")] if has_copy else tl.float32
-    dtypes = {"GRAD": TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy, "ALIGNED": table.aligned}
-    betas = (settings.beta1, settings.beta2, 1 - settings.beta1, 1 - settings.beta2)  # 1 - .999f would be off by 1e-5
+    dtypes = {
+        "GRAD": TRITON_DTYPES[table.dtype("grad")],
+        "COPY": copy,
+        "HAS_COPY": has_copy,
+        "ALIGNED": table.aligned,
+    }
+    # 1 - .999f would be off by 1e-5
+    betas = (settings.beta1, settings.beta2, 1 - settings.beta1, 1 - settings.beta2)
     rates = (settings.lr, *betas, settings.eps, correction1, correction2**0.5)
     inputs = (table.addresses, chunks, table.sizes, factor, weight_decay, len(table.counts))
     _adamw_kernel[(len(chunks),)](*inputs, *rates, **dtypes, **config)

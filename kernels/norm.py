@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm over the last dim; with the residual stream, whose sum and gradient cost no pass of their own.
+"""RMSNorm and LayerNorm over the last dim; with the residual stream, whose sum and gradient cost no
+pass of their own.
 
 RMSNorm     y = w · x / sqrt(mean(x²) + eps)                      Zhang & Sennrich, arXiv:1910.07467, eq. 4
 LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & Hinton, arXiv:1607.06450, eq. 4
@@ -6,13 +7,13 @@ LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & H
 With n = the normalised row and g = w · dy:
     dx = (g - n mean(g n)) / sqrt(...)       and for LayerNorm also minus mean(g)
     dw = sum over rows of dy n,   db = sum over rows of dy
-and the gradient of x (or x + residual) itself is added to dx before it is stored.
-The backward is bound by memory: each program walks many rows and keeps its share of dw in registers, so that x and dy
-are read once; the shares of all programs are summed at the end.
+and the gradient of x (or x + residual) itself is added to dx before it is stored. The backward is
+bound by memory: each program walks many rows and keeps its share of dw in registers, so that x and
+dy are read once; the shares of all programs are summed at the end.
 
-Rows too wide for the registers of a program (those with a CHUNK in the tables) are walked twice, the second time from
-the second-level cache, through which the backward also adds up its float32 share of dw. It takes two rows at a time
-where the cache holds the rows of all programs.
+Rows too wide for the registers of a program (those with a CHUNK in the tables) are walked twice,
+the second time from the second-level cache, through which the backward also adds up its float32
+share of dw. It takes two rows at a time where the cache holds the rows of all programs.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ from megatron5d.kernels.plain_norm import norm_in_torch, norm_reference
 
 @jit
 def stored_sum(x, added, total_at, live):
-    """Stores x + added and returns it as rounded: the backward reads it back, and the statistics are of it."""
+    """Stores x + added and returns it as rounded: the backward reads it back, and the statistics
+    are of it."""
     total = (x + added.to(tl.float32)).to(total_at.dtype.element_ty)
     tl.store(total_at, total, live)
     return total.to(tl.float32)
@@ -35,7 +37,8 @@ def stored_sum(x, added, total_at, live):
 
 @jit
 def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constexpr):
-    """Centres and scales whole rows of float32; their mean and 1 / scale are stored at `statistics`."""
+    """Centres and scales whole rows of float32; their mean and 1 / scale are stored at
+    `statistics`."""
     if CENTRED:
         mean = tl.sum(x, 1) / width
         x = tl.where(live, x - mean[:, None], 0.0)
@@ -56,11 +59,25 @@ def scaled(x, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS: tl.constex
 
 @jit
 def _forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, scale_ptr, num_rows, width, x_stride,
-    residual_stride, eps,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    scale_ptr,
+    num_rows,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     row_is_live = row < num_rows
@@ -68,7 +85,9 @@ def _forward_kernel(
     live = row_is_live[:, None] & column_is_live[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        added = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], live, other=0.0)
+        added = tl.load(
+            residual_ptr + row[:, None] * residual_stride + column[None, :], live, other=0.0
+        )
         x = stored_sum(x, added, total_ptr + row[:, None] * width + column[None, :], live)
     statistics = mean_ptr + row, scale_ptr + row
     y = normalised(x, live, width, eps, statistics, row_is_live, CENTRED)
@@ -78,23 +97,45 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, width,
-    dy_stride, dtotal_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    scale_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    width,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     column = tl.arange(0, WIDTH)
     column_is_live = column < width
     weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     dbias = tl.zeros((ROWS, WIDTH), tl.float32)
     # In more than one stage, the next rows are on their way while these are worked on.
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         row_is_live = row < num_rows
         live = row_is_live[:, None] & column_is_live[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(
+            tl.float32
+        )
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], live, other=0.0).to(
+            tl.float32
+        )
         scale = tl.load(scale_ptr + row, row_is_live, other=0.0)[:, None]
         if CENTRED:
             x = tl.where(live, x - tl.load(mean_ptr + row, row_is_live, other=0.0)[:, None], 0.0)
@@ -105,8 +146,12 @@ def _backward_kernel(
             dx -= (tl.sum(g, 1) / width)[:, None]
         dx *= scale
         if HAS_DTOTAL:
-            dx += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
+            dx += tl.load(
+                dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live, other=0.0
+            ).to(tl.float32)
+        tl.store(
+            dx_ptr + row[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live
+        )
         dweight += dy * normal
         if HAS_BIAS:
             dbias += dy
@@ -118,14 +163,29 @@ def _backward_kernel(
 
 @jit
 def _wide_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, scale_ptr, width, x_stride,
-    residual_stride, eps,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    scale_ptr,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Processes one row a program.
 
-    LayerNorm keeps, for each lane, the mean of what it has seen and the squares about it, and joins the lanes at the
-    end: one walk finds both, without the cancellation of mean(x²) - mean(x)² (Chan, Golub & LeVeque 1983, sec. 2).
+    LayerNorm keeps, for each lane, the mean of what it has seen and the squares about it, and joins
+    the lanes at the
+    end: one walk finds both, without the cancellation of mean(x²) - mean(x)² (Chan, Golub & LeVeque
+        1983, sec. 2).
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
@@ -169,11 +229,26 @@ def _wide_forward_kernel(
 
 @jit
 def _wide_backward_kernel(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, width,
-    dy_stride, dtotal_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    scale_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    width,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """Walks many rows, some at a time, and keeps the program's share of dw and db in memory."""
     mine = tl.program_id(0).to(tl.int64) * width
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -204,7 +279,9 @@ def _wide_backward_kernel(
             normal = (x - mean) * scale
             dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
             if HAS_DTOTAL:
-                arrived = tl.load(dtotal_ptr + row * dtotal_stride + column[None, :], live, other=0.0)
+                arrived = tl.load(
+                    dtotal_ptr + row * dtotal_stride + column[None, :], live, other=0.0
+                )
                 dx += arrived.to(tl.float32)
             tl.store(dx_ptr + row * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
             dweight = tl.load(dweight_ptr + mine + column, column_is_live, other=0.0)
@@ -215,7 +292,8 @@ def _wide_backward_kernel(
 
 
 def _tile(operation: str, x: Tensor) -> dict:
-    """Selects ROWS, WIDTH and warps for rows of this width, narrow ones share a program; CHUNK for wide rows."""
+    """Selects ROWS, WIDTH and warps for rows of this width, narrow ones share a program; CHUNK for
+    wide rows."""
     config = tuning.select(operation, x.device, width=x.shape[-1])
     if "CHUNK" in config:
         return config
@@ -225,9 +303,15 @@ def _tile(operation: str, x: Tensor) -> dict:
 
 
 def launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 / scale of each row."""
+    """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 /
+    scale of each row."""
     if (library := choice.norm(x, weight, centred)) is not None:
         return library.forward(x, residual, weight, bias, eps, centred)
     shape, x = x.shape, rows_of(x)
@@ -237,7 +321,10 @@ def launch_forward(
     mean = torch.empty_like(scale) if centred else scale
     total, added = x, x
     if residual is not None:
-        added, total = rows_of(residual), torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+        added, total = (
+            rows_of(residual),
+            torch.empty(num_rows, width, dtype=x.dtype, device=x.device),
+        )
     tile = _tile("norm_forward", x)
     pointers = (x, added, weight, weight if bias is None else bias, y, total, mean, scale)
     flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
@@ -245,7 +332,9 @@ def launch_forward(
     if "CHUNK" in tile:
         _wide_forward_kernel[(num_rows,)](*pointers, *sizes, **flags, **tile)
     else:
-        _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](*pointers, num_rows, *sizes, **flags, **tile)
+        _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](
+            *pointers, num_rows, *sizes, **flags, **tile
+        )
     return y, total, mean, scale
 
 
@@ -257,7 +346,8 @@ class _Norm(FirstOrderFunction):
         y, total, *statistics = launch_forward(x, residual, weight, bias, eps, centred)
         ctx.save_for_backward(total, weight, bias, *statistics)
         ctx.eps, ctx.centred, ctx.has_residual = eps, centred, residual is not None
-        ctx.set_materialize_grads(False)  # where one of the two results is not used, nothing is read in its place
+        # where one of the two results is not used, nothing is read in its place
+        ctx.set_materialize_grads(False)
         return y, x if residual is None else total.view(x.shape)
 
     @staticmethod
@@ -265,14 +355,23 @@ class _Norm(FirstOrderFunction):
         if dy is None:
             return dtotal, dtotal if ctx.has_residual else None, None, None, None, None
         x, weight, bias, *statistics = ctx.saved_tensors
-        dx, *others = norm_backward(dy, x, weight, bias, ctx.eps, statistics, dtotal, centred=ctx.centred)
+        dx, *others = norm_backward(
+            dy, x, weight, bias, ctx.eps, statistics, dtotal, centred=ctx.centred
+        )
         return dx, dx if ctx.has_residual else None, *others, None, None
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, statistics: Sequence[Tensor],
-    dtotal: Tensor | None = None, *, centred: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    statistics: Sequence[Tensor],
+    dtotal: Tensor | None = None,
+    *,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes the gradients of `rms_norm`, or with `centred` of `layer_norm`.
 
     Args:
@@ -301,9 +400,12 @@ def norm_backward(
     waves = tile.pop("PROGRAMS_PER_PROCESSOR")
     programs = min(cdiv(num_rows, tile["ROWS"]), waves * dispatch.num_processors(x.device))
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    shares = torch.zeros if "CHUNK" in tile else torch.empty  # wide rows' are added to from the first row on
+    # wide rows' are added to from the first row on
+    shares = torch.zeros if "CHUNK" in tile else torch.empty
     dweight = shares(programs, width, dtype=torch.float32, device=x.device)
-    dbias = dweight if bias is None else shares(programs, width, dtype=torch.float32, device=x.device)
+    dbias = (
+        dweight if bias is None else shares(programs, width, dtype=torch.float32, device=x.device)
+    )
     arrived = dy if dtotal is None else rows_of(dtotal)
     strides = (dy.stride(0), arrived.stride(0), x.stride(0))
     pointers = (dy, arrived, x, weight.contiguous(), *statistics, dx, dweight, dbias)
@@ -328,13 +430,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return add_rms_norm(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Returns the RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
 
     Args:
         x: `[..., h]`, any floating dtype.
-        residual: as `x`; None = x is the stream already, and comes back as it is: a branch that begins with a norm
-            continues with both, and their gradients meet in the norm's backward.
+        residual: as `x`; None = x is the stream already, and comes back as it is: a branch that
+            begins with a norm continues with both, and their gradients meet in the norm's backward.
         weight: `[h]`, any floating dtype.
         eps: added to the mean of squares.
 
@@ -367,8 +471,15 @@ def add_layer_norm(
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred)):
         return norm_in_torch(x if residual is None else x + residual, weight, bias, eps, centred)
-    return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred)
+    return _Norm.apply(
+        x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred
+    )

@@ -1,19 +1,22 @@
-"""GEMMs fused with a collective: the all_gather of their rows before them, or the reduce_scatter of what they give.
+"""GEMMs fused with a collective: the all_gather of their rows before them, or the reduce_scatter of
+what they give.
 
 `all_gather_gemm` multiplies rows as they arrive:
 
     y[source] = x[source] Wᵀ     for the own chunk, then rank - 1, rank - 2, ...: the order in which ranks send
-Each tile waits for the flag of its chunk only, and tiles start in the order of arrival: while the tiles of one chunk
-multiply, the copy engines receive the next. One launch keeps every multiprocessor busy across chunks; a GEMM per chunk
-would end in tiles that do not fill the last wave.
+Each tile waits for the flag of its chunk only, and tiles start in the order of arrival: while the
+tiles of one chunk multiply, the copy engines receive the next. One launch keeps every
+multiprocessor busy across chunks; a GEMM per chunk would end in tiles that do not fill the last
+wave.
 
 `gemm_reduce_scatter` sends tiles to the ranks that own their rows, which sum what they receive:
 
     buffer of rank at owner = x[owner] Wᵀ      for rank + 1, rank + 2, ..., the own chunk last
     y = sum over sources of their buffers      in the order of the sources, in float32, rounded once
-Tiles are stored in their owner's memory. The last tile of a chunk to finish raises the owner's flag, and the owner adds
-up the terms while later chunks are multiplied elsewhere.
-Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.
+Tiles are stored in their owner's memory. The last tile of a chunk to finish raises the owner's
+flag, and the owner adds up the terms while later chunks are multiplied elsewhere.
+Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs"
+    (arXiv:2406.06858), sec. 3.
 """
 
 from collections.abc import Sequence
@@ -44,7 +47,13 @@ def all_gather_gemm_reference(
 
 @jit
 def weight_matrix(
-    w_tiles, n, k, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POINTERS: tl.constexpr
+    w_tiles,
+    n,
+    k,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     """Makes W `[n, k]`, or `[k, n]` when transposed, for `weight_tile`."""
     if TRANSPOSED:
@@ -56,7 +65,8 @@ def weight_matrix(
 
 @jit
 def weight_tile(weight, start, tile_n, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Loads `[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; transposed: of W, from that row on."""
+    """Loads `[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; transposed: of W, from that
+    row on."""
     if TRANSPOSED:
         tile = weight.load([start, tile_n * BLOCK_N])
     else:
@@ -66,42 +76,74 @@ def weight_tile(weight, start, tile_n, TRANSPOSED: tl.constexpr, BLOCK_N: tl.con
 
 def weight_tiles(weight: Tensor, config: dict, transposed: bool):
     """Makes the argument of `weight_matrix`."""
-    block = [config["BLOCK_K"], config["BLOCK_N"]] if transposed else [config["BLOCK_N"], config["BLOCK_K"]]
+    block = (
+        [config["BLOCK_K"], config["BLOCK_N"]]
+        if transposed
+        else [config["BLOCK_N"], config["BLOCK_K"]]
+    )
     return tiles_of(weight, block)
 
 
 @jit(do_not_specialize=["epoch", "rank"])
 def _all_gather_gemm_kernel(
-    x_ptr, w_tiles, y_ptr, flags_ptr, patience, epoch, rank, size, rows, n, k, x_stride,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr, POINTERS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_tiles,
+    y_ptr,
+    flags_ptr,
+    patience,
+    epoch,
+    rank,
+    size,
+    rows,
+    n,
+    k,
+    x_stride,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     chunk_tiles = tiles_m * tiles_n
     source = (rank + size - tl.program_id(0) // chunk_tiles) % size
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for(flags_ptr, source, epoch, patience)
-    # Ordinary loads, not the copy engine: it reads by its own proxy, which the flag's acquire does not order.
+    # Ordinary loads, not the copy engine: it reads by its own proxy, which the flag's acquire does
+    # not order.
     x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     weight = weight_matrix(w_tiles, n, k, TRANSPOSED, BLOCK_N, BLOCK_K, POINTERS)
     tl.assume(k > 0)  # a branch around the loop would make the assembler wait for each MMA
     for start in range(0, k, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
+        x = tl.load(
+            x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0
+        )
         total = tl.dot(x, weight_tile(weight, start, tile_n, TRANSPOSED, BLOCK_N), total)
     out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
-    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])
+    tl.store(
+        y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :]
+    )
 
 
 def fast(x: Tensor, weight: Tensor) -> bool:
-    """Says whether the kernels take this GEMM: 16- or 32-bit floats whose rows the copy engine can read."""
-    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in HALF_DTYPES and readable(weight)
+    """Says whether the kernels take this GEMM: 16- or 32-bit floats whose rows the copy engine can
+    read."""
+    return (
+        dispatch.runs_triton(x)
+        and x.dtype == weight.dtype
+        and x.dtype in HALF_DTYPES
+        and readable(weight)
+    )
 
 
-def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False) -> Tensor:
+def all_gather_gemm(
+    x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False
+) -> Tensor:
     """Computes `x[source] Wᵀ` for every source, each as soon as its rows have arrived.
 
     Args:
@@ -114,7 +156,8 @@ def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, tr
         `[size, rows, n]` in the dtype of x.
 
     Raises:
-        TimeoutError: a chunk did not arrive within the patience of `arrivals`; on a GPU a later call raises it.
+        TimeoutError: a chunk did not arrive within the patience of `arrivals`; on a GPU a later
+            call raises it.
     """
     if not fast(x, weight) or x.stride()[1:] != (x.shape[2], 1):
         return all_gather_gemm_reference(x, weight, arrivals, rank, transposed)
@@ -126,7 +169,9 @@ def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, tr
     patience, sizes = arrivals.patience, (arrivals.epoch, rank, size, rows, n, k, x.stride(0))
     waiting = (arrivals.flags, patience.kernel_arguments)
     flags = {"TRANSPOSED": transposed, "POINTERS": by_pointers(x.device)}
-    _all_gather_gemm_kernel[grid](x, weight_tiles(weight, config, transposed), y, *waiting, *sizes, **flags, **config)
+    _all_gather_gemm_kernel[grid](
+        x, weight_tiles(weight, config, transposed), y, *waiting, *sizes, **flags, **config
+    )
     patience.check()
     return y
 
@@ -162,10 +207,25 @@ def gemm_reduce_scatter_reference(
 
 @jit(do_not_specialize=["epoch", "rank"])
 def _gemm_reduce_scatter_kernel(
-    x_tiles, w_tiles, buffer_addresses_ptr, flag_addresses_ptr, finished_ptr, epoch, rank, size, rows, n, k,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BAND: tl.constexpr, POINTERS: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    w_tiles,
+    buffer_addresses_ptr,
+    flag_addresses_ptr,
+    finished_ptr,
+    epoch,
+    rank,
+    size,
+    rows,
+    n,
+    k,
+    TRANSPOSED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     chunk_tiles = tiles_m * tiles_n
     owner = (rank + 1 + tl.program_id(0) // chunk_tiles) % size
@@ -179,10 +239,13 @@ def _gemm_reduce_scatter_kernel(
         total = tl.dot(x, weight_tile(weight, start, tile_n, TRANSPOSED, BLOCK_N), total)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    buffer_ptr = tl.multiple_of(tl.load(buffer_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
+    buffer_ptr = tl.multiple_of(
+        tl.load(buffer_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16
+    )
     at = row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(buffer_ptr + at, total.to(DTYPE), (row < rows)[:, None] & (column < n)[None, :])
-    # The last program of the chunk has seen every other's count, and with it their tiles; its release covers them all.
+    # The last program of the chunk has seen every other's count, and with it their tiles; its
+    # release covers them all.
     tl.debug_barrier()
     if tl.atomic_add(finished_ptr + owner, 1, sem="acq_rel", scope="sys") == chunk_tiles - 1:
         tl.store(finished_ptr + owner, 0)
@@ -190,7 +253,9 @@ def _gemm_reduce_scatter_kernel(
 
 
 @jit(do_not_specialize=["epoch"])
-def _sum_kernel(terms_ptr, y_ptr, flags_ptr, patience, epoch, size, count, stride, BLOCK: tl.constexpr):
+def _sum_kernel(
+    terms_ptr, y_ptr, flags_ptr, patience, epoch, size, count, stride, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     for source in range(size):
         wait_for(flags_ptr, source, epoch, patience)
@@ -221,11 +286,18 @@ def gemm_reduce_scatter(
         return
     n = weight.shape[1 if transposed else 0]
     config = tuning.select("gemm_reduce_scatter", x.device)
-    operands = tiles_of(flat, [config["BLOCK_M"], config["BLOCK_K"]]), weight_tiles(weight, config, transposed)
+    operands = (
+        tiles_of(flat, [config["BLOCK_M"], config["BLOCK_K"]]),
+        weight_tiles(weight, config, transposed),
+    )
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     tables = (out.buffer_addresses, out.flag_addresses, out.finished)
     sizes = (epoch, rank, size, rows, n, k)
-    flags = {"TRANSPOSED": transposed, "DTYPE": TRITON_DTYPES[x.dtype], "POINTERS": by_pointers(x.device)}
+    flags = {
+        "TRANSPOSED": transposed,
+        "DTYPE": TRITON_DTYPES[x.dtype],
+        "POINTERS": by_pointers(x.device),
+    }
     _gemm_reduce_scatter_kernel[grid](*operands, *tables, *sizes, **flags, **config)
 
 
@@ -243,16 +315,21 @@ def sum_arrived(terms: Tensor, arrivals: Arrivals) -> Tensor:
         terms: `[size, ...]`, each contiguous, written by the other ranks.
 
     Returns:
-        `[...]` in the dtype of terms, added in float32 (float64 for float64) in the order of the sources.
+        `[...]` in the dtype of terms, added in float32 (float64 for float64) in the order of the
+        sources.
 
     Raises:
-        TimeoutError: a buffer was not filled within the patience of `arrivals`; on a GPU a later call raises it.
+        TimeoutError: a buffer was not filled within the patience of `arrivals`; on a GPU a later
+            call raises it.
     """
     if not (dispatch.runs_triton(terms) and terms[0].is_contiguous()):
         return sum_arrived_reference(terms, arrivals)
     y = torch.empty(terms.shape[1:], dtype=terms.dtype, device=terms.device)
     config = tuning.select("sum_arrived", terms.device)
-    patience, sizes = arrivals.patience, (arrivals.epoch, terms.shape[0], y.numel(), terms.stride(0))
+    patience, sizes = (
+        arrivals.patience,
+        (arrivals.epoch, terms.shape[0], y.numel(), terms.stride(0)),
+    )
     waiting = (arrivals.flags, patience.kernel_arguments)
     _sum_kernel[(cdiv(y.numel(), config["BLOCK"]),)](terms, y, *waiting, *sizes, **config)
     patience.check()

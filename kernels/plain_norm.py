@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm in plain torch: the references of kernels, and what runs where no kernel does."""
+"""RMSNorm and LayerNorm in plain torch: the references of kernels, and what runs where no kernel
+does."""
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +23,22 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
 
 
-def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool) -> Tensor:
+def norm_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
+) -> Tensor:
     """Computes `layer_norm_reference` if `centred`, else `rms_norm_reference`."""
-    return layer_norm_reference(x, weight, bias, eps) if centred else rms_norm_reference(x, weight, eps)
+    return (
+        layer_norm_reference(x, weight, bias, eps)
+        if centred
+        else rms_norm_reference(x, weight, eps)
+    )
 
 
 def norm_in_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the norm of x, and x, whose gradients meet in the norm's backward; arguments as in `norm_reference`."""
+) -> tuple[Tensor, Tensor]:
+    """Returns the norm of x, and x, whose gradients meet in the norm's backward; arguments as in
+    `norm_reference`."""
     dtype, wide = x.dtype, statistics_dtype(x.dtype)
     if centred and dtype == weight.dtype == wide and (bias is None or bias.dtype == wide):
         return F.layer_norm(x, weight.shape, weight, bias, eps), x
@@ -45,14 +53,16 @@ def norm_in_torch(
 
 
 class _RmsNorm(FirstOrderFunction):
-    """(x, weight) -> (norm of x, x), in half the operations of autograd's backward: in a small layer each counts."""
+    """(x, weight) -> (norm of x, x), in half the operations of autograd's backward: in a small
+    layer each counts."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
         scale = torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
         normal = x * scale
         ctx.save_for_backward(normal, scale, weight)
-        ctx.set_materialize_grads(False)  # where one of the two results is not used, nothing is read in its place
+        # where one of the two results is not used, nothing is read in its place
+        ctx.set_materialize_grads(False)
         return normal * weight, x
 
     @staticmethod
@@ -62,6 +72,8 @@ class _RmsNorm(FirstOrderFunction):
         normal, scale, weight = ctx.saved_tensors
         h = weight.numel()
         parts = (dy * normal).reshape(-1, h)
-        along = parts.mm(weight[:, None]).view(scale.shape)  # mv would load torch's compiler on the meta device
-        own = torch.addcmul(dy * weight, normal, along, value=-1 / h)  # g - n mean(g n), as in norm.py
+        # mv would load torch's compiler on the meta device
+        along = parts.mm(weight[:, None]).view(scale.shape)
+        # g - n mean(g n), as in norm.py
+        own = torch.addcmul(dy * weight, normal, along, value=-1 / h)
         return own.mul_(scale) if dx is None else torch.addcmul(dx, own, scale), parts.sum(0), None

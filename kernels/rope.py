@@ -1,35 +1,51 @@
 """Rotary position embedding, of q and k together.
 
 Each pair (x1, x2) of a head is rotated by its token's angle to (x1 cos - x2 sin, x1 sin + x2 cos):
-Su et al., arXiv:2104.09864, eq. 34.
-Half-split (Llama): the pair is (x[j], x[j + dr/2]). Interleaved (GPT-J, DeepSeek): the pair is (x[2j], x[2j + 1]).
-The gradient is the rotation by the negative angle.
+Su et al., arXiv:2104.09864, eq. 34. Half-split (Llama): the pair is (x[j], x[j + dr/2]).
+Interleaved (GPT-J, DeepSeek): the pair is (x[2j], x[2j + 1]). The gradient is the rotation by the
+negative angle.
 """
 
 import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import FirstOrderFunction, jit, next_power_of_2, statistics_dtype, tl
+from megatron5d.kernels.dispatch import (
+    FirstOrderFunction,
+    jit,
+    next_power_of_2,
+    statistics_dtype,
+    tl,
+)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turns heads by the tables of `_by_column`: each number times its cosine, plus its partner times its sine."""
+    """Turns heads by the tables of `_by_column`: each number times its cosine, plus its partner
+    times its sine."""
     wide, dr = cos.dtype, cos.shape[-1]
     rotary = (x if x.shape[-1] == dr else x[..., :dr]).to(wide)
-    partner = rotary.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else rotary.roll(dr // 2, -1)
+    partner = (
+        rotary.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        if interleaved
+        else rotary.roll(dr // 2, -1)
+    )
     rotated = (rotary * cos + partner * sin).to(x.dtype)
     return rotated if x.shape[-1] == dr else torch.cat((rotated, x[..., dr:]), dim=-1)
 
 
-def _by_column(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _by_column(
+    cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Returns tables `[s, b|1, 1, dr]` of each rotary dim, the sine with its sign.
 
     They stay on cos: all layers that are given the same make them once.
     """
     given, known = (cos._version, sin._version, interleaved, dtype), getattr(cos, "by_column", None)
     if known is None or known[0] is not sin or known[1] != given:
-        c, s = cos.unsqueeze(2).to(statistics_dtype(dtype)), sin.unsqueeze(2).to(statistics_dtype(dtype))
+        c, s = (
+            cos.unsqueeze(2).to(statistics_dtype(dtype)),
+            sin.unsqueeze(2).to(statistics_dtype(dtype)),
+        )
         if interleaved:
             made = c.repeat_interleave(2, -1), torch.stack((-s, s), -1).flatten(-2)
         else:
@@ -48,9 +64,19 @@ def apply_rope_reference(
 
 @jit
 def _rotate_heads(
-    x_ptr, y_ptr, cos, sin, num_heads, head_dim, head_stride, half,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    cos,
+    sin,
+    num_heads,
+    head_dim,
+    head_stride,
+    half,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
     """Turns all heads of one token; those of `y` begin `head_dim` elements apart."""
     j = tl.arange(0, HALF)[None, :]
     if INTERLEAVED:
@@ -74,7 +100,8 @@ def _rotate_heads(
 
 @jit
 def _angles(cos_ptr, sin_ptr, half, turn, HALF: tl.constexpr):
-    """Computes `[1, HALF]` cosines and sines of one token, of the inverse rotation if `turn` is -1 and not 1."""
+    """Computes `[1, HALF]` cosines and sines of one token, of the inverse rotation if `turn` is -1
+    and not 1."""
     j = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_ptr + j, j < half, other=0.0)
     return cos, tl.load(sin_ptr + j, j < half, other=0.0) * turn
@@ -82,11 +109,37 @@ def _angles(cos_ptr, sin_ptr, half, turn, HALF: tl.constexpr):
 
 @jit(do_not_specialize=["batch", "q_heads", "k_heads"])
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, batch, q_heads, k_heads, q_dim, k_dim, half, q_stride_s,
-    q_stride_b, q_stride_a, k_stride_s, k_stride_b, k_stride_a, q_out_stride_s, q_out_stride_b, k_out_stride_s,
-    k_out_stride_b, table_stride_s, table_stride_b, turn,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    batch,
+    q_heads,
+    k_heads,
+    q_dim,
+    k_dim,
+    half,
+    q_stride_s,
+    q_stride_b,
+    q_stride_a,
+    k_stride_s,
+    k_stride_b,
+    k_stride_a,
+    q_out_stride_s,
+    q_out_stride_b,
+    k_out_stride_s,
+    k_out_stride_b,
+    table_stride_s,
+    table_stride_b,
+    turn,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_REST: tl.constexpr,
+    K_REST: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b
@@ -95,9 +148,14 @@ def _rope_kernel(
     k = k_ptr + s * k_stride_s + b * k_stride_b
     q_out = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b
     k_out = k_out_ptr + s * k_out_stride_s + b * k_out_stride_b
-    # Perhaps in place: both numbers of a pair are loaded before either is stored, and no other thread touches them.
-    _rotate_heads(q, q_out, cos, sin, q_heads, q_dim, q_stride_a, half, INTERLEAVED, HEADS, HALF, Q_REST)
-    _rotate_heads(k, k_out, cos, sin, k_heads, k_dim, k_stride_a, half, INTERLEAVED, HEADS, HALF, K_REST)
+    # Perhaps in place: both numbers of a pair are loaded before either is stored, and no other
+    # thread touches them.
+    _rotate_heads(
+        q, q_out, cos, sin, q_heads, q_dim, q_stride_a, half, INTERLEAVED, HEADS, HALF, Q_REST
+    )
+    _rotate_heads(
+        k, k_out, cos, sin, k_heads, k_dim, k_stride_a, half, INTERLEAVED, HEADS, HALF, K_REST
+    )
 
 
 def _rest(head_dim: int, half: int) -> int:
@@ -106,12 +164,18 @@ def _rest(head_dim: int, half: int) -> int:
 
 
 def _launch(
-    inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, backward: bool,
+    inputs: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
     interleaved: bool,
-) -> None:  # fmt: skip
-    """Turns q and k into two tensors, or in place, in one launch, forwards or back; views are read where they lie.
+) -> None:
+    """Turns q and k into two tensors, or in place, in one launch, forwards or back; views are read
+    where they lie.
 
-    Outputs have neighbours in memory along a head; heads of an output that is not its input have no gaps.
+    Outputs have neighbours in memory along a head; heads of an output that is not its input have no
+    gaps.
     """
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (*inputs, cos, sin))
     cos, sin, steps = _tables(cos, sin)
@@ -127,7 +191,9 @@ def _launch(
         "K_REST": 0 if k_out is k else _rest(k.shape[3], half),
     }
     config, turn = tuning.select("rope", q.device), -1.0 if backward else 1.0
-    _rope_kernel[(s * b,)](q, k, cos, sin, q_out, k_out, *sizes, *strides, turn, **flags, **rest, **config)
+    _rope_kernel[(s * b,)](
+        q, k, cos, sin, q_out, k_out, *sizes, *strides, turn, **flags, **rest, **config
+    )
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
@@ -140,7 +206,9 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _apply(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     outputs = _like(q), _like(k)
     _launch((q, k), outputs, cos, sin, backward, interleaved)
     return outputs
@@ -169,8 +237,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Turns the first `dr` dims of every head of q and k by their token's angles; the rest passes through.
+def apply_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turns the first `dr` dims of every head of q and k by their token's angles; the rest passes
+    through.
 
     Args:
         q: `[s, b, a, d]`.
@@ -191,7 +262,9 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     return _Rope.apply(q, k, cos, sin, interleaved)
 
 
-def _rotate_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> Tensor:
+def _rotate_ends(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool
+) -> Tensor:
     """Turns the last dims of q's heads where they lie; returns k rotated."""
     ends = q[..., -k.shape[-1] :]
     if dispatch.runs_triton(q) and q.stride(-1) == 1:
@@ -224,7 +297,9 @@ class _RopeOfEnds(FirstOrderFunction):
 
 def _check_overwritten(x: Tensor, name: str) -> None:
     if x.is_leaf and x.requires_grad:
-        raise ValueError(f"the leaf {tuple(x.shape)} would be overwritten by its rotated heads: clone it first")
+        raise ValueError(
+            f"the leaf {tuple(x.shape)} would be overwritten by its rotated heads: clone it first"
+        )
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError(
             f"{name} {tuple(x.shape)} with strides {x.stride()} shares memory between elements: clone it first"
@@ -234,7 +309,8 @@ def _check_overwritten(x: Tensor, name: str) -> None:
 def apply_rope_to_ends(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turns the last `dr` dims of q's heads where they lie, and k, all of it, into a copy: what latent attention wants.
+    """Turns the last `dr` dims of q's heads where they lie, and k, all of it, into a copy: what
+    latent attention wants.
 
     The old q is gone: autograd refuses a backward that needs it.
 
@@ -247,21 +323,38 @@ def apply_rope_to_ends(
         q, the same memory, and the rotated k.
 
     Raises:
-        ValueError: k is not as wide as the rotary dim, it exceeds q's head dim, the tables do not fit, q is a leaf, or
-            its elements share memory.
+        ValueError: k is not as wide as the rotary dim, it exceeds q's head dim, the tables do not
+            fit, q is a leaf, or its elements share memory.
     """
     _check(q, k, cos, sin)
     if k.shape[-1] != 2 * cos.shape[-1]:
-        raise ValueError(f"k {tuple(k.shape)} is rotated whole: its heads have the rotary dim, {2 * cos.shape[-1]}")
+        raise ValueError(
+            f"k {tuple(k.shape)} is rotated whole: its heads have the rotary dim, {2 * cos.shape[-1]}"
+        )
     _check_overwritten(q, "q")
     return _RopeOfEnds.apply(q, k, cos, sin, interleaved)
 
 
 @jit
 def _join_kernel(
-    gradients, strides, cos_ptr, sin_ptr, out_ptr, batch, q_heads, k_heads, dim, half, table_stride_s, table_stride_b,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+    gradients,
+    strides,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    batch,
+    q_heads,
+    k_heads,
+    dim,
+    half,
+    table_stride_s,
+    table_stride_b,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    DIM: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b
@@ -272,8 +365,12 @@ def _join_kernel(
     dq_out = out_ptr + token * (q_heads + 2 * k_heads) * dim
     dk_out = dq_out + q_heads * dim
     dv_out = dk_out + k_heads * dim
-    _rotate_heads(dq, dq_out, cos, sin, q_heads, dim, strides[0][2], half, INTERLEAVED, HEADS, HALF, REST)
-    _rotate_heads(dk, dk_out, cos, sin, k_heads, dim, strides[1][2], half, INTERLEAVED, HEADS, HALF, REST)
+    _rotate_heads(
+        dq, dq_out, cos, sin, q_heads, dim, strides[0][2], half, INTERLEAVED, HEADS, HALF, REST
+    )
+    _rotate_heads(
+        dk, dk_out, cos, sin, k_heads, dim, strides[1][2], half, INTERLEAVED, HEADS, HALF, REST
+    )
     column = tl.arange(0, DIM)[None, :]
     for start in range(0, k_heads, HEADS):
         head = (start + tl.arange(0, HEADS))[:, None]
@@ -282,7 +379,9 @@ def _join_kernel(
         tl.store(dv_out + head.to(tl.int64) * dim + column, value, live)
 
 
-def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _join_rotated_back(
+    gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
     """Joins dq and dk, rotated back, and dv."""
     gradients = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
     cos, sin, steps = _tables(cos, sin)
@@ -293,7 +392,9 @@ def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, 
     flags = {"INTERLEAVED": interleaved, "HALF": next_power_of_2(half), "REST": _rest(dim, half)}
     strides = tuple(x.stride()[:3] for x in gradients)
     config = tuning.select("rope", out.device)
-    _join_kernel[(s * b,)](gradients, strides, cos, sin, out, *sizes, **flags, DIM=next_power_of_2(dim), **config)
+    _join_kernel[(s * b,)](
+        gradients, strides, cos, sin, out, *sizes, **flags, DIM=next_power_of_2(dim), **config
+    )
     return out
 
 
@@ -316,13 +417,15 @@ class _RopeOfProjection(FirstOrderFunction):
 def apply_rope_to_projection(
     qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotates the heads of q and k in their projection, and splits it; the backward is one pass too.
+    """Rotates the heads of q and k in their projection, and splits it; the backward is one pass
+    too.
 
-    `apply_rope` instead writes rotated copies, and a v that is kept for the backward keeps all of qkv beside them.
-    The old qkv is gone: autograd refuses a backward that needs it.
+    `apply_rope` instead writes rotated copies, and a v that is kept for the backward keeps all of
+    qkv beside them. The old qkv is gone: autograd refuses a backward that needs it.
 
     Args:
-        qkv: `[s, b, a + 2g, d]`: heads of q, of k, of v; a tensor or a view whose elements do not share memory.
+        qkv: `[s, b, a + 2g, d]`: heads of q, of k, of v; a tensor or a view whose elements do not
+            share memory.
         heads: a and g.
         cos, sin, interleaved: as in `apply_rope`.
 
@@ -330,13 +433,15 @@ def apply_rope_to_projection(
         q `[s, b, a, d]`, k and v `[s, b, g, d]`: views of qkv.
 
     Raises:
-        ValueError: the rotary dim exceeds the head dim, the tables or heads do not fit, qkv is a leaf, or its elements
-            share memory.
+        ValueError: the rotary dim exceeds the head dim, the tables or heads do not fit, qkv is a
+            leaf, or its elements share memory.
     """
     _check(qkv, qkv, cos, sin)
     a, g = heads
     if a + 2 * g != qkv.shape[2]:
-        raise ValueError(f"{a} heads of q and {g} each of k and v are not the {qkv.shape[2]} of {tuple(qkv.shape)}")
+        raise ValueError(
+            f"{a} heads of q and {g} each of k and v are not the {qkv.shape[2]} of {tuple(qkv.shape)}"
+        )
     _check_overwritten(qkv, "qkv")
     if not (dispatch.runs_triton(qkv) and qkv.stride(-1) == 1):
         q_and_k, v = qkv.split_with_sizes((a + g, g), 2)

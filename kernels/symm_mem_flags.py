@@ -1,13 +1,16 @@
-"""Flags in memory that several ranks see: one raises a number when its data is there, another waits for it.
+"""Flags in memory that several ranks see: one raises a number when its data is there, another waits
+for it.
 
     sender      data; release; flag = epoch                 receiver    wait until flag >= epoch; acquire; data
-An epoch grows with every use, so that a flag left from an earlier use is never taken for the present one and nothing
-has to be reset. Release and acquire order the data before the flag for every GPU of the system (PTX memory model,
-scope .sys), and for every process that maps the memory on the CPU.
-On a GPU waiting and raising are work of the current stream; on the CPU they are done before the function returns.
+An epoch grows with every use, so that a flag left from an earlier use is never taken for the
+present one and nothing has to be reset. Release and acquire order the data before the flag for
+every GPU of the system (PTX memory model, scope .sys), and for every process that maps the memory
+on the CPU. On a GPU waiting and raising are work of the current stream; on the CPU they are done
+before the function returns.
 
-No wait is endless. A kernel that has polled a flag as often as its patience allows notes whose it was and continues
-with whatever is there, as do all kernels behind it at once; the host finds the note and raises.
+No wait is endless. A kernel that has polled a flag as often as its patience allows notes whose it
+was and continues with whatever is there, as do all kernels behind it at once; the host finds the
+note and raises.
 """
 
 import threading
@@ -23,7 +26,8 @@ from megatron5d.kernels.dispatch import jit, tl
 
 _LOCK = threading.Lock()
 _SPINS = 50
-_POLLS_PER_S = 1_000_000  # of one program on a GPU, about: a poll goes to the second-level cache and back
+# of one program on a GPU, about: a poll goes to the second-level cache and back
+_POLLS_PER_S = 1_000_000
 _INTERPRETED_POLLS_PER_S = 8_000
 
 
@@ -35,21 +39,30 @@ class Patience:
     """How long one rank waits for a flag, and where its kernels note that they have given up.
 
     Args:
-        limit_s: seconds; a kernel counts polls instead, so that its limit is as long within a small factor.
+        limit_s: seconds; a kernel counts polls instead, so that its limit is as long within a small
+            factor.
         complaint: what is said when a source's flag has not reached an epoch.
 
-    `polls` `[1]` int64 on the device: what every wait is granted, 0 once one has given up. `note` `[1]` int64 in the
-    host's memory, where kernels reach it: 0, or epoch·2³² + source + 1 of the first flag that was given up.
+    `polls` `[1]` int64 on the device: what every wait is granted, 0 once one has given up. `note`
+    `[1]` int64 in the host's memory, where kernels reach it: 0, or epoch·2³² + source + 1 of the
+    first flag that was given up.
     """
 
     def __init__(
-        self, limit_s: float, device: torch.device, complaint: Callable[[int, int], str] = _plain_complaint
+        self,
+        limit_s: float,
+        device: torch.device,
+        complaint: Callable[[int, int], str] = _plain_complaint,
     ) -> None:
         self.limit_s, self.complaint = limit_s, complaint
         rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else _POLLS_PER_S
-        self.polls = torch.full((1,), max(1, round(limit_s * rate)), dtype=torch.int64, device=device)
+        self.polls = torch.full(
+            (1,), max(1, round(limit_s * rate)), dtype=torch.int64, device=device
+        )
         on_host = device if device.type == "meta" else torch.device("cpu")
-        self.note = torch.zeros(1, dtype=torch.int64, device=on_host, pin_memory=device.type == "cuda")
+        self.note = torch.zeros(
+            1, dtype=torch.int64, device=on_host, pin_memory=device.type == "cuda"
+        )
 
     @property
     def kernel_arguments(self) -> tuple[Tensor, Tensor]:
@@ -57,7 +70,8 @@ class Patience:
         return self.polls, self.note
 
     def given_up(self) -> str | None:
-        """Returns the complaint of a kernel that has given up; None = none has so far. Waits for nothing."""
+        """Returns the complaint of a kernel that has given up; None = none has so far. Waits for
+        nothing."""
         noted = 0 if self.note.is_meta else int(self.note)
         return self.complaint(noted % 2**32 - 1, noted >> 32) if noted else None
 
@@ -72,8 +86,8 @@ class Patience:
 class Arrivals:
     """What one rank waits for in one use of its flags."""
 
-    # `[size]` int32, contiguous, written by the other ranks: a source's data are there once its flag has reached the
-    # epoch
+    # `[size]` int32, contiguous, written by the other ranks: a source's data are there once its
+    # flag has reached the epoch
     flags: Tensor
     epoch: int  # of this use; positive
     patience: Patience  # with which it waits
@@ -81,7 +95,8 @@ class Arrivals:
 
 @jit
 def wait_for(flags_ptr, source, epoch, patience):
-    """Holds this program until a source's flag has reached the epoch; loads that follow see what was written before it.
+    """Holds this program until a source's flag has reached the epoch; loads that follow see what
+    was written before it.
 
     `patience`: its polls and its note.
     """
@@ -117,9 +132,11 @@ def _raise_kernel(addresses_ptr, epoch):
 
 
 def fence() -> None:
-    """Orders this process's earlier reads and writes before its later ones, for other processes too.
+    """Orders this process's earlier reads and writes before its later ones, for other processes
+    too.
 
-    x86 keeps the order by itself; elsewhere the release of one locking and the acquisition of the next keep it.
+    x86 keeps the order by itself; elsewhere the release of one locking and the acquisition of the
+    next keep it.
     """
     for _ in range(2):
         with _LOCK:
@@ -127,12 +144,14 @@ def fence() -> None:
 
 
 def wait_flag(arrivals: Arrivals, source: int) -> None:
-    """Waits until the flag of a source has reached the epoch. Raises TimeoutError: on the CPU, where it has not in
-    `patience.limit_s`; on a GPU `patience.check` raises it later."""
+    """Waits until the flag of a source has reached the epoch. Raises TimeoutError: on the CPU,
+    where it has not in `patience.limit_s`; on a GPU `patience.check` raises it later."""
     flag, epoch, patience = arrivals.flags[source], arrivals.epoch, arrivals.patience
     if flag.device.type != "cpu":
         if dispatch.runs_triton(flag):
-            _wait_kernel[(1,)](arrivals.flags, source, epoch, patience.kernel_arguments, num_warps=1)
+            _wait_kernel[(1,)](
+                arrivals.flags, source, epoch, patience.kernel_arguments, num_warps=1
+            )
         return
     deadline, spins = time.monotonic() + patience.limit_s, 0
     while int(flag) < epoch:

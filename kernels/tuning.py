@@ -1,18 +1,21 @@
-"""How kernels are launched on each architecture: their tile shapes, warps and stages, and how they reach a matrix.
+"""How kernels are launched on each architecture: their tile shapes, warps and stages, and how they
+reach a matrix.
 
-Tile shapes, warps and stages are data in `configs/<architecture>.json`, which `tools/tune_kernels.py` writes on a GPU.
-A file maps an operation to a list of entries, the first that fits wins:
-    {"attention_forward": [{"up_to": {"head_dim": 64}, "config": {"BLOCK_M": 128, ...}}, {"config": {...}}]}
-`up_to` gives upper bounds of shape keys; an entry without it fits everything. An architecture without a file takes the
-newest older one of its vendor.
+Tile shapes, warps and stages are data in `configs/<architecture>.json`, which
+`tools/tune_kernels.py` writes on a GPU. A file maps an operation to a list of entries, the first
+that fits wins:
+    {"attention_forward": [{"up_to": {"head_dim": 64}, "config": {"BLOCK_M": 128, ...}}, {"config":
+    {...}}]}
+`up_to` gives upper bounds of shape keys; an entry without it fits everything. An architecture
+without a file takes the newest older one of its vendor.
 
-GEMMs reach tiles of a matrix by a descriptor for the copy engine, or, before Hopper, by aligned pointers.
-Without a copy engine Triton takes a descriptor apart and knows nothing of its shape and stride: every element would be
-loaded by itself, and nothing ahead of time. Made in the kernel, from arguments that are known to be multiples of 16,
-the same descriptor becomes wide asynchronous loads.
+GEMMs reach tiles of a matrix by a descriptor for the copy engine, or, before Hopper, by aligned
+pointers. Without a copy engine Triton takes a descriptor apart and knows nothing of its shape and
+stride: every element would be loaded by itself, and nothing ahead of time. Made in the kernel, from
+arguments that are known to be multiples of 16, the same descriptor becomes wide asynchronous loads.
 
-Within `planned`, operations on tensors of the meta device take the paths of a GPU: each allocates its outputs, keeps
-what it keeps for the backward, and launches nothing.
+Within `planned`, operations on tensors of the meta device take the paths of a GPU: each allocates
+its outputs, keeps what it keeps for the backward, and launches nothing.
 """
 
 import contextlib
@@ -38,17 +41,26 @@ def table(architecture: str) -> dict[str, list[dict]]:
 
 @functools.cache
 def nearest(architecture: str) -> str:
-    """Returns the architecture whose file serves this one. Raises ValueError: no file of the vendor is old enough."""
+    """Returns the architecture whose file serves this one. Raises ValueError: no file of the vendor
+    is old enough."""
     known = sorted(p.stem for p in DIRECTORY.glob("*.json"))
     if architecture in known:
         return architecture
     parts = re.fullmatch(r"(sm_|gfx)(\w+)", architecture)
     if parts is None:
-        raise ValueError(f"no kernel configurations for {architecture}; there are {', '.join(known)}")
+        raise ValueError(
+            f"no kernel configurations for {architecture}; there are {', '.join(known)}"
+        )
     vendor, version = parts.groups()
-    older = [k for k in known if k.startswith(vendor) and int(k.removeprefix(vendor), 16) <= int(version, 16)]
+    older = [
+        k
+        for k in known
+        if k.startswith(vendor) and int(k.removeprefix(vendor), 16) <= int(version, 16)
+    ]
     if not older:
-        raise ValueError(f"no kernel configurations for {architecture}; there are {', '.join(known)}")
+        raise ValueError(
+            f"no kernel configurations for {architecture}; there are {', '.join(known)}"
+        )
     return max(older, key=lambda k: int(k.removeprefix(vendor), 16))
 
 
@@ -101,15 +113,19 @@ def tiles_of(x: Tensor, tile: list[int]) -> TensorDescriptor | tuple[Tensor, int
 
 @jit
 def matrix(tiles, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POINTERS: tl.constexpr):
-    """Returns the matrix behind `tiles_of`, of which `load` takes a tile; zeros beyond its rows and columns."""
+    """Returns the matrix behind `tiles_of`, of which `load` takes a tile; zeros beyond its rows and
+    columns."""
     if POINTERS:
-        tiles = tl.make_tensor_descriptor(tiles[0], [rows, columns], [tiles[1].to(tl.int64), 1], [ROWS, COLUMNS])
+        tiles = tl.make_tensor_descriptor(
+            tiles[0], [rows, columns], [tiles[1].to(tl.int64), 1], [ROWS, COLUMNS]
+        )
     return tiles
 
 
 @contextlib.contextmanager
 def planned(architecture: str) -> Iterator[None]:
-    """Makes tensors on the meta device take the paths of a GPU with Triton, which need not be installed.
+    """Makes tensors on the meta device take the paths of a GPU with Triton, which need not be
+    installed.
 
     Args:
         architecture: for example sm_90; the newest older one with a table of tiles stands for it.
@@ -137,7 +153,8 @@ def _no_launches() -> Iterator[None]:
 
 @jit
 def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
-    """Returns tile coordinates in bands of `BAND` rows of tiles, so that programs share operands in cache."""
+    """Returns tile coordinates in bands of `BAND` rows of tiles, so that programs share operands in
+    cache."""
     band = program // (BAND * tiles_n)
     height = tl.minimum(tiles_m - band * BAND, BAND)
     within = program % (BAND * tiles_n)
@@ -147,9 +164,9 @@ def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
 def settles(device: torch.device) -> bool:
     """Says whether MMAs that are scaled one by one are read behind a barrier: on Blackwell.
 
-    There one thread starts an MMA, and its sums lie in memory of the whole program. Triton 3.6 and 3.7 let the next
-    MMA overwrite what other warps have not read (triton-lang/triton, pull request 10263, puts barriers there).
-    The price is that copies no longer run ahead.
+    There one thread starts an MMA, and its sums lie in memory of the whole program. Triton 3.6 and
+    3.7 let the next MMA overwrite what other warps have not read (triton-lang/triton, pull request
+    10263, puts barriers there). The price is that copies no longer run ahead.
     """
     return architecture(device) == "sm_100"
 

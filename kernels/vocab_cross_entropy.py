@@ -3,8 +3,9 @@
 With m = max_j z_j and l = sum_j exp(z_j - m) over the whole row:   loss = log l + m - z_label
 Each shard contributes (max, sum, target logit); shards merge by m = max m_i, l = sum l_i exp(m_i - m), z_label = sum.
     dloss/dz_j = p_j (1 + 2 c log-sum-exp) - [j = label],  p_j = exp(z_j - m) / l
-where c log-sum-exp² is the z-loss that keeps the normaliser near one (Chowdhery et al., arXiv:2204.02311, sec. 5).
-The merge of shards is the algorithm of Megatron-LM (Shoeybi et al., arXiv:1909.08053, sec. 3).
+where c log-sum-exp² is the z-loss that keeps the normaliser near one (Chowdhery et al.,
+arXiv:2204.02311, sec. 5). The merge of shards is the algorithm of Megatron-LM (Shoeybi et al.,
+arXiv:1909.08053, sec. 3).
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, rows_of, 
 _IN_CACHE = 1 << 18  # elements that the plain path takes at once
 
 
-def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) -> tuple[Tensor, Tensor]:
-    """Returns the label's column in this shard (0 where it lies elsewhere), and whether it lies here."""
+def _target_columns(
+    labels: Tensor, vocab_start: int, num_valid_columns: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the label's column in this shard (0 where it lies elsewhere), and whether it lies
+    here."""
     column = labels - vocab_start
     here = (column >= 0) & (column < num_valid_columns)
     return column.where(here, 0), here
@@ -34,7 +38,8 @@ def _parts(logits: Tensor) -> Iterator[slice]:
 def vocab_statistics_reference(
     logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes one shard's statistics in plain torch, some rows at a time: no whole widened copy exists."""
+    """Computes one shard's statistics in plain torch, some rows at a time: no whole widened copy
+    exists."""
     wide = statistics_dtype(logits.dtype)
     rows = logits.shape[0]
     row_max = torch.full((rows,), float("-inf"), dtype=wide, device=logits.device)
@@ -53,9 +58,16 @@ def vocab_statistics_reference(
 
 
 def vocab_cross_entropy_backward_reference(
-    logits: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor, vocab_start: int,
-    num_valid_columns: int, *, z_coef: float = 0.0,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    labels: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid_columns: int,
+    *,
+    z_coef: float = 0.0,
+) -> Tensor:
     """Computes one shard's gradient in plain torch, written over `logits`."""
     wide = row_max.dtype
     num_valid_columns = max(num_valid_columns, 0)
@@ -75,13 +87,15 @@ def vocab_cross_entropy_backward_reference(
 
 @jit
 def _exp(x):
-    """Computes e to the x, in two instructions for the five of `tl.exp`; results below the normal numbers become 0."""
+    """Computes e to the x, in two instructions for the five of `tl.exp`; results below the normal
+    numbers become 0."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def _join_lanes(z, lane_max, lane_sum):
-    """Adds `[lanes, some]` logits to the lanes' maxima and sums: one exponential a logit, one more a lane."""
+    """Adds `[lanes, some]` logits to the lanes' maxima and sums: one exponential a logit, one more
+    a lane."""
     grown = tl.maximum(lane_max, tl.max(z, 1))
     # A lane that has seen only padding has maximum -inf, and -inf - -inf is not a number.
     base = tl.where(grown == float("-inf"), 0.0, grown)
@@ -90,9 +104,18 @@ def _join_lanes(z, lane_max, lane_sum):
 
 @jit
 def _statistics_kernel(
-    logits_ptr, labels_ptr, max_ptr, sum_ptr, target_ptr, stride, vocab_start, num_valid_columns, BLOCK: tl.constexpr
+    logits_ptr,
+    labels_ptr,
+    max_ptr,
+    sum_ptr,
+    target_ptr,
+    stride,
+    vocab_start,
+    num_valid_columns,
+    BLOCK: tl.constexpr,
 ):
-    """Processes one row. A lane is the 16 bytes that a thread loads at once: its maximum and sum cross no threads."""
+    """Processes one row. A lane is the 16 bytes that a thread loads at once: its maximum and sum
+    cross no threads."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     TOGETHER: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -102,10 +125,14 @@ def _statistics_kernel(
     lane_sum = tl.zeros((LANES,), tl.float32)
     whole = num_valid_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        lane_max, lane_sum = _join_lanes(tl.load(logits_ptr + start + within).to(tl.float32), lane_max, lane_sum)
+        lane_max, lane_sum = _join_lanes(
+            tl.load(logits_ptr + start + within).to(tl.float32), lane_max, lane_sum
+        )
     if whole < num_valid_columns:
         column = whole + within
-        z = tl.load(logits_ptr + column, column < num_valid_columns, other=float("-inf")).to(tl.float32)
+        z = tl.load(logits_ptr + column, column < num_valid_columns, other=float("-inf")).to(
+            tl.float32
+        )
         lane_max, lane_sum = _join_lanes(z, lane_max, lane_sum)
     row_max = tl.max(lane_max, 0)
     row_sum = tl.sum(lane_sum * _exp(lane_max - row_max), 0)
@@ -119,9 +146,18 @@ def _statistics_kernel(
 
 @jit
 def _backward_kernel(
-    logits_ptr, labels_ptr, max_ptr, sum_ptr, dloss_ptr, stride, vocab_start, num_valid_columns, width, z_coef,
+    logits_ptr,
+    labels_ptr,
+    max_ptr,
+    sum_ptr,
+    dloss_ptr,
+    stride,
+    vocab_start,
+    num_valid_columns,
+    width,
+    z_coef,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
@@ -140,16 +176,20 @@ def _backward_kernel(
 def vocab_statistics(
     logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes row maximum, sum of exp(z - maximum) and target logit of one shard of the vocabulary.
+    """Computes row maximum, sum of exp(z - maximum) and target logit of one shard of the
+    vocabulary.
 
     Args:
         logits: `[n, v/tp]`, any floating dtype.
-        labels: `[n]` int64, global vocabulary ids; a label of another shard, or negative, has target 0 here.
+        labels: `[n]` int64, global vocabulary ids; a label of another shard, or negative, has
+            target 0 here.
         vocab_start: the global id of this shard's first column.
-        num_valid_columns: how many leading columns of this shard are real; the rest is padding and never read.
+        num_valid_columns: how many leading columns of this shard are real; the rest is padding and
+            never read.
 
     Returns:
-        Maximum (-inf where no column is valid), sum, target logit: `[n]` float32 (float64 for float64).
+        Maximum (-inf where no column is valid), sum, target logit: `[n]` float32 (float64 for
+        float64).
     """
     if not dispatch.runs_triton(logits) or num_valid_columns <= 0:
         return vocab_statistics_reference(logits, labels, vocab_start, num_valid_columns)
@@ -163,10 +203,18 @@ def vocab_statistics(
 
 
 def vocab_cross_entropy_backward(
-    logits: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor, vocab_start: int,
-    num_valid_columns: int, *, z_coef: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Computes the gradient of the token loss with respect to one shard's logits, written over them.
+    logits: Tensor,
+    labels: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid_columns: int,
+    *,
+    z_coef: float = 0.0,
+) -> Tensor:
+    """Computes the gradient of the token loss with respect to one shard's logits, written over
+    them.
 
     Args:
         logits: `[n, v/tp]`, overwritten.
@@ -183,7 +231,9 @@ def vocab_cross_entropy_backward(
     """
     row = (labels.contiguous(), row_max.contiguous(), row_sum.contiguous(), dloss.contiguous())
     if not dispatch.runs_triton(logits) or logits.stride(-1) != 1:
-        return vocab_cross_entropy_backward_reference(logits, *row, vocab_start, num_valid_columns, z_coef=z_coef)
+        return vocab_cross_entropy_backward_reference(
+            logits, *row, vocab_start, num_valid_columns, z_coef=z_coef
+        )
     config = tuning.select("vocab_cross_entropy_backward", logits.device)
     grid = (logits.shape[0], cdiv(logits.shape[1], config["BLOCK"]))
     sizes = (logits.stride(0), vocab_start, num_valid_columns, logits.shape[1])
@@ -194,7 +244,8 @@ def vocab_cross_entropy_backward(
 def cross_entropy_reference(
     logits: Tensor, labels: Tensor, *, num_valid_columns: int | None = None, z_coef: float = 0.0
 ) -> Tensor:
-    """Computes the token losses of a whole vocabulary in plain torch, differentiable by autograd."""
+    """Computes the token losses of a whole vocabulary in plain torch, differentiable by
+    autograd."""
     z = logits[:, :num_valid_columns].to(statistics_dtype(logits.dtype))
     kept = labels >= 0
     lse = z.logsumexp(-1)
@@ -216,7 +267,9 @@ class _CrossEntropy(FirstOrderFunction):
         logits, labels, row_max, row_sum = ctx.saved_tensors
         num_valid_columns, z_coef = ctx.settings
         row = (labels, row_max, row_sum, dloss)
-        dlogits = vocab_cross_entropy_backward(logits.clone(), *row, 0, num_valid_columns, z_coef=z_coef)
+        dlogits = vocab_cross_entropy_backward(
+            logits.clone(), *row, 0, num_valid_columns, z_coef=z_coef
+        )
         return dlogits, None, None, None
 
 

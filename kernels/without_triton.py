@@ -1,7 +1,7 @@
 """The names that kernels take from Triton, where it is not installed: all but the compiler.
 
-Files of kernels can be imported for their plain paths, and on the meta device, where nothing is launched
-(`tuning.py`), the code around a kernel is what it is with Triton.
+Files of kernels can be imported for their plain paths, and on the meta device, where nothing is
+launched (`tuning.py`), the code around a kernel is what it is with Triton.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,9 @@ class KernelInterface:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         """Stands for `kernel[grid]`, which `tuning.py` replaces. Raises RuntimeError: always."""
-        raise RuntimeError(f"{self.__name__} needs Triton, which is not installed: `pip install triton`")
+        raise RuntimeError(
+            f"{self.__name__} needs Triton, which is not installed: `pip install triton`"
+        )
 
 
 def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -42,7 +44,8 @@ class TensorDescriptor:
 
 
 class _Language:
-    """triton.language, as far as it is named outside kernels: dtypes, annotations of their arguments, and constants."""
+    """triton.language, as far as it is named outside kernels: dtypes, annotations of their
+    arguments, and constants."""
 
     def __getattr__(self, name: str) -> "_Language":
         return self

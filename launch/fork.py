@@ -2,13 +2,15 @@
 
     python launch/fork.py [--spawn] [--program FILE] N [arguments of the program...]
 
-By default the program is imported once and N ranks are forked from it: 8 ranks start in a tenth of a second instead
-of each importing torch by itself. CUDA does not survive a fork, so ranks with GPUs start as fresh interpreters
-(`--spawn`). The program is a file with `main(argv: list[str]) -> int`; it finds its rank in torchrun's variables.
+By default the program is imported once and N ranks are forked from it: 8 ranks start in a tenth of
+a second instead of each importing torch by itself. CUDA does not survive a fork, so ranks with GPUs
+start as fresh interpreters (`--spawn`). The program is a file with `main(argv: list[str]) -> int`;
+it finds its rank in torchrun's variables.
 
-A rank that crashes takes the others with it. The exit code is that of the rank that failed first (128 + n for
-signal n); 2 (configuration refused) and 75 (stopped with a checkpoint) are orderly: the others finish on their own.
-SIGTERM, SIGINT and SIGUSR1 are passed on to every rank; the third of them kills.
+A rank that crashes takes the others with it. The exit code is that of the rank that failed first
+(128 + n for signal n); 2 (configuration refused) and 75 (stopped with a checkpoint) are orderly:
+the others finish on their own. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank; the third
+of them kills.
 """
 
 import argparse
@@ -29,10 +31,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
-PRELOADED = ("torch.distributed.checkpoint",)  # which every save imports: once here, or for a second in each rank
+# which every save imports: once here, or for a second in each rank
+PRELOADED = ("torch.distributed.checkpoint",)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw
-ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}  # for the other ranks to refuse as well, or to close their files
+# for the other ranks to refuse as well, or to close their files
+ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}
 PR_SET_PDEATHSIG = 1
 STARTING_S = 60.0  # between making a lock file and locking it passes less
 SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
@@ -44,9 +48,13 @@ SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses our options, which come before N; everything after it belongs to the program."""
     parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--spawn", action="store_true", help="fresh interpreters, as CUDA needs them")
+    parser.add_argument(
+        "--spawn", action="store_true", help="fresh interpreters, as CUDA needs them"
+    )
     parser.add_argument("--program", type=Path, default=PROGRAM)
     parser.add_argument("num_ranks", type=int, metavar="N")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
@@ -59,9 +67,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[list[str]], int]:
-    """Returns `main` of the program, imported as `python program` would: with its folder on the path.
+    """Returns `main` of the program, imported as `python program` would: with its folder on the
+    path.
 
-    Its `before_fork(arguments, num_ranks)`, if it has one, refuses what is wrong for all ranks and imports the rest.
+    Its `before_fork(arguments, num_ranks)`, if it has one, refuses what is wrong for all ranks and
+    imports the rest.
     """
     sys.path.insert(0, str(program.parent))
     spec = importlib.util.spec_from_file_location(program.stem, program)
@@ -77,7 +87,8 @@ def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[
 
 def start(num_ranks: int, folder: Path, body: Callable[[Path], int]) -> dict[int, int]:
     """Forks the ranks, each with its variables set; returns {pid: rank}."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # held until both sides know what to do with them
+    # held until both sides know what to do with them
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     sys.stdout.flush()
     sys.stderr.flush()
     parent, pids = os.getpid(), {}
@@ -89,7 +100,9 @@ def start(num_ranks: int, folder: Path, body: Callable[[Path], int]) -> dict[int
     return pids
 
 
-def _be_rank(rank: int, num_ranks: int, parent: int, folder: Path, body: Callable[[Path], int]) -> None:
+def _be_rank(
+    rank: int, num_ranks: int, parent: int, folder: Path, body: Callable[[Path], int]
+) -> None:
     os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
@@ -108,11 +121,14 @@ def _be_rank(rank: int, num_ranks: int, parent: int, folder: Path, body: Callabl
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # at once: peers see the connections close after the rank has spoken, not during its clean-up
+        # at once: peers see the connections close after the rank has spoken, not during its
+        # clean-up
+        os._exit(code)
 
 
 def forked(main: Callable[[list[str]], int], arguments: list[str]) -> Callable[[Path], int]:
-    """Makes a rank that calls the imported program; its message or traceback goes to a file, so that N do not mix."""
+    """Makes a rank that calls the imported program; its message or traceback goes to a file, so
+    that N do not mix."""
 
     def body(error: Path) -> int:
         faulthandler.enable()
@@ -158,7 +174,8 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         while self.alive:
             pid, status = os.waitpid(-1, 0)
-            if pid in self.alive:  # as process 1 of a container the launcher inherits what ranks have started, too
+            # as process 1 of a container the launcher inherits what ranks have started, too
+            if pid in self.alive:
                 self.note(self.alive.pop(pid), os.waitstatus_to_exitcode(status))
         signal.alarm(0)
         return self.verdict()
@@ -188,7 +205,8 @@ class Supervisor:
         self.failures.append((self.moment(rank, code), rank, code))
 
     def moment(self, rank: int, code: int) -> float:
-        """Returns when it failed. Ranks that lose a peer raise, they are not killed: who was killed comes first."""
+        """Returns when it failed. Ranks that lose a peer raise, they are not killed: who was killed
+        comes first."""
         error = self.folder / f"error{rank}"
         if code < 0:
             return 0.0
@@ -203,27 +221,41 @@ class Supervisor:
             return code  # the program has said it itself
         error = self.folder / f"error{rank}"
         text = error.read_text() if error.exists() else ""
-        print(f"{text}launch: {self.told(rank, code)}; all ranks are stopped", file=sys.stderr, flush=True)
+        print(
+            f"{text}launch: {self.told(rank, code)}; all ranks are stopped",
+            file=sys.stderr,
+            flush=True,
+        )
         return code if code > 0 else 128 - code
 
     def told(self, rank: int, code: int) -> str:
-        """Returns why it has ended. SIGINT ends a rank at once before the loop reads signals, and if it comes twice."""
+        """Returns why it has ended. SIGINT ends a rank at once before the loop reads signals, and
+        if it comes twice."""
         if len(self.signals) >= 3 or -code in self.signals or code - 128 in self.signals:
             return f"ended by {signal.Signals(self.signals[-1]).name}; what was done since the last checkpoint is lost"
-        cause = f"killed by {signal.Signals(-code).name}{SENDERS.get(-code, '')}" if code < 0 else f"exit code {code}"
+        cause = (
+            f"killed by {signal.Signals(-code).name}{SENDERS.get(-code, '')}"
+            if code < 0
+            else f"exit code {code}"
+        )
         return f"rank {rank} failed first ({cause})"
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Makes a folder for this launch. Those of killed launchers are removed: nobody holds their lock any more."""
+    """Makes a folder for this launch. Those of killed launchers are removed: nobody holds their
+    lock any more."""
     for lock in Path(tempfile.gettempdir()).glob("megatron5d_launch_*/lock"):
-        with contextlib.suppress(OSError), open(lock) as file:  # another user's, or still held by a launcher or a rank
+        # another user's, or still held by a launcher or a rank
+        with contextlib.suppress(OSError), open(lock) as file:
             if time.time() - lock.stat().st_mtime < STARTING_S:
                 continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="megatron5d_launch_") as folder, open(f"{folder}/lock", "w") as file:
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron5d_launch_") as folder,
+        open(f"{folder}/lock", "w") as file,
+    ):
         fcntl.flock(file, fcntl.LOCK_EX)
         yield folder
 

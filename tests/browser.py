@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over the WebDriver protocol: opens a page, runs scripts in it, reads its log."""
+"""A headless Chromium, driven over the WebDriver protocol: opens a page, runs scripts in it, reads
+its log."""
 
 import json
 import shutil
@@ -9,7 +10,14 @@ import urllib.request
 from pathlib import Path
 
 FLAGS = [
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
 ]
 
@@ -33,7 +41,10 @@ class Browser:
         self.driver = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL)
         self.url = f"http://127.0.0.1:{port}"
         options = {"args": [*FLAGS, f"--user-data-dir={self.folder}"]}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        wanted = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
         session = self._started({"capabilities": {"alwaysMatch": wanted}})
         self.url += f"/session/{session}"
         return self
@@ -55,7 +66,9 @@ class Browser:
 
     def call(self, path, body=None, method=None):
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 

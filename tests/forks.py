@@ -1,4 +1,5 @@
-"""Run a function in a fork of this process: a process of its own without the seconds that its imports take."""
+"""Run a function in a fork of this process: a process of its own without the seconds that its
+imports take."""
 
 import os
 import sys
@@ -19,7 +20,9 @@ class Fork:
         env: its variables; None = ours.
     """
 
-    def __init__(self, run: Callable[[], Any], folder: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, run: Callable[[], Any], folder: Path, env: dict[str, str] | None = None
+    ) -> None:
         self._said, self._told = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - `wait` closes them
         self.pid = os.fork()
         if self.pid == 0:

@@ -3,9 +3,9 @@
     python tests/fp8_quality.py                      500 steps of each on the CPU; a table
     python tests/fp8_quality.py --steps 60 --json    quicker; for programs
 
-Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its mean loss over the
-last tenth of the steps. The data is made here: a chain of tokens in which each has a few successors of uneven chance,
-so that there is much to learn and the loss keeps falling.
+Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its
+mean loss over the last tenth of the steps. The data is made here: a chain of tokens in which each
+has a few successors of uneven chance, so that there is much to learn and the loss keeps falling.
 """
 
 import argparse
@@ -35,27 +35,39 @@ VOCABULARY, SUCCESSORS = 256, 6
 
 
 def config_of(recipe: str, steps: int) -> Config:
-    """Returns two layers, four experts of which a token meets two; rows, weights and tokens of more than one group
-    of 128."""
+    """Returns two layers, four experts of which a token meets two; rows, weights and tokens of more
+    than one group of 128."""
     return Config(
         model=ModelConfig(
-            name="fp8_quality", num_layers=2, hidden_size=160, ffn_hidden_size=160, num_heads=4, num_kv_heads=2,
-            head_dim=48, vocab_size=VOCABULARY, num_experts=4, top_k=2, moe_ffn_hidden_size=144,
+            name="fp8_quality",
+            num_layers=2,
+            hidden_size=160,
+            ffn_hidden_size=160,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=48,
+            vocab_size=VOCABULARY,
+            num_experts=4,
+            top_k=2,
+            moe_ffn_hidden_size=144,
         ),
         train=TrainConfig(steps=steps, gbs=4, mbs=4, seq_len=48),
         optim=OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=steps // 10),
         moe=MoeConfig(balance=["aux"], aux_coef=0.01),
         precision=PrecisionConfig(dtype="bf16", fp8=recipe),
-    )  # fmt: skip
+    )
 
 
 def rows_of(config: Config) -> torch.Tensor:
-    """Returns int64 `[steps·gbs, s+1]`: chains in which a token's successors have chances 1/2, 1/4, ..."""
+    """Returns int64 `[steps·gbs, s+1]`: chains in which a token's successors have chances 1/2, 1/4,
+    ..."""
     generator = torch.Generator().manual_seed(5)
     count, length = config.train.steps * config.train.gbs, config.train.seq_len + 1
     successors = torch.randint(0, VOCABULARY, (VOCABULARY, SUCCESSORS), generator=generator)
     chances = 0.5 ** torch.arange(1.0, SUCCESSORS + 1)
-    choices = torch.multinomial(chances, count * length, replacement=True, generator=generator).view(count, length)
+    choices = torch.multinomial(
+        chances, count * length, replacement=True, generator=generator
+    ).view(count, length)
     rows = torch.randint(0, VOCABULARY, (count, length), generator=generator)
     for i in range(1, length):
         rows[:, i] = successors[rows[:, i - 1], choices[:, i]]
@@ -75,12 +87,17 @@ def losses(config: Config) -> list[float]:
         rate = learning_rate(config.optim, step + 1, steps)
         found.append(trainer.step([batch], rate).losses["loss"])
         if sys.stderr.isatty():
-            print(f"\r{config.precision.fp8:10} {step + 1}/{steps} {found[-1]:.4f}", end="", file=sys.stderr)
+            print(
+                f"\r{config.precision.fp8:10} {step + 1}/{steps} {found[-1]:.4f}",
+                end="",
+                file=sys.stderr,
+            )
     return found
 
 
 def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[str, float]]:
-    """Returns each recipe's first loss, mean loss over the last tenth, and how far that is from bf16's, relative."""
+    """Returns each recipe's first loss, mean loss over the last tenth, and how far that is from
+    bf16's, relative."""
     table: dict[str, dict[str, float]] = {}
     for recipe in dict.fromkeys(("none", *recipes)):
         curve, last = losses(config_of(recipe, steps)), max(1, steps // 10)
@@ -90,8 +107,12 @@ def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of each run, at least 10")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=500, help="optimiser steps of each run, at least 10"
+    )
     parser.add_argument("--json", action="store_true", help="the table as JSON")
     args = parser.parse_args()
     if args.steps < 10:
@@ -102,7 +123,9 @@ def main() -> int:
     else:
         for recipe, row in table.items():
             name = "bf16" if recipe == "none" else recipe
-            print(f"{name:10} first {row['first']:.4f}  last {row['last']:.4f}  from bf16 {row['from_bf16']:+.2%}")
+            print(
+                f"{name:10} first {row['first']:.4f}  last {row['last']:.4f}  from bf16 {row['from_bf16']:+.2%}"
+            )
     return int(any(abs(table[recipe]["from_bf16"]) > bound for recipe, bound in BOUNDS.items()))
 
 

@@ -9,7 +9,8 @@ import torch
 
 
 def save_config(config, folder: Path, **changes) -> Path:
-    """Writes the configuration as transformers 5 does, then applies changes to the JSON; "absent" takes a key out."""
+    """Writes the configuration as transformers 5 does, then applies changes to the JSON; "absent"
+    takes a key out."""
     config.save_pretrained(folder)
     path = folder / "config.json"
     written = json.loads(path.read_text()) | changes
@@ -18,7 +19,8 @@ def save_config(config, folder: Path, **changes) -> Path:
 
 
 def random_model(config, std: float = 0.3):
-    """transformers' model of a configuration; every parameter and router bias is random, norms are about one."""
+    """transformers' model of a configuration; every parameter and router bias is random, norms are
+    about one."""
     import transformers
 
     torch.manual_seed(0)
@@ -29,7 +31,8 @@ def random_model(config, std: float = 0.3):
 
 
 def in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """e4m3 and the scale of each 128×128 block, as DeepSeek publishes V3; and what they stand for, block by block."""
+    """e4m3 and the scale of each 128×128 block, as DeepSeek publishes V3; and what they stand for,
+    block by block."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty([-(-size // 128) for size in weight.shape])
     means = torch.empty(weight.shape)

@@ -1,11 +1,13 @@
-"""Megatron-Core on CPU ranks, as an oracle: it writes checkpoints as Megatron-LM does, loads them, and computes logits.
+"""Megatron-Core on CPU ranks, as an oracle: it writes checkpoints as Megatron-LM does, loads them,
+and computes logits.
 
     python tests/megatron_core_models.py JOBS.json
 
-JOBS.json is a list of jobs; each has `do` and a `folder`. `write` saves random weights of the architecture in `args`
-(the names of Megatron-LM's arguments) over tp·pp·ep ranks in `format` torch_dist or torch. `logits` loads a torch_dist
-folder into one rank, built from the arguments in it, and saves its logits of `tokens` [b, s] to `out` (.npy).
-A process of its own: Megatron-Core expects a GPU, and what stands for it here must not reach other tests.
+JOBS.json is a list of jobs; each has `do` and a `folder`. `write` saves random weights of the
+architecture in `args` (the names of Megatron-LM's arguments) over tp·pp·ep ranks in `format`
+torch_dist or torch. `logits` loads a torch_dist folder into one rank, built from the arguments in
+it, and saves its logits of `tokens` [b, s] to `out` (.npy). A process of its own: Megatron-Core
+expects a GPU, and what stands for it here must not reach other tests.
 """
 
 # ruff: noqa: E402 - its imports ask for torch.compile
@@ -29,16 +31,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-torch.compile = lambda function=None, **_: function or (lambda each: each)  # not for seconds, in C++
+# not for seconds, in C++
+torch.compile = lambda function=None, **_: function or (lambda each: each)
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rerun_state_machine import RerunMode
@@ -50,7 +59,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron5d.parity.local_ranks import run_ranks
 
 torch.set_num_threads(1)
-torch.serialization.add_safe_globals([(signal.SIGTERM, "signal.SIGTERM")])  # so Python 3.10 writes args.exit_signal
+# so Python 3.10 writes args.exit_signal
+torch.serialization.add_safe_globals([(signal.SIGTERM, "signal.SIGTERM")])
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.synchronize = lambda *_: None
 torch.cuda.stream = lambda *_: contextlib.nullcontext()
@@ -87,7 +97,9 @@ def _write_here(transforms, use_msc, rank, buckets, results):
     found, count, written = queue.Queue(), queue.Queue(), {}
     for i, bucket in enumerate(buckets):
         count.put(i)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, found, count, False)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, i, bucket, found, count, False
+        )
         place, written[i] = found.get()
         assert place == i and not isinstance(written[i], Exception), written[i]
     results.put(written)
@@ -98,16 +110,36 @@ filesystem_async._process_memory = lambda: 0
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
 
 _SAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "add_bias_linear"),
-    *("add_qkv_bias", "normalization", "qk_layernorm", "rotary_interleaved", "moe_ffn_hidden_size", "moe_layer_freq"),
-    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "add_bias_linear",
+    ),
+    *(
+        "add_qkv_bias",
+        "normalization",
+        "qk_layernorm",
+        "rotary_interleaved",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+    ),
+    *(
+        "moe_router_topk",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor",
+    ),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
     *("moe_shared_expert_intermediate_size", "moe_token_dispatcher_type"),
 )  # arguments of Megatron-LM that are fields of Megatron-Core's configuration
 
 
 def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
-    """The GPT model that Megatron-LM builds from its arguments (core_transformer_config_from_args, gpt_builder)."""
+    """The GPT model that Megatron-LM builds from its arguments (core_transformer_config_from_args,
+    gpt_builder)."""
     given = vars(args)
     config = TransformerConfig(
         **{name: given[name] for name in _SAME if given.get(name) is not None},
@@ -128,9 +160,13 @@ def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
         params_dtype=torch.float32,
     )
     if args.num_experts:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
     multiple = args.make_vocab_size_divisible_by * tp
     return GPTModel(
         config,
@@ -150,19 +186,28 @@ def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
 
 def _start(tp: int, pp: int, ep: int) -> None:
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        torch.distributed.init_process_group(
+            "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+        )
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
 
 
 def _optimizer(model: GPTModel, keys: str, rank: int, world: int) -> dict:
-    """An optimiser's state as Megatron-Core saves it: masters, halves and squares of the weights, by parameter."""
+    """An optimiser's state as Megatron-Core saves it: masters, halves and squares of the weights,
+    by parameter."""
     parameters, sharded = list(model.parameters()), model.sharded_state_dict()
     if keys == "buckets":
-        key, place = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg", (0, rank, world)
+        key, place = (
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg",
+            (0, rank, world),
+        )
         return {"state": ShardedTensor.from_rank_offsets(key, torch.ones(64), place)}
     kept = {"fp32_param": lambda w: w, "exp_avg": lambda w: w / 2, "exp_avg_sq": lambda w: w**2}
     state = {
-        "state": {i: {kind: of(w.detach()).clone() for kind, of in kept.items()} for i, w in enumerate(parameters)},
+        "state": {
+            i: {kind: of(w.detach()).clone() for kind, of in kept.items()}
+            for i, w in enumerate(parameters)
+        },
         "param_groups": [{"params": list(range(len(parameters))), "lr": 1e-3}],
     }
     optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(sharded, parameters))
@@ -173,8 +218,13 @@ def write(rank: int, world: int, job: dict) -> None:
     tp, pp, ep = job["tp"], job["pp"], job["ep"]
     _start(tp, pp, ep)
     torch.manual_seed(rank)
-    args = Namespace(**job["args"], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-                     expert_model_parallel_size=ep, expert_tensor_parallel_size=tp)  # fmt: skip
+    args = Namespace(
+        **job["args"],
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp,
+    )
     model = _model(args, tp, pp, ep)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         torch.manual_seed(sum(name.encode()))  # what several ranks hold is the same on all of them
@@ -188,15 +238,22 @@ def write(rank: int, world: int, job: dict) -> None:
         args.attention_backend, args.model_type = AttnBackend.auto, ModelType.encoder_or_decoder
         args.params_dtype = torch.bfloat16
         args.exit_signal, args.save = signal.SIGTERM, Path("/checkpoints")
-        common["rng_state"] = [{"np_rng_state": np.random.RandomState(1).get_state(), "rng": torch.get_rng_state()}]
-        common["rerun_state_machine"] = {"mode": RerunMode.DISABLED, "optimizer": OptimizerConfig(lr=0.1)}
+        common["rng_state"] = [
+            {"np_rng_state": np.random.RandomState(1).get_state(), "rng": torch.get_rng_state()}
+        ]
+        common["rerun_state_machine"] = {
+            "mode": RerunMode.DISABLED,
+            "optimizer": OptimizerConfig(lr=0.1),
+        }
     if job.get("optimizer"):
         common["optimizer"] = _optimizer(model, job["optimizer"], rank, world)
     if job["format"] == "torch_dist":
         folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         metadata = {"singleton_local_shards": True} if job.get("singletons") else None
-        dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata), **common}, str(folder))
+        dist_checkpointing.save(
+            {"model": model.sharded_state_dict(metadata=metadata), **common}, str(folder)
+        )
     else:
         names = [f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"]
         names += [f"{parallel_state.get_pipeline_model_parallel_rank():03d}"] if pp > 1 else []
@@ -225,23 +282,35 @@ def logits(rank: int, world: int, job: dict) -> None:
 
 
 def _distributed_optimizer(model: GPTModel, given: dict):
-    """The model over data-parallel ranks, and the optimiser of all of them, which shards its state."""
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    """The model over data-parallel ranks, and the optimiser of all of them, which shards its
+    state."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
     wrapped = DistributedDataParallel(model.config, settings, model)
     tensor, kind_of = torch.tensor, torch.Tensor.type
     torch.tensor = lambda *values, device=None, **kinds: tensor(*values, **kinds)
-    torch.Tensor.type = lambda self, *to: kind_of(self, *to) if to else kind_of(self).replace("torch.", "torch.cuda.")
-    config = OptimizerConfig(optimizer="adam", lr=given["lr"], weight_decay=given["weight_decay"], clip_grad=0.0,
-                             use_distributed_optimizer=True, bf16=False)  # fmt: skip
+    torch.Tensor.type = lambda self, *to: (
+        kind_of(self, *to) if to else kind_of(self).replace("torch.", "torch.cuda.")
+    )
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=given["lr"],
+        weight_decay=given["weight_decay"],
+        clip_grad=0.0,
+        use_distributed_optimizer=True,
+        bf16=False,
+    )
     optimizer = get_megatron_optimizer(config, [wrapped])
     for part in optimizer.chained_optimizers:
-        part._init_optimizer_states_with_dummy_values()  # torch's Adam has no state before its first step
+        # torch's Adam has no state before its first step
+        part._init_optimizer_states_with_dummy_values()
     return wrapped, optimizer
 
 
 def step(rank: int, world: int, job: dict) -> None:
-    """Loads a model and its distributed optimiser, makes a step in which a tenth of each weight is its gradient, and
-    saves both."""
+    """Loads a model and its distributed optimiser, makes a step in which a tenth of each weight is
+    its gradient, and saves both."""
     _start(job["tp"], 1, job["ep"])
     source = Path(job["folder"])
     source /= f"iter_{int((source / 'latest_checkpointed_iteration.txt').read_text()):07d}"
@@ -252,26 +321,40 @@ def step(rank: int, world: int, job: dict) -> None:
 
     def state(loading: bool) -> dict:
         shards = model.sharded_state_dict(metadata=kind)
-        return {"model": shards, "optimizer": optimizer.sharded_state_dict(shards, loading, metadata=kind)}
+        return {
+            "model": shards,
+            "optimizer": optimizer.sharded_state_dict(shards, loading, metadata=kind),
+        }
 
     take = DistributedOptimizer._set_main_param_and_optimizer_states
     counted = torch.tensor(float(common["optimizer"]["optimizer"]["param_groups"][0]["step"]))
-    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states",
-                      lambda self, to, values: take(self, to, {"step": counted, **values})):  # fmt: skip
-        # torch's Adam counts steps by parameter, Apex's and TransformerEngine's, which Megatron-LM expects, by group
+    with patch.object(
+        DistributedOptimizer,
+        "_set_main_param_and_optimizer_states",
+        lambda self, to, values: take(self, to, {"step": counted, **values}),
+    ):
+        # torch's Adam counts steps by parameter, Apex's and TransformerEngine's, which Megatron-LM
+        # expects, by group
         loaded = dist_checkpointing.load(state(True), str(source))
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
     for part in optimizer.chained_optimizers:
-        for kept in part.optimizer.state.values():  # with torch's Adam 0.16.1 loads one counter for all of them
+        # with torch's Adam 0.16.1 loads one counter for all of them
+        for kept in part.optimizer.state.values():
             kept["step"] = kept["step"].clone()
     for parameter in model.parameters():
         parameter.main_grad.copy_(parameter.detach() / 10)
-    assert not optimizer.prepare_grads() and optimizer.step_with_ready_grads()  # without the norm, which asks for a GPU
+    # without the norm, which asks for a GPU
+    assert not optimizer.prepare_grads() and optimizer.step_with_ready_grads()
     folder = Path(job["out"]) / f"iter_{common['iteration'] + 1:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    kept = {"args": args, "iteration": common["iteration"] + 1, "content_metadata": kind, "checkpoint_version": 3.0}
+    kept = {
+        "args": args,
+        "iteration": common["iteration"] + 1,
+        "content_metadata": kind,
+        "checkpoint_version": 3.0,
+    }
     dist_checkpointing.save(kept | state(False), str(folder))
     (Path(job["out"]) / "latest_checkpointed_iteration.txt").write_text(str(kept["iteration"]))
 

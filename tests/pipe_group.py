@@ -1,12 +1,14 @@
-"""A process group for ranks that are forked from one process: messages travel through pipes and shared memory.
+"""A process group for ranks that are forked from one process: messages travel through pipes and
+shared memory.
 
-gloo hands every collective to threads and sockets, which takes about half a millisecond of a core on each rank, a fifth
-of what a layout's test took. Here a rank writes its part into the pipe of each peer when it calls a collective, and
-reads theirs when it waits: no thread, no socket, and terms are added in the order of the ranks.
+gloo hands every collective to threads and sockets, which takes about half a millisecond of a core
+on each rank, a fifth of what a layout's test took. Here a rank writes its part into the pipe of
+each peer when it calls a collective, and reads theirs when it waits: no thread, no socket, and
+terms are added in the order of the ranks.
 
-Every message says what its sender called, so a rank whose peers call something else fails at once, where gloo would
-return garbage or wait for ever. A result is garbage until its `wait`, and an input that changes before it is an error.
-`MEGATRON5D_GLOO=1` runs the suite on gloo instead.
+Every message says what its sender called, so a rank whose peers call something else fails at once,
+where gloo would return garbage or wait for ever. A result is garbage until its `wait`, and an input
+that changes before it is an error. `MEGATRON5D_GLOO=1` runs the suite on gloo instead.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _SET_PIPE_SIZE = 1031  # of Linux
 _ATOMIC_BYTES = 4096  # what several processes may write into one pipe without mixing it
 _MEMORY_BYTES = 1 << 30  # for large messages of a rank; pages that are not used cost nothing
 _NO_RESERVE = 0x4000  # of Linux
-_HEADER = struct.Struct("<HHQiIQI")  # bytes in the pipe, sender, group, tag, number, place in its memory, size
+# bytes in the pipe, sender, group, tag, number, place in its memory, size
+_HEADER = struct.Struct("<HHQiIQI")
 _INLINE = 1 << 62
 NAME = "pipes"
 _COLLECTIVE = -1  # in place of a tag
@@ -54,7 +57,8 @@ class CollectiveMismatch(AssertionError):
 
 
 class Pipes(Transport):
-    """A pipe and a memory for each rank, made before they are forked; in a rank, what it has sent and received."""
+    """A pipe and a memory for each rank, made before they are forked; in a rank, what it has sent
+    and received."""
 
     def __init__(self, world: int, folder: Path, timeout: float) -> None:
         super().__init__(world, folder, timeout)
@@ -74,13 +78,17 @@ class Pipes(Transport):
         """Makes this process, newly forked, a rank of the world's group."""
         if self.rank < 0:
             use_batch_scheduling()
-            dist.Backend.register_backend(NAME, self._make_group, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend(
+                NAME, self._make_group, extended_api=True, devices=["cpu"]
+            )
         self.rank, self.groups, self._used = rank, [], 0
         store = dist.FileStore(str(self.folder / "store"), self.world)
         dist.init_process_group(NAME, rank=rank, world_size=self.world, store=store)
 
     def _make_group(self, given, _) -> Group:
-        self.groups.append(Group(self, given.group_id, given.global_ranks_in_group or list(range(self.world))))
+        self.groups.append(
+            Group(self, given.group_id, given.global_ranks_in_group or list(range(self.world)))
+        )
         return self.groups[-1]
 
     def finish(self) -> None:
@@ -90,7 +98,8 @@ class Pipes(Transport):
         self._arrived.clear()
 
     def mismatch(self) -> str | None:
-        """Compares, once all ranks have ended, what they have called: the first that some have not, or None."""
+        """Compares, once all ranks have ended, what they have called: the first that some have not,
+        or None."""
         found: dict[tuple, dict[int, list[str]]] = {}
         for rank in range(self.world):
             for name, ranks, called in json.loads((self.folder / f"calls{rank}").read_text()):
@@ -110,7 +119,9 @@ class Pipes(Transport):
         for memory in self.memories:
             memory.close()
 
-    def send(self, peers: Sequence[int], where: tuple[int, int, int], text: str, data: bytes) -> None:
+    def send(
+        self, peers: Sequence[int], where: tuple[int, int, int], text: str, data: bytes
+    ) -> None:
         """Puts a message into the pipe of each peer; `where`: its group, tag and number."""
         said, place = text.encode() + b"\0", _INLINE
         if _HEADER.size + len(said) + len(data) > _ATOMIC_BYTES:
@@ -214,16 +225,23 @@ class Group(dist.ProcessGroup):
         super().__init__(ranks.index(pipes.rank), len(ranks))
         self.pipes, self.name, self.ranks = pipes, name, list(ranks)
         self.others = [place for place, rank in enumerate(ranks) if rank != pipes.rank]
-        text = f"{name}{self.ranks}{pipes.folder}"  # no message of an earlier run of these ranks is one of this run
+        # no message of an earlier run of these ranks is one of this run
+        text = f"{name}{self.ranks}{pipes.folder}"
         self.id = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         self.called: list[str] = []
-        self._numbers: dict[tuple[int, int, str], Iterator[int]] = defaultdict(count)  # of messages, by peer and tag
+        # of messages, by peer and tag
+        self._numbers: dict[tuple[int, int, str], Iterator[int]] = defaultdict(count)
 
     def getBackendName(self) -> str:  # noqa: N802 (c10d asks it)
         return NAME
 
     def _start(
-        self, text: str, x: Tensor, use: Callable[[list[Data]], None], ends: Sequence[int] = (), rows: Any = None
+        self,
+        text: str,
+        x: Tensor,
+        use: Callable[[list[Data]], None],
+        ends: Sequence[int] = (),
+        rows: Any = None,
     ) -> _Work:
         """Starts a collective.
 
@@ -236,14 +254,25 @@ class Group(dist.ProcessGroup):
         """
         number, before = len(self.called), _bytes(x)
         self.called.append(text)
-        says, hears = ([f"{text}, {n} rows" for n in each] for each in rows) if rows else [[text] * self.size()] * 2
+        says, hears = (
+            ([f"{text}, {n} rows" for n in each] for each in rows)
+            if rows
+            else [[text] * self.size()] * 2
+        )
         if ends:
             parts = [before[first:last] for first, last in pairwise((0, *ends))]
             for place in self.others:
-                self.pipes.send([self.ranks[place]], (self.id, _COLLECTIVE, number), says[place], parts[place])
+                self.pipes.send(
+                    [self.ranks[place]], (self.id, _COLLECTIVE, number), says[place], parts[place]
+                )
         else:
             parts = [before] * self.size()
-            self.pipes.send([self.ranks[place] for place in self.others], (self.id, _COLLECTIVE, number), text, before)
+            self.pipes.send(
+                [self.ranks[place] for place in self.others],
+                (self.id, _COLLECTIVE, number),
+                text,
+                before,
+            )
 
         def end() -> None:
             got: list[Data] = list(parts)
@@ -258,7 +287,9 @@ class Group(dist.ProcessGroup):
         rank = self.ranks[place]
         theirs, data = self.pipes.receive((rank, self.id, _COLLECTIVE, number))
         if theirs != mine:
-            raise CollectiveMismatch(difference(self.name, self.ranks, number, {self.pipes.rank: mine, rank: theirs}))
+            raise CollectiveMismatch(
+                difference(self.name, self.ranks, number, {self.pipes.rank: mine, rank: theirs})
+            )
         return data
 
     def allreduce(self, tensors: list[Tensor], opts) -> _Work:
@@ -266,8 +297,13 @@ class Group(dist.ProcessGroup):
         return self._start(f"all_reduce {op} {_form(x)}", x, lambda got: _reduce(x, got, op))
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts) -> _Work:
-        op, ends = opts.reduceOp.op.name, [out.nbytes * place for place in range(1, self.size() + 1)]
-        work = self._start(f"reduce_scatter {op} {_form(x)}", x, lambda got: _reduce(out, got, op), ends)
+        op, ends = (
+            opts.reduceOp.op.name,
+            [out.nbytes * place for place in range(1, self.size() + 1)],
+        )
+        work = self._start(
+            f"reduce_scatter {op} {_form(x)}", x, lambda got: _reduce(out, got, op), ends
+        )
         _spoil(out)
         return work
 
@@ -290,17 +326,27 @@ class Group(dist.ProcessGroup):
         from_each = list(from_each) or [len(out) // self.size()] * self.size()
         ends = [rows * (x.nbytes // max(len(x), 1)) for rows in accumulate(to_each)]
         work = self._start(
-            f"all_to_all {x.dtype}[:, {x.shape[1:]}]", x, lambda got: _fill(out, got), ends, (to_each, from_each)
+            f"all_to_all {x.dtype}[:, {x.shape[1:]}]",
+            x,
+            lambda got: _fill(out, got),
+            ends,
+            (to_each, from_each),
         )
         _spoil(out)
         return work
 
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
 
     def broadcast(self, tensors: list[Tensor], opts) -> _Work:
         (x,), root = tensors, opts.rootRank
         sent = x if self.rank() == root else x.new_empty(0)
-        return self._start(f"broadcast from {root} {_form(x)}", sent, lambda got: _fill(x, [got[root]]))
+        return self._start(
+            f"broadcast from {root} {_form(x)}", sent, lambda got: _fill(x, [got[root]])
+        )
 
     def barrier(self, opts=None) -> _Work:
         return self._start("barrier", torch.empty(0), lambda got: None)
@@ -321,7 +367,9 @@ class Group(dist.ProcessGroup):
         def end() -> None:
             theirs, data = self.pipes.receive((rank, self.id, tag, number))
             if theirs != _form(x):
-                raise CollectiveMismatch(f"rank {rank} sends {theirs}, rank {self.pipes.rank} receives {_form(x)}")
+                raise CollectiveMismatch(
+                    f"rank {rank} sends {theirs}, rank {self.pipes.rank} receives {_form(x)}"
+                )
             _fill(x, [data])
 
         return _Work(end)

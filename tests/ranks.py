@@ -1,6 +1,8 @@
-"""Distributed tests take their ranks from here: the same that tools/parity.py forks, joined by pipes.
+"""Distributed tests take their ranks from here: the same that tools/parity.py forks, joined by
+pipes.
 
-The fixture `over_gloo` is for tests of what gloo does; with `MEGATRON5D_GLOO=1` all tests run on it.
+The fixture `over_gloo` is for tests of what gloo does; with `MEGATRON5D_GLOO=1` all tests run on
+it.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""Graphs on the CPU: a capture records torch's operations with the memory that they read and write, a replay repeats
-them there. As on a GPU, nothing else of what Python did is repeated, and a capture does nothing to what lies outside.
+"""Graphs on the CPU: a capture records torch's operations with the memory that they read and write,
+a replay repeats them there. As on a GPU, nothing else of what Python did is repeated, and a capture
+does nothing to what lies outside.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Recorder(TorchDispatchMode):
         self.operations: list[tuple] = []
         self.addresses: list[list[int]] = []  # of what each of them reads and writes
         self.own: set[int] = set()  # storages that the capture has made
-        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it has written over, as it was
+        # what it has written over, as it was
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -40,7 +42,11 @@ class Recorder(TorchDispatchMode):
         assert legal, f"{name} waits for the device"
         arguments = [*args, *kwargs.values()]
         names = [each.name for each in operation._schema.arguments[: len(args)]] + list(kwargs)
-        written = {each.name for each in operation._schema.arguments if each.alias_info and each.alias_info.is_write}
+        written = {
+            each.name
+            for each in operation._schema.arguments
+            if each.alias_info and each.alias_info.is_write
+        }
         for name, value in zip(names, arguments):
             for tensor in tensors_in(value) if name in written else ():
                 if tensor.untyped_storage()._cdata not in self.own:

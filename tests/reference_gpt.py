@@ -1,6 +1,8 @@
-"""The whole model on one page: no parallelism, no kernels, no classes. The oracle of the parity tests.
+"""The whole model on one page: no parallelism, no kernels, no classes. The oracle of the parity
+tests.
 
-Weights are a dict of global tensors by global name; all arithmetic is in their dtype and goes through autograd.
+Weights are a dict of global tensors by global name; all arithmetic is in their dtype and goes
+through autograd.
 """
 
 from __future__ import annotations
@@ -17,12 +19,22 @@ from megatron5d.topology.init_weights import stream_key, uniform
 
 def norm(x, w, name, c):
     if c.norm == "layernorm":
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"] + c.norm_zero_centered, w[f"{name}.bias"], c.norm_eps)
+        return F.layer_norm(
+            x,
+            x.shape[-1:],
+            w[f"{name}.weight"] + c.norm_zero_centered,
+            w[f"{name}.bias"],
+            c.norm_eps,
+        )
     return rms(x, w[f"{name}.weight"], c)
 
 
 def rms(x, weight, c, eps=None):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or c.norm_eps)) * (weight + c.norm_zero_centered)
+    return (
+        x
+        * torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or c.norm_eps))
+        * (weight + c.norm_zero_centered)
+    )
 
 
 def linear(x, w, name):
@@ -31,7 +43,8 @@ def linear(x, w, name):
 
 
 def rotate(x, positions, c, theta):
-    """x [b, heads, s, d], positions [b, s]; plain frequencies (stretched ones have their own tests)."""
+    """x [b, heads, s, d], positions [b, s]; plain frequencies (stretched ones have their own
+    tests)."""
     d = x.shape[-1] if c.attention == "mla" else c.rotary_dim
     x, rest = x[..., :d], x[..., d:]
     inv = theta ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
@@ -39,7 +52,10 @@ def rotate(x, positions, c, theta):
     cos, sin = angle.cos(), angle.sin()
     if c.rope_interleaved:
         even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.cat((torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2), rest), -1)
+        return torch.cat(
+            (torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2), rest),
+            -1,
+        )
     first, second = x[..., : d // 2], x[..., d // 2 :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
@@ -51,7 +67,9 @@ def split_heads(x, heads):
 
 def grouped_heads(x, w, name, c, positions, theta):
     a, g, d = c.num_heads, c.num_kv_heads, c.head_dim
-    q, k, v, gate = linear(x, w, f"{name}.qkv").split([a * d, g * d, g * d, a * d * c.attention_gate], dim=-1)
+    q, k, v, gate = linear(x, w, f"{name}.qkv").split(
+        [a * d, g * d, g * d, a * d * c.attention_gate], dim=-1
+    )
     if c.qk_norm_all_heads:
         q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
     q, k, v = split_heads(q, a), split_heads(k, g), split_heads(v, g)
@@ -67,13 +85,18 @@ def latent_heads(x, w, name, c, positions, theta):
     if c.q_lora_rank is None:
         q = linear(x, w, f"{name}.q")
     else:
-        latent = rms(linear(x, w, f"{name}.q_down"), w[f"{name}.q_norm.weight"], c, c.latent_norm_eps)
+        latent = rms(
+            linear(x, w, f"{name}.q_down"), w[f"{name}.q_norm.weight"], c, c.latent_norm_eps
+        )
         q = linear(latent, w, f"{name}.q_up")
     q_nope, q_pe = split_heads(q, a).split([dn, dr], dim=-1)
     c_kv, k_pe = linear(x, w, f"{name}.kv_down").split([c.kv_lora_rank, dr], dim=-1)
     kv = linear(rms(c_kv, w[f"{name}.kv_norm.weight"], c, c.latent_norm_eps), w, f"{name}.kv_up")
     k_nope, v = split_heads(kv, a).split([dn, dv], dim=-1)
-    q_pe, k_pe = rotate(q_pe, positions, c, theta), rotate(k_pe[:, None], positions, c, theta).expand(-1, a, -1, -1)
+    q_pe, k_pe = (
+        rotate(q_pe, positions, c, theta),
+        rotate(k_pe[:, None], positions, c, theta).expand(-1, a, -1, -1),
+    )
     return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v, None
 
 
@@ -114,7 +137,9 @@ def mlp(x, w, name, c):
 
 
 def expert(x, w, name, e, c):
-    up_bias, down_bias = ((w[f"{name}.{each}.bias"][e] if c.mlp_bias else 0.0) for each in ("up", "down"))
+    up_bias, down_bias = (
+        (w[f"{name}.{each}.bias"][e] if c.mlp_bias else 0.0) for each in ("up", "down")
+    )
     inner = activate(x @ w[f"{name}.up.weight"][e].T + up_bias, c)
     return inner @ w[f"{name}.down.weight"][e].T + down_bias
 
@@ -130,14 +155,19 @@ def route(scores, w, layer, c):
     ranked = scores + w.get(f"{layer}.router.bias", 0.0)
     if c.top_groups < c.num_groups:
         groups = ranked.unflatten(-1, (c.num_groups, -1))
-        worth = groups.max(-1).values if c.group_score == "max" else groups.sort(-1).values[..., -2:].sum(-1)
+        worth = (
+            groups.max(-1).values
+            if c.group_score == "max"
+            else groups.sort(-1).values[..., -2:].sum(-1)
+        )
         allowed = best(worth, c.top_groups).repeat_interleave(c.num_experts // c.num_groups, -1)
         ranked = torch.where(allowed > 0, ranked, -math.inf)
     return best(ranked, c.top_k)
 
 
 def by_turns(scores, samples, c):
-    """0/1 choice [b, s, E]: the token at a position of a sequence takes the k experts after those of its neighbour."""
+    """0/1 choice [b, s, E]: the token at a position of a sequence takes the k experts after those
+    of its neighbour."""
     b, s, num_experts = scores.shape
     turn = torch.arange(s)[None] + (torch.arange(b) if samples is None else samples)[:, None]
     experts = (turn[..., None] * c.top_k + torch.arange(c.top_k)) % num_experts
@@ -145,19 +175,23 @@ def by_turns(scores, samples, c):
 
 
 def replayed(scores, samples, layer, c, moe):
-    """0/1 choice [b, s, E]: what the file says of each sample and position, in the order of the blocks with experts."""
+    """0/1 choice [b, s, E]: what the file says of each sample and position, in the order of the
+    blocks with experts."""
     place = sum(is_moe(c, i) for i in range(int(layer.split(".")[1])))
     experts = torch.from_numpy(np.load(moe.replay).astype(np.int64))[samples, :, place]
     return torch.zeros_like(scores).scatter(-1, experts, 1.0)
 
 
 def limited(chosen, weights, moe, mbs):
-    """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order (position, row)."""
+    """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order
+    (position, row)."""
     taken = torch.zeros_like(chosen)
     b, s, num_experts = chosen.shape
     for first in range(0, b, mbs):
         tokens = [(i, j) for i in range(s) for j in range(first, first + mbs)]
-        limit = math.ceil(moe.capacity_factor * int(chosen[first : first + mbs].sum()) / num_experts)
+        limit = math.ceil(
+            moe.capacity_factor * int(chosen[first : first + mbs].sum()) / num_experts
+        )
         for e in range(num_experts):
             queue = [(i, j) for i, j in tokens if chosen[j, i, e]]
             if moe.drop_by == "probability":
@@ -168,23 +202,31 @@ def limited(chosen, weights, moe, mbs):
 
 
 def jittered(x, layer, moe, seed, samples):
-    """What a router reads: times 1 ± moe.jitter, by a random number for each (sample, position, feature)."""
+    """What a router reads: times 1 ± moe.jitter, by a random number for each (sample, position,
+    feature)."""
     if not moe.jitter or samples is None:
         return x
     shape = (int(samples.max()) + 1, *x.shape[1:])
     index = torch.arange(math.prod(shape)).view(shape)[samples]
-    return x * (1 - moe.jitter + 2 * moe.jitter * uniform(stream_key(seed, f"{layer}.router.jitter"), index))
+    return x * (
+        1 - moe.jitter + 2 * moe.jitter * uniform(stream_key(seed, f"{layer}.router.jitter"), index)
+    )
 
 
 def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
-    """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over layers)."""
+    """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over
+    layers)."""
     z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
     z = z + w[f"{layer}.router.linear_bias"] if c.router_linear_bias else z
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
     if moe.replay:
         chosen = replayed(scores, noise[1], layer, c, moe)
     else:
-        chosen = by_turns(scores, noise[1], c) if moe.force_balanced else route(scores.detach(), w, layer, c)
+        chosen = (
+            by_turns(scores, noise[1], c)
+            if moe.force_balanced
+            else route(scores.detach(), w, layer, c)
+        )
     chosen = chosen * real
     weights = scores * chosen
     if c.norm_topk_prob:
@@ -195,9 +237,16 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
         book[f"{layer}.dropped"] = ((chosen - taken).sum() / chosen.sum()).item()
         weights = weights * taken
     book[f"{layer}.counts"] = chosen.sum((0, 1))
-    out = sum(weights[..., e : e + 1] * expert(x, w, f"{layer}.experts", e, c) for e in range(c.num_experts))
+    out = sum(
+        weights[..., e : e + 1] * expert(x, w, f"{layer}.experts", e, c)
+        for e in range(c.num_experts)
+    )
     if c.shared_ffn_hidden_size:
-        gate = torch.sigmoid(linear(x, w, f"{layer}.shared_expert.gate")) if c.shared_expert_gate else 1
+        gate = (
+            torch.sigmoid(linear(x, w, f"{layer}.shared_expert.gate"))
+            if c.shared_expert_gate
+            else 1
+        )
         out = out + gate * mlp(x, w, f"{layer}.shared_expert", c)
     p = scores / scores.sum(-1, keepdim=True) * real
     plain = best(scores.detach(), c.top_k) * real
@@ -215,7 +264,8 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
 
 def auxiliary(plain, p, c, rows):
     """E/(k·T²) · Σ_e n_e Σ_t p_te over so many sequences at a time, then the mean."""
-    n, mass = (t.view(-1, rows * t.shape[1], c.num_experts).sum(1) for t in (plain, p))  # [parts, E]
+    # [parts, E]
+    n, mass = (t.view(-1, rows * t.shape[1], c.num_experts).sum(1) for t in (plain, p))
     size = n.sum(-1) / c.top_k
     return (c.num_experts / (c.top_k * size.clamp(min=1) ** 2) * (n * mass).sum(-1)).mean()
 
@@ -229,18 +279,35 @@ def is_moe(c, i):
 
 def block(x, w, i, c, positions, documents, *, moe, **routing):
     def branch(x, name, act, read_by_both=None):
-        y = x if c.block_norm == "post" else norm(x, w, f"{name}.norm", c) if read_by_both is None else read_by_both
+        y = (
+            x
+            if c.block_norm == "post"
+            else norm(x, w, f"{name}.norm", c)
+            if read_by_both is None
+            else read_by_both
+        )
         y = act(y)
         return y if c.block_norm == "pre" else norm(y, w, f"{name}.post_norm", c)
 
     layer = f"layers.{i}"
     windowed = c.window_layers is None or min(i, c.num_layers - 1) in c.window_layers
-    first = branch(x, f"{layer}.attention", lambda y: attention(
-        y, w, f"{layer}.attention", c, positions, documents, windowed))  # fmt: skip
+    first = branch(
+        x,
+        f"{layer}.attention",
+        lambda y: attention(y, w, f"{layer}.attention", c, positions, documents, windowed),
+    )
     read = x if c.parallel_block != "none" else x + first
     both = norm(x, w, f"{layer}.attention.norm", c) if c.parallel_block == "one_norm" else None
-    second = branch(read, f"{layer}.mlp", lambda y: (
-        moe_layer(y, w, layer, c, moe, **routing) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c)), both)  # fmt: skip
+    second = branch(
+        read,
+        f"{layer}.mlp",
+        lambda y: (
+            moe_layer(y, w, layer, c, moe, **routing)
+            if is_moe(c, i)
+            else mlp(y, w, f"{layer}.mlp", c)
+        ),
+        both,
+    )
     return x + first + second
 
 
@@ -269,25 +336,41 @@ def logits(w, c, tokens, positions=None, documents=None):
 
 
 def cross_entropy(z, labels):
-    """Loss of each token, and its log-sum-exp, [b, s]; labels below 0 give something that a mask must hide."""
+    """Loss of each token, and its log-sum-exp, [b, s]; labels below 0 give something that a mask
+    must hide."""
     lse = torch.logsumexp(z, -1)
     return lse - z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1), lse
 
 
 def ahead_loss(h, w, c, batch, **routing):
-    """Multi-token prediction: mean over the depths with targets of their mean losses; h [b, s, h] of the trunk."""
+    """Multi-token prediction: mean over the depths with targets of their mean losses; h [b, s, h]
+    of the trunk."""
     rows, s, depths = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], []
     for k in range(1, c.num_mtp_layers + 1):
         i, last = c.num_layers + k - 1, s - k
-        tokens, labels, mask = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, -1), torch.zeros(len(h), s)
-        tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)  # the token k places behind each
+        tokens, labels, mask = (
+            torch.zeros_like(batch.tokens),
+            torch.full_like(batch.labels, -1),
+            torch.zeros(len(h), s),
+        )
+        # the token k places behind each
+        tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)
         labels[:, :last], mask[:, :last] = rows[:, k + 1 :], batch.loss_mask[:, k:]
-        for j in range(k) if batch.padding is not None else ():  # none of what lies between is padding
+        # none of what lies between is padding
+        for j in range(k) if batch.padding is not None else ():
             mask[:, :last] *= ~batch.padding[:, j : j + last]
         if batch.documents is not None:
             mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
-        e = norm(w["embedding.weight"][tokens] * c.embedding_scale, w, f"layers.{i}.mtp.embedding_norm", c)
-        x = torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1) @ w[f"layers.{i}.mtp.join.weight"].T
+        e = norm(
+            w["embedding.weight"][tokens] * c.embedding_scale,
+            w,
+            f"layers.{i}.mtp.embedding_norm",
+            c,
+        )
+        x = (
+            torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1)
+            @ w[f"layers.{i}.mtp.join.weight"].T
+        )
         x = block(x, w, i, c, batch.positions, batch.documents, **routing)
         h = norm(x, w, f"layers.{i}.mtp.final_norm", c)
         if mask.sum() > 0:
@@ -296,11 +379,15 @@ def ahead_loss(h, w, c, batch, **routing):
 
 
 def losses(w, c, batch, train=None, moe=None, mbs=1):
-    """Mean loss over the batch's target tokens, the objective whose gradient is taken, and a book of figures."""
+    """Mean loss over the batch's target tokens, the objective whose gradient is taken, and a book
+    of figures."""
     real, book = torch.ones(*batch.tokens.shape, 1, dtype=w["embedding.weight"].dtype), {}
     if batch.padding is not None:
         real[batch.padding] = 0.0
-    train, routing = train or TrainConfig(), {"moe": moe or MoeConfig(), "mbs": mbs, "real": real, "book": book}
+    train, routing = (
+        train or TrainConfig(),
+        {"moe": moe or MoeConfig(), "mbs": mbs, "real": real, "book": book},
+    )
     routing["noise"] = train.seed, batch.samples
     h = trunk(w, c, batch.tokens, batch.positions, batch.documents, **routing)
     token_loss, lse = cross_entropy(head(h, w, c), batch.labels)
@@ -312,7 +399,9 @@ def losses(w, c, batch, train=None, moe=None, mbs=1):
         book["mtp_loss"] = ahead_loss(h, w, c, batch, **routing)
         objective = objective + train.mtp_loss * book["mtp_loss"].nan_to_num()
     for kind in ("aux", "seq_aux", "global_aux") if c.num_experts else ():
-        objective = objective + (moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0)
+        objective = objective + (
+            moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0
+        )
     if c.num_experts:
         objective = objective + moe.z_coef * book["router_z_loss"]
     return loss, objective, book

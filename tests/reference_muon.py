@@ -1,6 +1,7 @@
 """Muon on one page, for whole tensors of one process: the oracle of the parity tests.
 
-It knows by name what is fused and what Muon leaves to AdamW, and nothing of the ShardSpecs that the real one goes by.
+It knows by name what is fused and what Muon leaves to AdamW, and nothing of the ShardSpecs that the
+real one goes by.
 """
 
 from __future__ import annotations
@@ -51,13 +52,20 @@ class Muon:
     """Nobody's where optim.name=adamw: `names` is empty then."""
 
     def __init__(
-        self, weights: dict[str, torch.Tensor], decay: dict[str, float], scale: dict[str, float], config: Config
+        self,
+        weights: dict[str, torch.Tensor],
+        decay: dict[str, float],
+        scale: dict[str, float],
+        config: Config,
     ) -> None:
         excluded = config.optim.muon_exclude if config.optim.name == "muon" else ["*"]
         self.names = {
-            n for n, w in weights.items()
-            if w.ndim > 1 and not n.endswith(".bias") and not any(fnmatch(n, glob) for glob in excluded)
-        }  # fmt: skip
+            n
+            for n, w in weights.items()
+            if w.ndim > 1
+            and not n.endswith(".bias")
+            and not any(fnmatch(n, glob) for glob in excluded)
+        }
         self.weights, self.decay, self.scale, self.config = weights, decay, scale, config
         self.momenta = {name: torch.zeros_like(weights[name]) for name in self.names}
 
@@ -70,5 +78,7 @@ class Muon:
             rate = lr * self.scale[name]
             w.mul_(1 - rate * self.decay[name])
             ahead = w.grad + mu * momentum
-            for part, update in zip(matrices(name, w, self.config), matrices(name, ahead, self.config)):
+            for part, update in zip(
+                matrices(name, w, self.config), matrices(name, ahead, self.config)
+            ):
                 part -= rate * 0.2 * math.sqrt(max(part.shape)) * newton_schulz(update, steps)

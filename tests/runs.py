@@ -1,4 +1,5 @@
-"""Whole training runs on forked ranks, from a Config to files, for tests of resuming and of the loop itself."""
+"""Whole training runs on forked ranks, from a Config to files, for tests of resuming and of the
+loop itself."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def curve(path: Path) -> list[tuple[int, float, float, float]]:
 def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, read in this process."""
     entries = Reader(folder).tensors()
-    full = {key: torch.full(entry.size, float("nan"), dtype=entry.dtype) for key, entry in entries.items()}
+    full = {
+        key: torch.full(entry.size, float("nan"), dtype=entry.dtype)
+        for key, entry in entries.items()
+    }
     parts = {key: ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype) for key, t in full.items()}
     load_tensors(folder, parts)
     return full

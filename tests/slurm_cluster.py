@@ -1,4 +1,5 @@
-"""A real SLURM on one machine for a test: a controller, several node daemons and their keys in one private folder."""
+"""A real SLURM on one machine for a test: a controller, several node daemons and their keys in one
+private folder."""
 
 from __future__ import annotations
 
@@ -14,11 +15,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "sinfo",
+    "squeue",
+)
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 HOSTS = Path("/etc/hosts")
 FREEZER = Path("/sys/fs/cgroup/freezer")
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+}
 
 CONF = """\
 ClusterName=test
@@ -105,20 +125,27 @@ class SlurmCluster:
         for daemon in self.daemons:
             assert daemon.poll() is None, f"{daemon.args[0]} ended:\n{self.logs()}"
         shown = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"], env=self.environment, capture_output=True, text=True, timeout=30
+            ["sinfo", "-h", "-N", "-o", "%T"],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
         return shown.stdout.split() == ["idle"] * len(self.nodes)
 
     def _write_files(self) -> None:
         for name in ("state", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True)
-        for gpu in range(8):  # a link to /dev/null passes for a device; without one, SLURM registers no GPU
+        # a link to /dev/null passes for a device; without one, SLURM registers no GPU
+        for gpu in range(8):
             (self.folder / f"gpu{gpu}").symlink_to("/dev/null")
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
         names = f"node[1-{len(self.nodes)}]"
-        (self.folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File={self.folder}/gpu[0-7]\n")
+        (self.folder / "gres.conf").write_text(
+            f"NodeName={names} Name=gpu File={self.folder}/gpu[0-7]\n"
+        )
         (self.folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
         )
@@ -149,13 +176,17 @@ class SlurmCluster:
         return int(out.split(";")[0])
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", str(number))))
+        return dict(
+            re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", str(number)))
+        )
 
     def wait(self, number: int, timeout: float) -> dict[str, str]:
         """The job once it has ended; `sbatch --wait` would notice half a minute later."""
@@ -163,7 +194,10 @@ class SlurmCluster:
         return self.job(number)
 
     def logs(self) -> str:
-        return "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in self.folder.glob("daemon*.log"))
+        return "\n".join(
+            f"{p.name}: {p.read_text(errors='replace')[-1500:]}"
+            for p in self.folder.glob("daemon*.log")
+        )
 
     def stop(self) -> None:
         """Ends jobs, daemons, and whatever tasks are left."""
@@ -182,7 +216,8 @@ class SlurmCluster:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         lines = HOSTS.read_text().splitlines(keepends=True)
-        HOSTS.write_text("".join(line for line in lines if self._hosts_mark not in line))  # in place: it may be a mount
+        # in place: it may be a mount
+        HOSTS.write_text("".join(line for line in lines if self._hosts_mark not in line))
 
     def _tasks(self) -> Iterator[int]:
         """Processes that this cluster's jobs have left, known by their environment."""
@@ -205,7 +240,8 @@ def slurm_cluster(folder: Path, num_nodes: int) -> Iterator[SlurmCluster]:
 
 
 def _tracking() -> str:
-    """cgroup delivers signals as production clusters do; linuxproc is what works where cgroups cannot be made."""
+    """cgroup delivers signals as production clusters do; linuxproc is what works where cgroups
+    cannot be made."""
     probe = FREEZER / "slurm_test_probe"
     try:
         probe.mkdir()

@@ -1,10 +1,12 @@
-"""Ranks that run one layout after the other: a third of the time of a layout's test was to become a rank.
+"""Ranks that run one layout after the other: a third of the time of a layout's test was to become a
+rank.
 
-What a fork has of its parent is copied page by page as soon as it touches it, and torch's first steps are slow ones.
-So ranks stay, and are told what to run next: each run takes as many of them as its world has, and more are forked where
-there are too few. After a failure others take their place. Only what can be pickled is run on them, and not in a test
-that patches something, of which they would know nothing: `tests/conftest.py` makes such a test fork ranks of its own.
-With `MEGATRON5D_GLOO=1` all do.
+What a fork has of its parent is copied page by page as soon as it touches it, and torch's first
+steps are slow ones. So ranks stay, and are told what to run next: each run takes as many of them as
+its world has, and more are forked where there are too few. After a failure others take their place.
+Only what can be pickled is run on them, and not in a test that patches something, of which they
+would know nothing: `tests/conftest.py` makes such a test fork ranks of its own. With
+`MEGATRON5D_GLOO=1` all do.
 """
 
 import pickle
@@ -60,7 +62,9 @@ class _Pool:
             local_ranks._set_variables(rank, world)
             torch.set_rng_state(state)
             joined = self.joined if world > 1 else None
-            local_ranks._report(orders, *local_ranks._outcome(partial(fn, rank, world, *args), rank, joined))
+            local_ranks._report(
+                orders, *local_ranks._outcome(partial(fn, rank, world, *args), rank, joined)
+            )
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -69,7 +73,10 @@ class _Pool:
         self.number += 1
         self.joined.folder, self.joined.world = Path(self.folder.name) / str(self.number), world
         self.joined.folder.mkdir()
-        message, ranks = pickle.dumps((self.joined.folder, world, torch.get_rng_state(), *order)), self._first(world)
+        message, ranks = (
+            pickle.dumps((self.joined.folder, world, torch.get_rng_state(), *order)),
+            self._first(world),
+        )
         for rank in ranks:
             rank.done, rank.value, rank.error = False, None, None
             rank.pipe.send_bytes(message)
@@ -89,7 +96,9 @@ class _Pool:
 _pools: list[_Pool] = []  # the one there is, if any
 
 
-def run_on_standing_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_on_standing_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0
+) -> list[Any]:
     """Does what `run_ranks` does with a function of a module and arguments that can be pickled."""
     if alone or world > MOST_RANKS or local_ranks.transport is not Pipes:
         return run_ranks(fn, world, *args, timeout=timeout)

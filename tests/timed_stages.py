@@ -1,6 +1,8 @@
-"""Stages whose compute is a timed wait: the true executor and its messages, with more ranks than cores.
+"""Stages whose compute is a timed wait: the true executor and its messages, with more ranks than
+cores.
 
-A waiting rank needs no core. What Python and the network take between two actions is part of what is measured.
+A waiting rank needs no core. What Python and the network take between two actions is part of what
+is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FORMS = [FORM] * 64  # of as many stages as any test has
 
 
 class Timing(NamedTuple):
-    """When one action ran, on the clock of time.perf_counter (one clock for all processes of a machine)."""
+    """When one action ran, on the clock of time.perf_counter (one clock for all processes of a
+    machine)."""
 
     action: Action
     start: float  # its input was there
@@ -38,7 +41,8 @@ class Timing(NamedTuple):
 
 @dataclass
 class Held:
-    """What a rank's stages have done, activations and deferred weight gradients that they hold, the most ever held."""
+    """What a rank's stages have done, activations and deferred weight gradients that they hold, the
+    most ever held."""
 
     now: float = 0.0
     peak: float = 0.0
@@ -60,7 +64,8 @@ def may_come_first() -> bool:
 
 
 def come_first() -> None:
-    """Lets this rank's threads, which do next to nothing, run before all others as soon as they wake."""
+    """Lets this rank's threads, which do next to nothing, run before all others as soon as they
+    wake."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(PermissionError, ProcessLookupError):
             os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
@@ -75,7 +80,8 @@ def wait_until(moment: float) -> float:
 
 
 class TimedPass:
-    """An action of two steps: the halves of its compute, of which the second ends with what the action passes on."""
+    """An action of two steps: the halves of its compute, of which the second ends with what the
+    action passes on."""
 
     def __init__(self, halves: Iterator[Tensor | None]) -> None:
         self._halves, self._left = halves, 2
@@ -88,9 +94,11 @@ class TimedPass:
 
 @dataclass
 class TimedStage:
-    """A stage with the times of `costs`; values travel through it as numbers that name their origin.
+    """A stage with the times of `costs`; values travel through it as numbers that name their
+    origin.
 
-    Compute is in two halves around the all-to-all, which runs while nobody computes, or under a partner's compute.
+    Compute is in two halves around the all-to-all, which runs while nobody computes, or under a
+    partner's compute.
     """
 
     number: int
@@ -103,7 +111,9 @@ class TimedStage:
 
     def begin(self, op: str, microbatch: int, x: Tensor | None, batch, split: bool) -> TimedPass:
         """An action of a Stage, whose steps are waits."""
-        steps = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[op]
+        steps = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[
+            op
+        ]
         return TimedPass(steps(op, microbatch, x))
 
     def _phases(self, op: str, microbatch: int) -> Iterator[None]:
@@ -146,7 +156,11 @@ class TimedStage:
 
     def _check(self, value: Tensor | None, microbatch: int, origin: int | None) -> None:
         if origin is not None:
-            assert value is not None and value[:2].tolist() == [origin, microbatch], (self.number, microbatch, value)
+            assert value is not None and value[:2].tolist() == [origin, microbatch], (
+                self.number,
+                microbatch,
+                value,
+            )
 
     def evaluate(self, x: Tensor | None, batch) -> Tensor:
         *_, y = self._forward("F", batch, x)
@@ -159,13 +173,22 @@ class TimedStage:
 
 
 def timed_executor(
-    program: Program, axis: Axis, costs: Costs, unit_s: float, waits: Exposure | None = None, training: bool = True
+    program: Program,
+    axis: Axis,
+    costs: Costs,
+    unit_s: float,
+    waits: Exposure | None = None,
+    training: bool = True,
 ) -> tuple[Executor, Held]:
-    """One rank's executor over timed stages, with its channels open; without torch's checks, which cost time."""
+    """One rank's executor over timed stages, with its channels open; without torch's checks, which
+    cost time."""
     dist.set_debug_level(dist.DebugLevel.OFF)
     held = Held()
     stage_costs = costs.of(program.placement)
-    stages = {key: TimedStage(key[1], stage_costs, unit_s, held) for key in program.placement.stages_of(axis.rank)}
+    stages = {
+        key: TimedStage(key[1], stage_costs, unit_s, held)
+        for key in program.placement.stages_of(axis.rank)
+    }
     lines = flows(program)
     ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
     channels = {flow: end for flow, end in zip(lines, ends) if end is not None}

@@ -1,4 +1,5 @@
-"""The same small stages under torch's pipeline runtime and under ours: an oracle for gradients and for host cost."""
+"""The same small stages under torch's pipeline runtime and under ours: an oracle for gradients and
+for host cost."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _SENDS_TO_ITSELF = pytest.mark.skipif(
     _TORCH < (2, 12), reason="until 2.12 torch's V sends to its own rank: gloo cannot"
 )
-NAMES = [pytest.param(name, marks=_SENDS_TO_ITSELF if is_v else ()) for name, (_, _, is_v) in SCHEDULES.items()]
+NAMES = [
+    pytest.param(name, marks=_SENDS_TO_ITSELF if is_v else ())
+    for name, (_, _, is_v) in SCHEDULES.items()
+]
 HIDDEN = 4
 DTYPE = torch.float64
 FORM = TensorMeta((2, HIDDEN), DTYPE)
@@ -56,7 +60,9 @@ class TorchStage(nn.Module):
 
     def __init__(self, stage: int, num_layers: int) -> None:
         super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=DTYPE) for _ in range(num_layers))
+        self.linears = nn.ModuleList(
+            nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=DTYPE) for _ in range(num_layers)
+        )
         for i, linear in enumerate(self.linears):
             linear.weight.data.copy_(weight_of(stage * num_layers + i))
 
@@ -67,7 +73,8 @@ class TorchStage(nn.Module):
 
 
 class Phase(nn.Module):
-    """The same layer; its weight gradient apart where the schedule has W, otherwise in plain torch as well."""
+    """The same layer; its weight gradient apart where the schedule has W, otherwise in plain torch
+    as well."""
 
     def __init__(self, layer: int, split: bool) -> None:
         super().__init__()
@@ -93,10 +100,16 @@ class TorchPipeline:
     def __init__(self, name: str, axis: Axis, num_microbatches: int, num_layers: int = 1) -> None:
         _, chunks, is_v = SCHEDULES[name]
         num_stages = chunks * axis.size
-        local = [axis.rank, 2 * axis.size - 1 - axis.rank] if is_v else range(axis.rank, num_stages, axis.size)
+        local = (
+            [axis.rank, 2 * axis.size - 1 - axis.rank]
+            if is_v
+            else range(axis.rank, num_stages, axis.size)
+        )
         self.modules = {stage: TorchStage(stage, num_layers) for stage in local}
         stages = [
-            pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"), group=axis.group)
+            pipelining.PipelineStage(
+                module, stage, num_stages, torch.device("cpu"), group=axis.group
+            )
             for stage, module in self.modules.items()
         ]
         arguments = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
@@ -109,7 +122,10 @@ class TorchPipeline:
         self.schedule.step(*given, **({"target": self._target} if self._is_last else {}))
 
     def grads(self) -> dict[int, list[Tensor]]:
-        return {stage: [linear.weight.grad for linear in module.linears] for stage, module in self.modules.items()}
+        return {
+            stage: [linear.weight.grad for linear in module.linears]
+            for stage, module in self.modules.items()
+        }
 
 
 class OurPipeline:
@@ -128,26 +144,40 @@ class OurPipeline:
         channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
         self.executor = Executor(program, axis.rank, stages, channels)
         x, target = data(program.num_microbatches)
-        self._batches = list(zip(x.chunk(program.num_microbatches), target.chunk(program.num_microbatches)))
+        self._batches = list(
+            zip(x.chunk(program.num_microbatches), target.chunk(program.num_microbatches))
+        )
 
     def step(self) -> None:
-        self.executor.run(self._batches, lambda batch, y: 2 * (y - batch[1]), [FORM] * self.executor.program.num_stages)
+        self.executor.run(
+            self._batches,
+            lambda batch, y: 2 * (y - batch[1]),
+            [FORM] * self.executor.program.num_stages,
+        )
 
     def grads(self) -> dict[int, list[Tensor]]:
-        return {stage: [phase.weight.grad for phase in phases] for stage, phases in self._phases.items()}
+        return {
+            stage: [phase.weight.grad for phase in phases] for stage, phases in self._phases.items()
+        }
 
 
 def unchecked_axis(rank: int, world: int) -> Axis:
-    """The pp axis over all ranks, in a group without torch's checks, which would be measured too."""
+    """The pp axis over all ranks, in a group without torch's checks, which would be measured
+    too."""
     dist.set_debug_level(dist.DebugLevel.OFF)
     return Axis("pp", tuple(range(world)), rank, dist.new_group(list(range(world))))
 
 
-def serial_grads(num_stages: int, num_microbatches: int, num_layers: int = 1) -> dict[int, list[Tensor]]:
+def serial_grads(
+    num_stages: int, num_microbatches: int, num_layers: int = 1
+) -> dict[int, list[Tensor]]:
     """The gradients of all stages, by plain autograd in one process."""
     modules = [TorchStage(stage, num_layers) for stage in range(num_stages)]
     x, target = data(num_microbatches)
     for module in modules:
         x = module(x)
     loss(x, target).backward()
-    return {stage: [linear.weight.grad for linear in module.linears] for stage, module in enumerate(modules)}
+    return {
+        stage: [linear.weight.grad for linear in module.linears]
+        for stage, module in enumerate(modules)
+    }

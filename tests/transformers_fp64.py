@@ -1,7 +1,7 @@
 """transformers computed in fp64 throughout, as an oracle.
 
-Its norms, rotary tables and softmax are written in fp32 whatever the model's dtype, so the names of fp32 mean fp64
-while a model is built and run here.
+Its norms, rotary tables and softmax are written in fp32 whatever the model's dtype, so the names of
+fp32 mean fp64 while a model is built and run here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def model_in_fp64(folder: Path):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    weights, config = {name: weight.double() for name, weight in model.state_dict().items()}, model.config
+    weights, config = (
+        {name: weight.double() for name, weight in model.state_dict().items()},
+        model.config,
+    )
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the others know fp32 and bf16 alone
     with fp32_means_fp64():

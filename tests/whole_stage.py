@@ -1,4 +1,5 @@
-"""A stage whose actions are single calls, for tests of what one action does; the executor runs them phase by phase."""
+"""A stage whose actions are single calls, for tests of what one action does; the executor runs them
+phase by phase."""
 
 from megatron5d.pipeline_parallel.stage import Stage
 

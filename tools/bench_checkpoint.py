@@ -1,13 +1,14 @@
-"""Compare checkpoints with torch.save, torch.distributed.checkpoint (DCP) and safetensors: CPU seconds side by side.
+"""Compare checkpoints with torch.save, torch.distributed.checkpoint (DCP) and safetensors: CPU
+seconds side by side.
 
     python tools/bench_checkpoint.py [--gb 0.5] [--repeats 5] [--dir DIR] [--json]
 
-One process with one thread saves and loads a model of --gb in fp32, imports and exports it, and reads it again as 64
-ranks that hold a slice of every tensor each. A checkpoint of 2 ranks is resharded for 8, by as many processes as there
-are cores; wall time is told beside CPU time, since cp waits for the disk. Every file is in the page cache and reaches
-the disk before a save ends.
-Ways are measured by turns, and the least of several times counts: it is what a shared machine changes least.
-Checksums are written and checked in ours alone. Exit code 2 for bad input.
+One process with one thread saves and loads a model of --gb in fp32, imports and exports it, and
+reads it again as 64 ranks that hold a slice of every tensor each. A checkpoint of 2 ranks is
+resharded for 8, by as many processes as there are cores; wall time is told beside CPU time, since
+cp waits for the disk. Every file is in the page cache and reaches the disk before a save ends. Ways
+are measured by turns, and the least of several times counts: it is what a shared machine changes
+least. Checksums are written and checked in ours alone. Exit code 2 for bad input.
 """
 
 import argparse
@@ -34,7 +35,9 @@ ROWS, COLUMNS = 1024, 1024  # of each tensor
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gb", type=float, default=0.5, help="10^9 bytes of tensors (default 0.5)")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default 5)")
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary folder)")
@@ -47,7 +50,8 @@ def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    _arguments()
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,7 +59,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.folder import newest
 from megatron5d.checkpoint.hf.files import Entry
-from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder, stored_tensors
+from megatron5d.checkpoint.hf.safetensors_folder import (
+    SafetensorsFolder,
+    save_folder,
+    stored_tensors,
+)
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import PREFIX, SavedWeights, lazy_tensor, load_tensors
@@ -70,7 +78,10 @@ from megatron5d.train.scheduling.auto_schedule import searched_layout
 
 
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {PREFIX + name: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for name, x in tensors.items()}
+    return {
+        PREFIX + name: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)
+        for name, x in tensors.items()
+    }
 
 
 class Bench:
@@ -103,7 +114,9 @@ class Bench:
     def export_ours(self) -> None:
         shutil.rmtree(self.folder / "exported", ignore_errors=True)
         weights = SavedWeights(self.newest())
-        save_folder(self.folder / "exported", stored_tensors(self.entries, weights.read, torch.float32))
+        save_folder(
+            self.folder / "exported", stored_tensors(self.entries, weights.read, torch.float32)
+        )
 
     def export_others(self) -> None:
         dcp.load(self.into, checkpoint_id=self.folder / "dcp")
@@ -114,29 +127,46 @@ class Bench:
             shape, parts = (ROWS, COLUMNS), {}
             for name in self.model:
                 read_whole = partial(stored.read, name, shape=shape)
-                parts[PREFIX + name] = lazy_tensor(shape, {(0, 0): shape}, torch.float32, read_whole)
+                parts[PREFIX + name] = lazy_tensor(
+                    shape, {(0, 0): shape}, torch.float32, read_whole
+                )
             self.save_ours(dict(parts))
 
     def import_others(self) -> None:
-        dcp.save(load_file(self.folder / "exported" / "model.safetensors"), checkpoint_id=self.folder / "dcp")
+        dcp.save(
+            load_file(self.folder / "exported" / "model.safetensors"),
+            checkpoint_id=self.folder / "dcp",
+        )
 
     def begin_resharding(self) -> None:
         """Writes a checkpoint of about as many bytes, as 2 ranks would have saved it."""
-        model = ModelConfig(vocab_size=1024, hidden_size=1024, ffn_hidden_size=2816, num_heads=16, head_dim=64)
+        model = ModelConfig(
+            vocab_size=1024, hidden_size=1024, ffn_hidden_size=2816, num_heads=16, head_dim=64
+        )
         model = replace(model, num_layers=max(1, round(self.num_bytes / 51e6)))
         config, tensors = Config(model=model, precision=PrecisionConfig(dtype="fp32")), {}
         for key, tensor in rank_tensors(config, 1, searched_layout(config, 1), 0).items():
             if key.startswith(PREFIX):
-                tensors[key] = ShardedTensor(tensor.shape, [((0,) * len(tensor.shape), torch.randn(tensor.shape))],
-                                             tensor.dtype)  # fmt: skip
+                tensors[key] = ShardedTensor(
+                    tensor.shape,
+                    [((0,) * len(tensor.shape), torch.randn(tensor.shape))],
+                    tensor.dtype,
+                )
         save_weights(self.folder / "one", tensors, config)
         self.reshard("one", "two", 2, "parallel.tp=2")
 
     def reshard(self, source: str, out: str, world: int, *words: str) -> None:
         shutil.rmtree(self.folder / out, ignore_errors=True)
         with redirect_stdout(None):
-            reshard(argparse.Namespace(source=self.folder / source, out=self.folder / out, world=world,
-                                       workers=os.cpu_count(), overrides=list(words)))  # fmt: skip
+            reshard(
+                argparse.Namespace(
+                    source=self.folder / source,
+                    out=self.folder / out,
+                    world=world,
+                    workers=os.cpu_count(),
+                    overrides=list(words),
+                )
+            )
 
     def copy(self) -> None:
         shutil.rmtree(self.folder / "copy", ignore_errors=True)
@@ -155,13 +185,20 @@ class Bench:
         (folder / "files.json").write_text('{"run.json": 0}')
         reader, before = Reader(folder), _bytes_read()
         for rank in range(RANKS):
-            read(reader, [{key: _slice(x, rank * rows, rows) for key, x in _whole(self.into).items()}])
+            read(
+                reader,
+                [{key: _slice(x, rank * rows, rows) for key, x in _whole(self.into).items()}],
+            )
         return (_bytes_read() - before) / self.num_bytes
 
     def run(self, repeats: int) -> dict[str, dict[str, float]]:
-        """Returns CPU seconds by what is done and by what; wall seconds of resharding, too; of a restart the bytes read
-        for each byte."""
-        into, torch_file, dcp_folder = _whole(self.into), self.folder / "torch.pt", self.folder / "dcp"
+        """Returns CPU seconds by what is done and by what; wall seconds of resharding, too; of a
+        restart the bytes read for each byte."""
+        into, torch_file, dcp_folder = (
+            _whole(self.into),
+            self.folder / "torch.pt",
+            self.folder / "dcp",
+        )
         rows: dict[str, Calls] = {
             "save": {
                 "ours": self.save_ours,
@@ -182,7 +219,9 @@ class Bench:
         }
         self.begin_resharding()
         timed = {what: least_seconds(ways, repeats) for what, ways in rows.items()}
-        found = {what: cpu for what, (cpu, _) in timed.items()} | {"reshard, wall": timed["reshard"][1]}
+        found = {what: cpu for what, (cpu, _) in timed.items()} | {
+            "reshard, wall": timed["reshard"][1]
+        }
         assert all(torch.equal(x, self.into[name]) for name, x in self.model.items())
         return found | {f"restart of {RANKS} ranks": {"ours": self.restart()}}
 
@@ -204,7 +243,11 @@ def _table(found: dict[str, dict[str, float]], num_bytes: int) -> str:
         if what.startswith("restart"):
             lines.append(f"{what:22}{ours:8.3f} bytes read for each byte of the model")
             continue
-        told = (f"{name} {seconds:.3f} ({ours / seconds:.2f})" for name, seconds in ways.items() if name != "ours")
+        told = (
+            f"{name} {seconds:.3f} ({ours / seconds:.2f})"
+            for name, seconds in ways.items()
+            if name != "ours"
+        )
         lines.append(f"{what:22}{ours:8.3f}   {'   '.join(told)}")
     return "\n".join(lines)
 

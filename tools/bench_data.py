@@ -1,11 +1,14 @@
-"""Compare tokenising, preprocessing and Megatron's order with the libraries that do the same: CPU seconds by turns.
+"""Compare tokenising, preprocessing and Megatron's order with the libraries that do the same: CPU
+seconds by turns.
 
     python tools/bench_data.py [--mb 8] [--tokens 1e9] [--repeats 5] [--dir DIR] [--json]
 
-Peers: tokenizers and tiktoken; the loop of Megatron's preprocess_data.py with the tokenizer and builder of
-megatron-core; its GPTDataset and BlendedDataset. Texts are the interpreter's own sources, the tokenizer is trained on
-them. Every way is measured by turns with its children; the least of several times counts, and results are compared. Of
-preprocessing the time of each further MB counts, without the start. Exit code 2 for bad input or without the peers.
+Peers: tokenizers and tiktoken; the loop of Megatron's preprocess_data.py with the tokenizer and
+    builder of
+megatron-core; its GPTDataset and BlendedDataset. Texts are the interpreter's own sources, the
+tokenizer is trained on them. Every way is measured by turns with its children; the least of several
+times counts, and results are compared. Of preprocessing the time of each further MB counts, without
+the start. Exit code 2 for bad input or without the peers.
 """
 
 import argparse
@@ -33,21 +36,30 @@ WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, default=8.0, help="10^6 bytes of text (default 8)")
-    parser.add_argument("--tokens", type=float, default=1e9, help="of the index that is built (default 1e9)")
+    parser.add_argument(
+        "--tokens", type=float, default=1e9, help="of the index that is built (default 1e9)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default 5)")
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    if not (0.1 <= arguments.mb <= 100 and 1e6 <= arguments.tokens <= 1e11 and arguments.repeats > 0):
-        parser.error("--mb is a number from 0.1 to 100, --tokens from 1e6 to 1e11, and --repeats at least 1")
+    if not (
+        0.1 <= arguments.mb <= 100 and 1e6 <= arguments.tokens <= 1e11 and arguments.repeats > 0
+    ):
+        parser.error(
+            "--mb is a number from 0.1 to 100, --tokens from 1e6 to 1e11, and --repeats at least 1"
+        )
     return arguments
 
 
 if __name__ == "__main__":
     print_anywhere()
-    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    _arguments()
 
 import numpy as np
 
@@ -81,10 +93,19 @@ def encoding(folder: Path, documents: list[str], repeats: int) -> Row:
     import tiktoken
     import tokenizers
 
-    tokenizer, theirs = load_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer, theirs = (
+        load_tokenizer(folder),
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     taken = {sign: byte for byte, sign in byte_signs().items()}
-    ranks = {bytes(taken[sign] for sign in token): i for token, i in theirs.get_vocab().items() if token != EOD}
-    tiktokens = tiktoken.Encoding("bench", pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    ranks = {
+        bytes(taken[sign] for sign in token): i
+        for token, i in theirs.get_vocab().items()
+        if token != EOD
+    }
+    tiktokens = tiktoken.Encoding(
+        "bench", pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
     tokenizer.encode_all(documents[:1])
     ways: Calls = {
         "ours": lambda: tokenizer.encode_all(documents),
@@ -113,10 +134,14 @@ def _encode(folder: Path, line: str) -> list[int]:
 
 
 def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -> None:
-    """Does what preprocess_data.py --append-eod does: a pool that encodes lines, and a builder that writes."""
+    """Does what preprocess_data.py --append-eod does: a pool that encodes lines, and a builder that
+    writes."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    with lines.open(encoding="utf-8") as file, multiprocessing.Pool(workers, _tokenizer, (folder,)) as pool:
+    with (
+        lines.open(encoding="utf-8") as file,
+        multiprocessing.Pool(workers, _tokenizer, (folder,)) as pool,
+    ):
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype_for_vocab(VOCAB).type)
         for ids in pool.imap(partial(_encode, folder), file, 32):
             builder.add_document(ids, [len(ids)])
@@ -126,13 +151,17 @@ def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -
 
 
 def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int) -> Row:
-    """Measures preprocessing of half the documents and of all: the difference is the time of what is more."""
+    """Measures preprocessing of half the documents and of all: the difference is the time of what
+    is more."""
     _tokenizer(folder)  # before a pool is forked, as Megatron does
     ways: Calls = {}
     sizes = {"some": len(documents) // 2, "all": len(documents)}
     for size, count in sizes.items():
         lines, theirs = folder / f"{size}.jsonl", folder / f"megatron_{size}"
-        lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:count]), encoding="utf-8")
+        lines.write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in documents[:count]),
+            encoding="utf-8",
+        )
         job = Job((lines,), str(folder / f"ours_{size}"), Recipe(str(folder), append_eod=True))
         ways[f"ours {size}"] = partial(preprocess, job, workers, overwrite=True)
         ways[f"megatron {size}"] = partial(megatron_preprocess, folder, lines, theirs, workers)
@@ -140,7 +169,9 @@ def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int
     def check(_: dict[str, Any]) -> None:
         for size in sizes:
             for suffix in (".bin", ".idx"):
-                ours, theirs = ((folder / f"{who}_{size}{suffix}").read_bytes() for who in ("ours", "megatron"))
+                ours, theirs = (
+                    (folder / f"{who}_{size}{suffix}").read_bytes() for who in ("ours", "megatron")
+                )
                 assert ours == theirs, suffix
 
     found, _ = least_seconds(ways, repeats, check)
@@ -148,9 +179,12 @@ def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int
 
 
 def write_index(prefix: str, tokens: float, seed: int) -> None:
-    """Writes a dataset whose documents have lengths as in text, log-normal; its tokens are a hole in the file."""
+    """Writes a dataset whose documents have lengths as in text, log-normal; its tokens are a hole
+    in the file."""
     random = np.random.default_rng(seed)
-    lengths = 1 + random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, int(tokens / MEAN_TOKENS)).astype(np.int64)
+    lengths = 1 + random.lognormal(
+        np.log(MEAN_TOKENS) - 0.5, 1.0, int(tokens / MEAN_TOKENS)
+    ).astype(np.int64)
     lengths.astype("<i4").tofile(f"{prefix}.lengths.partial")
     with open(f"{prefix}.bin.partial", "wb") as file:
         file.truncate(2 * int(lengths.sum()))
@@ -158,8 +192,11 @@ def write_index(prefix: str, tokens: float, seed: int) -> None:
 
 
 def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) -> Row:
-    """Measures how long the indices of one epoch take, of one dataset or of a blend; they are built and stored."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    """Measures how long the indices of one epoch take, of one dataset or of a blend; they are built
+    and stored."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     count, blended = int(tokens // SEQ_LEN), len(prefixes) > 1
@@ -170,17 +207,35 @@ def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) 
     def theirs() -> Any:
         shutil.rmtree(cache, ignore_errors=True)
         config = GPTDatasetConfig(
-            random_seed=SEED, sequence_length=SEQ_LEN, split="1,0,0", path_to_cache=str(cache), tokenizer=Tokenizer(),
+            random_seed=SEED,
+            sequence_length=SEQ_LEN,
+            split="1,0,0",
+            path_to_cache=str(cache),
+            tokenizer=Tokenizer(),
             blend=(list(prefixes), list(WEIGHTS) if blended else None),
-            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        )  # fmt: skip
-        return BlendedMegatronDatasetBuilder(GPTDataset, [count, 0, 0], lambda: True, config).build()[0]
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+        )
+        return BlendedMegatronDatasetBuilder(
+            GPTDataset, [count, 0, 0], lambda: True, config
+        ).build()[0]
 
     def ours() -> Samples:
         shutil.rmtree(cache, ignore_errors=True)
-        sources = [f"{weight} {prefix}" for weight, prefix in zip(WEIGHTS, prefixes)] if blended else list(prefixes)
+        sources = (
+            [f"{weight} {prefix}" for weight, prefix in zip(WEIGHTS, prefixes)]
+            if blended
+            else list(prefixes)
+        )
         return open_samples(
-            sources, seq_len=SEQ_LEN, order="megatron", seed=SEED, num_samples=count, split="1,0,0", cache_dir=cache
+            sources,
+            seq_len=SEQ_LEN,
+            order="megatron",
+            seed=SEED,
+            num_samples=count,
+            split="1,0,0",
+            cache_dir=cache,
         )
 
     def check(found: dict[str, Any]) -> None:
@@ -191,7 +246,10 @@ def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) 
             assert (stream.order.shuffle_index == dataset.shuffle_index).all()
         for i in range(0, count, 1 + count // 1000) if blended else ():
             stream, k = mine.locate(i)
-            assert (mine.streams.index(stream), k) == (other.dataset_index[i], other.dataset_sample_index[i])
+            assert (mine.streams.index(stream), k) == (
+                other.dataset_index[i],
+                other.dataset_sample_index[i],
+            )
 
     return least_seconds({"ours": ours, "megatron": theirs}, repeats, check)[0]
 
@@ -209,9 +267,13 @@ def rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Row
     prefixes = [str(folder / f"index{i}") for i in range(5)]
     for i, prefix in enumerate(prefixes):
         write_index(prefix, arguments.tokens / (4 if i else 1), i)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # Megatron-Core's datasets ask it
+    # Megatron-Core's datasets ask it
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        for what, part in (("order: one dataset", prefixes[:1]), ("order: a blend of four", prefixes[1:])):
+        for what, part in (
+            ("order: one dataset", prefixes[:1]),
+            ("order: a blend of four", prefixes[1:]),
+        ):
             yield what, ordering(part, arguments.tokens, folder / "cache", arguments.repeats)
     finally:
         dist.destroy_process_group()
@@ -226,7 +288,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
             for what, row in rows(arguments, Path(folder)):
                 found[what] = row
-                ratios = (f"{row['ours'] / s:6.2f} of {name} ({s:.3f})" for name, s in row.items() if name != "ours")
+                ratios = (
+                    f"{row['ours'] / s:6.2f} of {name} ({s:.3f})"
+                    for name, s in row.items()
+                    if name != "ours"
+                )
                 if not arguments.json:
                     print(f"{what:28}{row['ours']:8.3f} CPU s  {'  '.join(ratios)}", flush=True)
     except (ImportError, ValueError, OSError) as error:

@@ -1,13 +1,16 @@
-"""Compare what the host does beside arithmetic: our layers, operations and steps with those of torch and transformers.
+"""Compare what the host does beside arithmetic: our layers, operations and steps with those of
+torch and transformers.
 
     python tools/bench_host.py [row ...] [--rounds 20] [--json]
 
-Rows: dense, moe (a layer, forward and backward); tp (a dense layer under tp 2 with sp, in a group that sends nothing);
-layer_norm, attention, linear, rope; gpt2_fp32, gpt2_bf16 (a training step of 14 M parameters, the only rows with
-arithmetic worth its name); gpu_dense, gpu_moe (a layer's launches on a GPU, in bf16), gpu_dense_graphs, gpu_moe_graphs
-(the same under train.cuda_graph=phases). No names: all of them, those of a GPU where there is one. The figure is CPU
-seconds, ours / theirs, above 1 where we are slower. Sides are measured by turns in one process with one thread, and the
-least of all rounds counts: it is what a busy machine changes least. Peers that are not installed are left out. Exit
+Rows: dense, moe (a layer, forward and backward); tp (a dense layer under tp 2 with sp, in a group
+    that sends nothing);
+layer_norm, attention, linear, rope; gpt2_fp32, gpt2_bf16 (a training step of 14 M parameters, the
+only rows with arithmetic worth its name); gpu_dense, gpu_moe (a layer's launches on a GPU, in
+bf16), gpu_dense_graphs, gpu_moe_graphs (the same under train.cuda_graph=phases). No names: all of
+them, those of a GPU where there is one. The figure is CPU seconds, ours / theirs, above 1 where we
+are slower. Sides are measured by turns in one process with one thread, and the least of all rounds
+counts: it is what a busy machine changes least. Peers that are not installed are left out. Exit
 code 2 for bad input.
 """
 
@@ -34,8 +37,12 @@ ROWS = ON_CPU + ON_GPU
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)} (default: all that can run)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)} (default: all that can run)"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="of each side (default 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
@@ -48,7 +55,8 @@ def _arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    _arguments()
 
 import torch
 import torch.distributed as dist
@@ -74,36 +82,75 @@ Sides = dict[str, Callable[[], object]]
 """Who -> forward and backward once; ours comes first."""
 
 LAYER = [
-    "model=tiny", "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_heads=4",
-    "model.num_kv_heads=4", "model.head_dim=8", "train.seq_len=8", "train.mbs=1", "train.gbs=1", "precision.dtype=fp32",
-]  # fmt: skip
-EXPERTS = ["model=tiny_mixtral", "model.num_experts=4", "model.top_k=2", "model.moe_ffn_hidden_size=64"]
+    "model=tiny",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=8",
+    "train.seq_len=8",
+    "train.mbs=1",
+    "train.gbs=1",
+    "precision.dtype=fp32",
+]
+EXPERTS = [
+    "model=tiny_mixtral",
+    "model.num_experts=4",
+    "model.top_k=2",
+    "model.moe_ffn_hidden_size=64",
+]
 GPU_LAYER = [
-    "model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=64", "train.seq_len=128",
-    "precision.dtype=bf16", "kernels.attention=triton", "moe.exchange=planned",
-]  # fmt: skip
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=512",
+    "model.head_dim=64",
+    "train.seq_len=128",
+    "precision.dtype=bf16",
+    "kernels.attention=triton",
+    "moe.exchange=planned",
+]
 GPT2 = [
-    "model=tiny_gpt2", "model.num_layers=6", "model.hidden_size=384", "model.ffn_hidden_size=1536", "model.num_heads=6",
-    "model.num_kv_heads=6", "model.head_dim=64", "model.vocab_size=8192", "train.seq_len=128", "train.mbs=2",
-    "train.gbs=2", "optim.clip=1.0",
-]  # fmt: skip
+    "model=tiny_gpt2",
+    "model.num_layers=6",
+    "model.hidden_size=384",
+    "model.ffn_hidden_size=1536",
+    "model.num_heads=6",
+    "model.num_kv_heads=6",
+    "model.head_dim=64",
+    "model.vocab_size=8192",
+    "train.seq_len=128",
+    "train.mbs=2",
+    "train.gbs=2",
+    "optim.clip=1.0",
+]
 CPU = torch.device("cpu")
 TIMED_S = 0.02  # of a round, at least, but for steps
 
 
-def our_layer(config: Config, world: int = 1, device: torch.device = CPU, graphs: bool = False) -> Callable[[], object]:
-    """Returns forward and backward of a block as a stage runs them, into main gradients as in training."""
+def our_layer(
+    config: Config, world: int = 1, device: torch.device = CPU, graphs: bool = False
+) -> Callable[[], object]:
+    """Returns forward and backward of a block as a stage runs them, into main gradients as in
+    training."""
     model = GPT(config, build_mesh(sizes_of(config, world)), device)
     model.initialize(0)
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
     replayed = StageGraphs(Ledger()) if graphs else None
     stage = Stage(list(model.layers["0"].children()), graphs=replayed)
-    batch = make_micro_batch(torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)).to(device)
+    batch = make_micro_batch(
+        torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
+    ).to(device)
     attention: Any = model.layers["0"].attention
-    tables = attention.rope(copy(batch))  # made once for all layers of a stage: every side is given its own
+    # made once for all layers of a stage: every side is given its own
+    tables = attention.rope(copy(batch))
     attention.rope = lambda batch: tables
-    shape = 2, config.train.seq_len // config.parallel.tp, config.train.mbs, config.model.hidden_size
+    shape = (
+        2,
+        config.train.seq_len // config.parallel.tp,
+        config.train.mbs,
+        config.model.hidden_size,
+    )
     x, dy = torch.randn(shape, device=device, dtype=DTYPES[config.precision.dtype])
 
     def run() -> None:
@@ -137,8 +184,17 @@ class PlainBlock(nn.Module):
         h, self.heads, self.d = model.hidden_size, model.num_heads // ranks, model.head_dim
         self.experts, self.top_k, f = model.num_experts, model.top_k, model.ffn_hidden_size // ranks
         many = (self.experts,) if self.experts else ()
-        shapes = [(h,), (h,), (3 * self.heads * self.d, h), (h, self.heads * self.d), (*many, 2 * f, h), (*many, h, f)]
-        self.weights = nn.ParameterList(torch.randn(shape) / 6 for shape in (*shapes, (self.experts or 1, h)))
+        shapes = [
+            (h,),
+            (h,),
+            (3 * self.heads * self.d, h),
+            (h, self.heads * self.d),
+            (*many, 2 * f, h),
+            (*many, h, f),
+        ]
+        self.weights = nn.ParameterList(
+            torch.randn(shape) / 6 for shape in (*shapes, (self.experts or 1, h))
+        )
         angle = torch.randn(config.train.seq_len, 1, 1, self.d)
         self.cos, self.sin = angle.cos(), angle.sin()
 
@@ -147,9 +203,12 @@ class PlainBlock(nn.Module):
         h = self.gathered(F.rms_norm(x, norm.shape, norm, 1e-5))
         q, k, v = F.linear(h, qkv).unflatten(-1, (3, self.heads, self.d)).unbind(2)
         q, k, v = (
-            each.permute(1, 2, 0, 3) for each in (turned(q, self.cos, self.sin), turned(k, self.cos, self.sin), v)
+            each.permute(1, 2, 0, 3)
+            for each in (turned(q, self.cos, self.sin), turned(k, self.cos, self.sin), v)
         )
-        core = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        core = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        )
         x = x + self.scattered(F.linear(core, out))
         h = self.gathered(F.rms_norm(x, mlp_norm.shape, mlp_norm, 1e-5))
         if self.experts:
@@ -159,11 +218,18 @@ class PlainBlock(nn.Module):
 
     def routed(self, h: Tensor, up: Tensor, down: Tensor, router: Tensor) -> Tensor:
         weights, experts = F.softmax(F.linear(h, router), -1).topk(self.top_k)
-        weights, order = weights / weights.sum(-1, keepdim=True), experts.flatten().argsort(stable=True)
+        weights, order = (
+            weights / weights.sum(-1, keepdim=True),
+            experts.flatten().argsort(stable=True),
+        )
         ends = torch.bincount(experts.flatten(), minlength=self.experts).cumsum(0).to(torch.int32)
-        gate, inner = F.grouped_mm(h[order // self.top_k], up.transpose(1, 2), offs=ends).chunk(2, -1)
+        gate, inner = F.grouped_mm(h[order // self.top_k], up.transpose(1, 2), offs=ends).chunk(
+            2, -1
+        )
         y = F.grouped_mm(F.silu(gate) * inner, down.transpose(1, 2), offs=ends)
-        return torch.zeros_like(h).index_add(0, order // self.top_k, y * weights.flatten()[order, None])
+        return torch.zeros_like(h).index_add(
+            0, order // self.top_k, y * weights.flatten()[order, None]
+        )
 
     def gathered(self, x: Tensor) -> Tensor:
         return x if self.ranks == 1 else _Collective.apply(x, False)
@@ -204,12 +270,15 @@ def layer(*options: str) -> Sides:
     if find_spec("transformers"):
         whole = bench_train.transformers_model(config, CPU).model
         tables = whole.rotary_emb(torch.zeros(1, s, h), torch.arange(s)[None])
-        sides["transformers"] = recorded(partial(whole.layers[0], position_embeddings=tables), torch.randn(1, s, h))
+        sides["transformers"] = recorded(
+            partial(whole.layers[0], position_embeddings=tables), torch.randn(1, s, h)
+        )
     return sides | {"plain torch": recorded(PlainBlock(config), torch.randn(s, 1, h))}
 
 
 def sharded_layer() -> Sides:
-    """Makes a dense block under tp 2 with sp, in a group that sends nothing and that `ratios` ends."""
+    """Makes a dense block under tp 2 with sp, in a group that sends nothing and that `ratios`
+    ends."""
     from torch.testing._internal.distributed import fake_pg
 
     dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
@@ -221,11 +290,19 @@ def sharded_layer() -> Sides:
 def gpu_layer(kind: str, graphs: bool) -> Sides:
     """Makes a block on the GPU, ours and a plain one; on a stream of its own, as graphs need."""
     torch.cuda.set_stream(torch.cuda.Stream())
-    device, config = torch.device("cuda"), load_config([*LAYER, *(EXPERTS if kind == "moe" else ()), *GPU_LAYER])
+    device, config = (
+        torch.device("cuda"),
+        load_config([*LAYER, *(EXPERTS if kind == "moe" else ()), *GPU_LAYER]),
+    )
     plain = PlainBlock(config).to(device, torch.bfloat16)
     plain.cos, plain.sin = (table.to(device, torch.bfloat16) for table in (plain.cos, plain.sin))
-    x = torch.randn(config.train.seq_len, 1, config.model.hidden_size, device=device, dtype=torch.bfloat16)
-    return {"ours": our_layer(config, device=device, graphs=graphs), "plain torch": recorded(plain, x)}
+    x = torch.randn(
+        config.train.seq_len, 1, config.model.hidden_size, device=device, dtype=torch.bfloat16
+    )
+    return {
+        "ours": our_layer(config, device=device, graphs=graphs),
+        "plain torch": recorded(plain, x),
+    }
 
 
 def operation(name: str) -> Sides:
@@ -235,22 +312,33 @@ def operation(name: str) -> Sides:
     angle = torch.randn(8, 1, 4)
     tables = angle.cos(), angle.sin()
     cos, sin = (torch.cat((x, x), -1).unsqueeze(2) for x in tables)
-    pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
-        "layer_norm": (partial(layer_norm, eps=1e-5), lambda x, w, b: F.layer_norm(x, (32,), w, b),
-                       lambda: [rows(), torch.ones(32), torch.zeros(32)]),
-        "attention": (lambda q, k, v: attention(q, k, v, scale=8**-0.5)[0],
-                      lambda q, k, v: sdpa(*(x.permute(1, 2, 0, 3) for x in (q, k, v))).permute(2, 0, 1, 3),
-                      lambda: [heads(), heads(), heads()]),
+    pairs: dict[
+        str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[], list[Tensor]]]
+    ] = {
+        "layer_norm": (
+            partial(layer_norm, eps=1e-5),
+            lambda x, w, b: F.layer_norm(x, (32,), w, b),
+            lambda: [rows(), torch.ones(32), torch.zeros(32)],
+        ),
+        "attention": (
+            lambda q, k, v: attention(q, k, v, scale=8**-0.5)[0],
+            lambda q, k, v: sdpa(*(x.permute(1, 2, 0, 3) for x in (q, k, v))).permute(2, 0, 1, 3),
+            lambda: [heads(), heads(), heads()],
+        ),
         "linear": (local_linear, F.linear, lambda: [rows(), torch.randn(32, 32)]),
-        "rope": (lambda q, k: torch.cat(apply_rope(q, k, *tables)),
-                 lambda q, k: torch.cat((turned(q, cos, sin), turned(k, cos, sin))), lambda: [heads(), heads()]),
-    }  # fmt: skip
+        "rope": (
+            lambda q, k: torch.cat(apply_rope(q, k, *tables)),
+            lambda q, k: torch.cat((turned(q, cos, sin), turned(k, cos, sin))),
+            lambda: [heads(), heads()],
+        ),
+    }
     mine, theirs, inputs = pairs[name]
     return {"ours": recorded(mine, *inputs()), "torch": recorded(theirs, *inputs())}
 
 
 def training_step(dtype: str) -> Sides:
-    """Makes a step of a small GPT-2, transformers' under autocast for bf16, with torch's fused AdamW."""
+    """Makes a step of a small GPT-2, transformers' under autocast for bf16, with torch's fused
+    AdamW."""
     config, device = load_config([*GPT2, f"precision.dtype={dtype}"]), CPU
     rows = next(bench_train.tokens(config))
     sides: Sides = {"ours": partial(bench_train.ours(config, device), rows)}
@@ -303,13 +391,20 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     if not torch.cuda.is_available() and (rows := [row for row in arguments.rows if row in ON_GPU]):
-        print(f"bench_host.py: {', '.join(rows)}: torch finds no GPU; other rows need none", file=sys.stderr)
+        print(
+            f"bench_host.py: {', '.join(rows)}: torch finds no GPU; other rows need none",
+            file=sys.stderr,
+        )
         return 2
     found = {}
     for row in arguments.rows or (ROWS if torch.cuda.is_available() else ON_CPU):
         found[row] = ratios(row, arguments.rounds)
         if not arguments.json:
-            print(f"{row:16}", *(f"{value:6.2f} of {name}" for name, value in found[row].items()), flush=True)
+            print(
+                f"{row:16}",
+                *(f"{value:6.2f} of {name}" for name, value in found[row].items()),
+                flush=True,
+            )
     if arguments.json:
         print(json.dumps(found))
     return 0

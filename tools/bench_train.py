@@ -1,4 +1,5 @@
-"""Measure training on one device: our steps beside the same model in transformers under torch.compile, in one run.
+"""Measure training on one device: our steps beside the same model in transformers under
+torch.compile, in one run.
 
     python tools/bench_train.py                           the three models below on this GPU, a table
     python tools/bench_train.py 1b --json train.json      one of them
@@ -8,11 +9,12 @@
     8b     Llama 3 8B                              8,192 tokens, 1 sequence a step
     moe    Qwen3-MoE of 16 layers and 32 experts   4,096 tokens, 4 sequences a step
 
-A model has as many of its layers as the device is predicted to hold, the same for both sides. They train on the same
-random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients clipped to norm 1. Figures are of the
-median step after the warm-up; MFU counts the FLOPs of megatron5d/model/flops.py for both.
-A side that fails says why and ends nothing, nor does one that crashes or hangs. The file is written after every step:
-where the time is up, or somebody interrupts, it holds the figures of the steps so far.
+A model has as many of its layers as the device is predicted to hold, the same for both sides. They
+train on the same random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients
+clipped to norm 1. Figures are of the median step after the warm-up; MFU counts the FLOPs of
+megatron5d/model/flops.py for both. A side that fails says why and ends nothing, nor does one that
+crashes or hangs. The file is written after every step: where the time is up, or somebody
+interrupts, it holds the figures of the steps so far.
 """
 
 import argparse
@@ -37,18 +39,26 @@ CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
     "8b": ["model=llama3_8b", "train.seq_len=8192", "train.mbs=1"],
     "moe": [
-        "model=qwen3_30b_a3b", "model.num_layers=16", "model.num_experts=32", "train.seq_len=4096", "train.mbs=4",
+        "model=qwen3_30b_a3b",
+        "model.num_layers=16",
+        "model.num_experts=32",
+        "train.seq_len=4096",
+        "train.mbs=4",
     ],
-}  # fmt: skip
+}
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; none = all")
     parser.add_argument("--model", help="another model of conf/model instead")
     parser.add_argument("--seq-len", type=int, default=4096, help="its tokens a sequence")
     parser.add_argument("--mbs", type=int, default=1, help="its sequences a step")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours"
+    )
     parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop, whatever is left")
@@ -62,7 +72,8 @@ def _arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    _arguments()
 
 import torch
 
@@ -84,7 +95,9 @@ from megatron5d.train.monitoring.writers import memory_gb
 from megatron5d.train.pipeline_layout import pipeline_layout
 
 LEARNING_RATE = 1e-4
-ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights
+# of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its
+# weights
+ROOM = 0.9
 WARM_UP = 3  # steps
 SILENCE_S = 300.0  # of one side: its weights and compilation, or one step
 
@@ -103,17 +116,23 @@ class Figures:
 
 
 def configured(overrides: list[str]) -> Config:
-    """Makes one rank's configuration. Raises ConfigError where a check fails; the source of tokens is not checked."""
+    """Makes one rank's configuration. Raises ConfigError where a check fails; the source of tokens
+    is not checked."""
     config = load_config([*overrides, "precision.dtype=bf16", "optim.clip=1.0"])
     config = replace(config, train=replace(config.train, gbs=config.train.mbs))
-    faults = [fault for fault in run_checks(config, 1) if not all(knob.startswith("data.") for knob in fault.knobs)]
+    faults = [
+        fault
+        for fault in run_checks(config, 1)
+        if not all(knob.startswith("data.") for knob in fault.knobs)
+    ]
     if faults:
         raise ConfigError(faults)
     return config
 
 
 def fitted(config: Config, have: int, target: Target) -> Config:
-    """Returns the configuration with as many of its layers as a device of `have` bytes holds; at least one."""
+    """Returns the configuration with as many of its layers as a device of `have` bytes holds; at
+    least one."""
     low, high = 1, config.model.num_layers
     while low < high:
         middle = (low + high + 1) // 2
@@ -131,8 +150,10 @@ def tokens(config: Config) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     while True:
         yield torch.randint(
-            config.model.vocab_size, (config.train.mbs, config.train.seq_len + 1), generator=generator
-        )  # fmt: skip
+            config.model.vocab_size,
+            (config.train.mbs, config.train.seq_len + 1),
+            generator=generator,
+        )
 
 
 def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
@@ -146,16 +167,22 @@ def transformers_model(config: Config, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = hf_config_from_model(config.model, "fp32")
-    hf = AutoConfig.for_model(**{key: value for key, value in settings.items() if key != "architectures"})
+    hf = AutoConfig.for_model(
+        **{key: value for key, value in settings.items() if key != "architectures"}
+    )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
 
 
-def theirs(config: Config, device: torch.device, compiled: bool = True) -> Callable[[torch.Tensor], float]:
+def theirs(
+    config: Config, device: torch.device, compiled: bool = True
+) -> Callable[[torch.Tensor], float]:
     """Returns the same in transformers, a model in bf16 under autocast, with fused AdamW."""
     model = transformers_model(config, device)
     forward = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True
+    )
 
     def step(rows: torch.Tensor) -> float:
         rows = rows.to(device)
@@ -177,7 +204,8 @@ PROVIDERS = {"ours": ours, "transformers + compile": theirs}
 def measure(
     step: Callable[[torch.Tensor], float], config: Config, device: torch.device, steps: int
 ) -> Iterator[Figures]:
-    """Returns the figures after each timed step; as many before them as compilation and tuning need are not timed.
+    """Returns the figures after each timed step; as many before them as compilation and tuning need
+    are not timed.
 
     Returning a loss waits for the device.
     """
@@ -193,12 +221,14 @@ def measure(
             times.append(time.perf_counter() - begin)
             rate = count / median(times)
             mfu = None if peak is None else rate * flops / (peak * 1e12)
-            yield Figures(len(times), median(times), rate, mfu, memory_gb(device), losses[0], losses[-1])
+            yield Figures(
+                len(times), median(times), rate, mfu, memory_gb(device), losses[0], losses[-1]
+            )
 
 
 def side(name: str, config: Config, device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """Returns what `measure` finds out about a provider, or the reason why it goes no further. Raises Exception: the
-    provider has broken the device, which a new process finds sound."""
+    """Returns what `measure` finds out about a provider, or the reason why it goes no further.
+    Raises Exception: the provider has broken the device, which a new process finds sound."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -217,24 +247,40 @@ def side(name: str, config: Config, device: torch.device, steps: int) -> Iterato
 
 
 def work(
-    configs: dict[str, Config], kind: str, steps: int, pieces: Sequence[str], tell: Callable[[tuple], None]
+    configs: dict[str, Config],
+    kind: str,
+    steps: int,
+    pieces: Sequence[str],
+    tell: Callable[[tuple], None],
 ) -> None:
-    """Measures pieces, `<case>: <provider>`, telling of each step at once: the worker of `in_turn`."""
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    """Measures pieces, `<case>: <provider>`, telling of each step at once: the worker of
+    `in_turn`."""
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    )
     what = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     tell((None, {"device": what, "torch": torch.__version__}))
 
     @functools.cache
     def fitting(case: str) -> Config:
         have = device_bytes(configs[case])
-        return configs[case] if have is None else fitted(configs[case], have, target_here(configs[case]))
+        return (
+            configs[case]
+            if have is None
+            else fitted(configs[case], have, target_here(configs[case]))
+        )
 
     for piece in pieces:
         case, _, provider = piece.partition(": ")
         config = fitting(case)
         model, train = config.model, config.train
-        sizes = {"model": model.name, "layers": model.num_layers, "parameters": parameter_count(model),
-                 "mbs": train.mbs, "seq_len": train.seq_len}  # fmt: skip
+        sizes = {
+            "model": model.name,
+            "layers": model.num_layers,
+            "parameters": parameter_count(model),
+            "mbs": train.mbs,
+            "seq_len": train.seq_len,
+        }
         for figures in side(provider, config, device, steps):
             tell((piece, sizes, figures))
         tell((piece,))
@@ -244,7 +290,8 @@ def report(told: Iterator[tuple], found: dict[str, Any], file: Path | None) -> N
     """Prints cases as they end, and writes all that is known to the file with each step.
 
     Args:
-        told: `(None, what the device is)`, `(piece, sizes, figures)`, and `(piece, why it ended early)`.
+        told: `(None, what the device is)`, `(piece, sizes, figures)`, and `(piece, why it ended
+            early)`.
         found: to which `rows` are added: case -> its sizes, and the figures of each provider.
         file: of what is found, or None.
     """
@@ -275,8 +322,10 @@ def table(name: str, row: dict[str, Any]) -> str:
     """Formats one model as lines of text."""
     lines = [name]
     if "model" in row:
-        lines = [f"{name}: {row['model']}, {row['layers']} layers, {row['parameters']:,} parameters, "
-                 f"{row['mbs']} x {row['seq_len']} tokens a step"]  # fmt: skip
+        lines = [
+            f"{name}: {row['model']}, {row['layers']} layers, {row['parameters']:,} parameters, "
+            f"{row['mbs']} x {row['seq_len']} tokens a step"
+        ]
     mine = row.get("ours", {}).get("tokens_per_s")
     for provider in (name for name in PROVIDERS if name in row):
         its = row[provider]
@@ -296,15 +345,27 @@ def table(name: str, row: dict[str, Any]) -> str:
 def main() -> int:
     arguments = _arguments()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("bench_train measures on a GPU, and torch sees none here; --device cpu tries it out", file=sys.stderr)
+        print(
+            "bench_train measures on a GPU, and torch sees none here; --device cpu tries it out",
+            file=sys.stderr,
+        )
         return 2
     cases = {name: CASES[name] for name in arguments.cases or CASES}
     if arguments.model:
-        cases = {arguments.model: [f"model={arguments.model}", f"train.seq_len={arguments.seq_len}",
-                                   f"train.mbs={arguments.mbs}"]}  # fmt: skip
-    wanted = {"ours": ["ours"], "peer": ["transformers + compile"]}.get(arguments.only, list(PROVIDERS))
+        cases = {
+            arguments.model: [
+                f"model={arguments.model}",
+                f"train.seq_len={arguments.seq_len}",
+                f"train.mbs={arguments.mbs}",
+            ]
+        }
+    wanted = {"ours": ["ours"], "peer": ["transformers + compile"]}.get(
+        arguments.only, list(PROVIDERS)
+    )
     try:
-        configs = {name: configured([*overrides, *arguments.set]) for name, overrides in cases.items()}
+        configs = {
+            name: configured([*overrides, *arguments.set]) for name, overrides in cases.items()
+        }
     except ConfigError as error:
         refuse(error.faults)
     pieces = [f"{case}: {provider}" for case in configs for provider in wanted]

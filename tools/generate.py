@@ -34,31 +34,74 @@ def _seed(text: str) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a checkpoint of ours, or a directory of them")
-    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors")
+    source.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint of ours, or a directory of them",
+    )
+    source.add_argument(
+        "--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors"
+    )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to add (default 64)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among K tokens; 0 = all (default 50)")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws (default 0)")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer's file of any kind, or its folder")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens to add (default 64)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 = likeliest token (default 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="draw among K tokens; 0 = all (default 50)",
+    )
+    parser.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of the draws (default 0)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a tokenizer's file of any kind, or its folder",
+    )
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
         help="begin the prompt with the begin-of-text token (default: as the tokenizer's files say; no after training)",
     )
-    parser.add_argument("--special-tokens", action="store_true", help="read special tokens that the prompt spells out")
-    parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"], help="of the computation (default: the source's)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
-    parser.add_argument("--json", action="store_true", help="print {prompt, text, tokens} instead of the text")
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="read special tokens that the prompt spells out",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp64", "fp32", "bf16"],
+        help="of the computation (default: the source's)",
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print {prompt, text, tokens} instead of the text"
+    )
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
     print_anywhere()
-    parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    parse(sys.argv[1:])
 
 from tqdm import tqdm
 
@@ -75,7 +118,9 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, P
     """Returns the tokenizer named on the command line, else the source's own, and where it is."""
     path = args.tokenizer or args.hf or token_source(config)
     if path is None:
-        raise ValueError("the run has no data.tokenizer: name the one its data was made with by --tokenizer PATH")
+        raise ValueError(
+            "the run has no data.tokenizer: name the one its data was made with by --tokenizer PATH"
+        )
     try:
         return load_tokenizer(path, config.data.eod), path
     except ValueError as error:
@@ -85,9 +130,12 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, P
 
 
 def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
-    """Returns what stands before a prompt: nothing for our own runs, unless preprocess.py has put a token there."""
+    """Returns what stands before a prompt: nothing for our own runs, unless preprocess.py has put a
+    token there."""
     if args.bos and tokenizer.bos is None:
-        raise ValueError("--bos: the tokenizer names no begin-of-text token (bos_token in tokenizer_config.json)")
+        raise ValueError(
+            "--bos: the tokenizer names no begin-of-text token (bos_token in tokenizer_config.json)"
+        )
     begins = args.bos if args.bos is not None else tokenizer.adds_bos and not config.data.train
     return [tokenizer.bos] if begins and tokenizer.bos is not None else []
 
@@ -96,11 +144,20 @@ def encode_prompt(text: str, tokenizer: Tokenizer, special: dict[str, int]) -> l
     """Returns the ids of a prompt in which the names of some special tokens stand for them."""
     names = sorted(filter(None, special), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return [i for part in parts if part for i in ([special[part]] if part in special else tokenizer.encode(part))]
+    return [
+        i
+        for part in parts
+        if part
+        for i in ([special[part]] if part in special else tokenizer.encode(part))
+    ]
 
 
 def continue_text(
-    predictor: Predictor, tokenizer: Tokenizer, prompt: list[int], ends: set[int | None], args: argparse.Namespace
+    predictor: Predictor,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    ends: set[int | None],
+    args: argparse.Namespace,
 ) -> list[int]:
     """Returns the prompt's tokens and the new ones, without the token that ended them."""
     model = predictor.config.model
@@ -110,13 +167,24 @@ def continue_text(
             f"the tokenizer gives id {outside[0]}, the model has model.vocab_size = {vocab_size}: "
             "this is not the tokenizer that the model was trained with"
         )
-    if (longest := len(prompt) + args.max_tokens) > model.max_positions and predictor.mesh["world"].rank == 0:
-        kept = "only the last of them are seen" if model.position == "learned" else "the model was not trained for more"
-        print(f"{longest} tokens may exceed the model's {model.max_positions} positions: {kept}", file=sys.stderr)
+    if (longest := len(prompt) + args.max_tokens) > model.max_positions and predictor.mesh[
+        "world"
+    ].rank == 0:
+        kept = (
+            "only the last of them are seen"
+            if model.position == "learned"
+            else "the model was not trained for more"
+        )
+        print(
+            f"{longest} tokens may exceed the model's {model.max_positions} positions: {kept}",
+            file=sys.stderr,
+        )
     settings = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     drawn = predictor.sample(prompt, args.max_tokens, vocab_size=tokenizer.vocab_size, **settings)
     new: list[int] = []
-    for token in tqdm(drawn, total=args.max_tokens, unit="token", disable=not sys.stderr.isatty(), leave=False):
+    for token in tqdm(
+        drawn, total=args.max_tokens, unit="token", disable=not sys.stderr.isatty(), leave=False
+    ):
         if token in ends:
             break
         new.append(token)
@@ -134,14 +202,22 @@ def run(args: argparse.Namespace) -> None:
     config = source.config(environment.world, tp=args.tp, dtype=args.dtype)
     tokenizer, path = tokenizer_of(args, config)
     special = special_tokens(path) if args.special_tokens else {}
-    prompt = begin_of_prompt(tokenizer, args, config) + encode_prompt(args.prompt, tokenizer, special)
+    prompt = begin_of_prompt(tokenizer, args, config) + encode_prompt(
+        args.prompt, tokenizer, special
+    )
     ends = {tokenizer.eod, *end_tokens(args.hf or (path if path.is_dir() else path.parent))}
     process = start_process(config.parallel.timeout_s, environment)
     try:
-        tokens = continue_text(open_predictor(source, config, process), tokenizer, prompt, ends, args)
+        tokens = continue_text(
+            open_predictor(source, config, process), tokenizer, prompt, ends, args
+        )
         if process.rank == 0:
             text = tokenizer.decode(tokens)
-            print(json.dumps({"prompt": args.prompt, "text": text, "tokens": tokens}) if args.json else text)
+            print(
+                json.dumps({"prompt": args.prompt, "text": text, "tokens": tokens})
+                if args.json
+                else text
+            )
     finally:
         stop_process()
 

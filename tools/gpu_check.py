@@ -1,15 +1,17 @@
-"""The first minutes on a new GPU: whether what is computed there is right, how fast, and beside what.
+"""The first minutes on a new GPU: whether what is computed there is right, how fast, and beside
+what.
 
     bash launch/gpu_check.sh                          nine minutes; runs/gpu_check/gpu_check.md and .json
     bash launch/gpu_check.sh --minutes 60 --write     more rows and tuning; their results go into kernels/configs/
 
-Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so that what matters
-most is there first: the device; every kernel and library beside the plain path, and compute-sanitizer on the kernels
-that overlap at the same time; losses of a small model, with the kernels and without, and of layouts of several ranks,
-which share the GPUs that there are; what a copy and a GEMM reach, and whether torch adds a GEMM into the main gradient
-in place; the rows of tools/bench_kernels.py by importance; whole steps of tools/bench_train.py; and the tuner with the
-time that is left. Each result is written at once, and what crashes or hangs ends its own line alone: a machine that is
-taken away at any moment has left a whole table.
+Needs torch and Triton; whole steps also need Hydra, and transformers beside them. In this order, so
+that what matters most is there first: the device; every kernel and library beside the plain path,
+and compute-sanitizer on the kernels that overlap at the same time; losses of a small model, with
+the kernels and without, and of layouts of several ranks, which share the GPUs that there are; what
+a copy and a GEMM reach, and whether torch adds a GEMM into the main gradient in place; the rows of
+tools/bench_kernels.py by importance; whole steps of tools/bench_train.py; and the tuner with the
+time that is left. Each result is written at once, and what crashes or hangs ends its own line
+alone: a machine that is taken away at any moment has left a whole table.
 """
 
 import argparse
@@ -32,17 +34,28 @@ from megatron5d.config.command_line import print_anywhere
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop, whatever is left")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder of the two files")
-    parser.add_argument("--write", action="store_true", help="keep tuned tiles and the order of libraries")
-    parser.add_argument("--run", metavar="ROW", help="only run our calls of a row once, small: for compute-sanitizer")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu_check"), help="folder of the two files"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep tuned tiles and the order of libraries"
+    )
+    parser.add_argument(
+        "--run",
+        metavar="ROW",
+        help="only run our calls of a row once, small: for compute-sanitizer",
+    )
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     print_anywhere()
-    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    _arguments()
 
 import torch
 
@@ -61,8 +74,18 @@ SILENCE_S = 120.0  # of one piece: three compilations and all its calls
 # shares of the time at which the next part begins
 UNTIL = {"checks": 0.35, "layouts": 0.5, "benchmarks": 0.75, "training": 0.92}
 OVERLAPPING = ("all-gather GEMM", "GEMM reduce-scatter")
-FIRST = ("attention forward, causal, d 128", "attention backward, causal, d 128", "window of 128", "float8 blockwise",
-         "grouped", "weight gradient", "RMSNorm", "SwiGLU", "RoPE", "cross-entropy")  # fmt: skip
+FIRST = (
+    "attention forward, causal, d 128",
+    "attention backward, causal, d 128",
+    "window of 128",
+    "float8 blockwise",
+    "grouped",
+    "weight gradient",
+    "RMSNorm",
+    "SwiGLU",
+    "RoPE",
+    "cross-entropy",
+)
 PACKAGES = ("triton", "flash-attn-4", "transformers", "hydra-core", "liger-kernel")
 
 
@@ -83,12 +106,20 @@ def counted(program: subprocess.Popen[str], until: float) -> dict[str, Any]:
     _, said = ended(program, until, lines=20)
     # ERROR SUMMARY: 0 errors        RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
     summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
-    return {"errors": int(summary[1])} if summary else {"unavailable": said[-200:] or "it has said nothing"}
+    return (
+        {"errors": int(summary[1])}
+        if summary
+        else {"unavailable": said[-200:] or "it has said nothing"}
+    )
 
 
 def versions() -> dict[str, str]:
     """Returns those of torch, its libraries, the driver and what may be beside them."""
-    found = {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    found = {
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+    }
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -96,7 +127,9 @@ def versions() -> dict[str, str]:
             found[package] = "-"
     if (smi := shutil.which("nvidia-smi")) is not None:
         query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-        found["driver, clocks, power"] = ended(started([smi, query, "--format=csv,noheader"]), time.monotonic() + 10)[1]
+        found["driver, clocks, power"] = ended(
+            started([smi, query, "--format=csv,noheader"]), time.monotonic() + 10
+        )[1]
     return found
 
 
@@ -134,12 +167,22 @@ class Book:
         write_whole(self.folder / "gpu_check.md", self.markdown())
 
     def all_right(self) -> bool:
-        """Says whether nothing that was compared differs: kernels, addmm, and what the sanitizer found."""
-        compared = [each for row in self.found.get("reference", {}).values() for each in row.values()]
-        compared += [*self.found.get("losses", {}).values(), *self.found.get("layouts", {}).values()]
+        """Says whether nothing that was compared differs: kernels, addmm, and what the sanitizer
+        found."""
+        compared = [
+            each for row in self.found.get("reference", {}).values() for each in row.values()
+        ]
+        compared += [
+            *self.found.get("losses", {}).values(),
+            *self.found.get("layouts", {}).values(),
+        ]
         wrong = [each for each in compared if isinstance(each, dict) and each.get("right") is False]
-        wrong += [row for row in self.found.get("addmm", {}).values() if row.get("in place") is False]
-        return not wrong and all(row.get("errors", 0) == 0 for row in self.found.get("sanitizer", {}).values())
+        wrong += [
+            row for row in self.found.get("addmm", {}).values() if row.get("in place") is False
+        ]
+        return not wrong and all(
+            row.get("errors", 0) == 0 for row in self.found.get("sanitizer", {}).values()
+        )
 
     def markdown(self) -> str:
         """Returns the tables of all sections that have begun."""
@@ -154,29 +197,38 @@ def _table(section: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]
     nested = section in ("reference", "benchmarks", "training")
     yield "| | | |\n|---|---|---|" if nested else "| | |\n|---|---|"
     for name, row in rows.items():
-        each = {key: value for key, value in row.items() if isinstance(value, dict)} if nested else {}
+        each = (
+            {key: value for key, value in row.items() if isinstance(value, dict)} if nested else {}
+        )
         rest = {key: value for key, value in row.items() if key not in each}
         if rest:
             yield f"| {name} | {_words(rest)} |" + " |" * nested
         ours = each.get("ours", {}).get("ms")
         for provider, figures in each.items():
-            ratio = f", ours is {figures['ms'] / ours:.2f} x" if ours and "ms" in figures and provider != "ours" else ""
+            ratio = (
+                f", ours is {figures['ms'] / ours:.2f} x"
+                if ours and "ms" in figures and provider != "ours"
+                else ""
+            )
             yield f"| {name} | {provider} | {_words(figures)}{ratio} |"
 
 
 def _words(figures: Mapping[str, Any]) -> str:
     """Returns figures in one line; the shape of a request is for the program."""
     if "ms" in figures:
-        return (
-            f"{figures['ms']:.3f} ms, {figures['rate']:.0f} {figures['unit']}, {figures['peak_bytes'] / 2**20:.0f} MiB"
-        )
+        return f"{figures['ms']:.3f} ms, {figures['rate']:.0f} {figures['unit']}, {figures['peak_bytes'] / 2**20:.0f} MiB"
     if "right" in figures:
         ends = "".join(
-            f"; {way} {figures[way][0]:.3f} to {figures[way][-1]:.3f}" for way in ("kernels", "plain") if way in figures
+            f"; {way} {figures[way][0]:.3f} to {figures[way][-1]:.3f}"
+            for way in ("kernels", "plain")
+            if way in figures
         )
         bits = "" if figures.get("same bits", True) else ", other bits each time"
         return f"{'right' if figures['right'] else 'WRONG'}, differs by {figures['difference']:.1e}{bits}{ends}"
-    words = (f"{key} {_words(value) if isinstance(value, dict) else _figure(value)}" for key, value in figures.items())
+    words = (
+        f"{key} {_words(value) if isinstance(value, dict) else _figure(value)}"
+        for key, value in figures.items()
+    )
     return "; ".join(words).replace("|", "/").replace("\n", " / ")
 
 
@@ -185,8 +237,12 @@ def _figure(value: object) -> str:
 
 
 def by_importance(names: Sequence[str]) -> list[str]:
-    """Sorts rows of the benchmark; those that FIRST does not name keep their order behind the others."""
-    rank = {name: next((i for i, part in enumerate(FIRST) if part in name), len(FIRST)) for name in names}
+    """Sorts rows of the benchmark; those that FIRST does not name keep their order behind the
+    others."""
+    rank = {
+        name: next((i for i, part in enumerate(FIRST) if part in name), len(FIRST))
+        for name in names
+    }
     return sorted(names, key=lambda name: rank[name])
 
 
@@ -222,11 +278,18 @@ def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
     for piece in pieces:
         section, _, name = piece.partition(": ")
         if section in ("benchmarks", "compiled"):
-            for provider, figures in measure(BENCHMARKS[name], 2, 30, compiles if section == "compiled" else launches):
+            for provider, figures in measure(
+                BENCHMARKS[name], 2, 30, compiles if section == "compiled" else launches
+            ):
                 tell((piece, {provider: figures}))
         else:
-            made = {"device": lambda _: device_facts(), "addmm": lambda name: addmm(*ADDMM[name]),
-                    "limits": lambda _: limits(), "reference": reference, "losses": losses}[section]  # fmt: skip
+            made = {
+                "device": lambda _: device_facts(),
+                "addmm": lambda name: addmm(*ADDMM[name]),
+                "limits": lambda _: limits(),
+                "reference": reference,
+                "losses": losses,
+            }[section]
             try:
                 tell((piece, made(name)))
             except Exception as error:
@@ -239,18 +302,38 @@ def work(pieces: Sequence[str], tell: Callable[[tuple], None]) -> None:
 
 
 def training(book: Book, deadline: float) -> None:
-    """Measures whole steps: each model in bfloat16 and FP8, with and without CUDA graphs where there is the key."""
+    """Measures whole steps: each model in bfloat16 and FP8, with and without CUDA graphs where
+    there is the key."""
     if find_spec("hydra") is None:
         book.put("training", "whole steps", {"unavailable": "hydra-core is not installed"})
         return
     graphs = ("none", "phases") if "cuda_graph" in TrainConfig.__dataclass_fields__ else (None,)
-    variants = [(case, fp8, graph) for graph in graphs for fp8 in ("none", "blockwise") for case in ("1b", "8b")]
+    variants = [
+        (case, fp8, graph)
+        for graph in graphs
+        for fp8 in ("none", "blockwise")
+        for case in ("1b", "8b")
+    ]
     for i, (case, fp8, graph) in enumerate(variants):
-        name = f"{case}, {'bf16' if fp8 == 'none' else 'FP8'}" + (f", graphs {graph}" if graph else "")
+        name = f"{case}, {'bf16' if fp8 == 'none' else 'FP8'}" + (
+            f", graphs {graph}" if graph else ""
+        )
         file = book.folder / "step.json"
         file.unlink(missing_ok=True)
-        command = [sys.executable, str(TOOLS / "bench_train.py"), case, "--steps", "5", "--json", str(file)]
-        command += ["--set", f"precision.fp8={fp8}", *(["--set", f"train.cuda_graph={graph}"] if graph else [])]
+        command = [
+            sys.executable,
+            str(TOOLS / "bench_train.py"),
+            case,
+            "--steps",
+            "5",
+            "--json",
+            str(file),
+        ]
+        command += [
+            "--set",
+            f"precision.fp8={fp8}",
+            *(["--set", f"train.cuda_graph={graph}"] if graph else []),
+        ]
         command += [] if (fp8, graph) == ("none", graphs[0]) else ["--only", "ours"]
         until = time.monotonic() + (deadline - time.monotonic()) / (len(variants) - i)
         code, said = ended(started(command), until)
@@ -258,7 +341,11 @@ def training(book: Book, deadline: float) -> None:
         book.put(
             "training",
             name,
-            rows.get(case) or {"unavailable": said or ("the time is up" if code is None else f"it ended with {code}")},
+            rows.get(case)
+            or {
+                "unavailable": said
+                or ("the time is up" if code is None else f"it ended with {code}")
+            },
         )
 
 
@@ -287,7 +374,11 @@ def check(book: Book, minutes: float, write: bool) -> None:
     rows = by_importance(list(BENCHMARKS))
     programs = sanitizers([row for row in rows if row.startswith(OVERLAPPING)])
     try:
-        checks = ["device: facts", *(f"reference: {name}" for name in rows), *(f"losses: {name}" for name in LOSSES)]
+        checks = [
+            "device: facts",
+            *(f"reference: {name}" for name in rows),
+            *(f"losses: {name}" for name in LOSSES),
+        ]
         _fill(book, in_turn(work, checks, SILENCE_S, until["checks"]))
         for name, program in programs.items():
             book.put("sanitizer", name, counted(program, until["checks"]))
@@ -305,7 +396,11 @@ def check(book: Book, minutes: float, write: bool) -> None:
     timed += [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
     _fill(book, in_turn(work, timed, SILENCE_S, until["benchmarks"]))
     capability = book.found.get("device", {}).get("facts", {}).get("capability")
-    if write and capability and (file := write_orders(book.found.get("benchmarks", {}), capability)):
+    if (
+        write
+        and capability
+        and (file := write_orders(book.found.get("benchmarks", {}), capability))
+    ):
         book.put("device", "order of libraries", {"written": str(file)})
     training(book, until["training"])
     tuned(book, began + 60 * minutes, write)

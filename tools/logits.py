@@ -1,10 +1,12 @@
-"""Run a model forward on given token ids and write its logits to a .npy file, to check an import or a checkpoint.
+"""Run a model forward on given token ids and write its logits to a .npy file, to check an import or
+a checkpoint.
 
-    python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy
-    torchrun --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy --out logits.npy
+    python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy torchrun
+    --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy --out
+    logits.npy
 
-ids [b, s] (any integer type; [s] is one row) become logits [b, s, vocab_size]: float64 with --dtype fp64, else float32.
-Ranks beyond tp share the rows. Exit code 2 for bad input.
+ids [b, s] (any integer type; [s] is one row) become logits [b, s, vocab_size]: float64 with --dtype
+fp64, else float32. Ranks beyond tp share the rows. Exit code 2 for bad input.
 """
 
 from __future__ import annotations
@@ -22,23 +24,48 @@ from megatron5d.config.errors import exit_code
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors")
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a checkpoint of ours, or a directory of them")
-    parser.add_argument("--tokens", type=Path, required=True, metavar="NPY", help="token ids, [b, s]")
-    parser.add_argument("--out", type=Path, required=True, metavar="NPY", help="logits, [b, s, vocab_size]")
-    parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"], help="of the computation (default: fp32, or the "
-                        "checkpoint's own)")  # fmt: skip
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks; the rest share the rows")
+    source.add_argument(
+        "--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors"
+    )
+    source.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint of ours, or a directory of them",
+    )
+    parser.add_argument(
+        "--tokens", type=Path, required=True, metavar="NPY", help="token ids, [b, s]"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="NPY", help="logits, [b, s, vocab_size]"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp64", "fp32", "bf16"],
+        help="of the computation (default: fp32, or the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks; the rest share the rows",
+    )
     parser.add_argument("--sp", action="store_true", help="sequence parallelism over the tp ranks")
-    parser.add_argument("--mbs", type=int, default=1, metavar="N", help="rows per forward pass and rank (default 1)")
+    parser.add_argument(
+        "--mbs", type=int, default=1, metavar="N", help="rows per forward pass and rank (default 1)"
+    )
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
     print_anywhere()
-    parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and refuses bad options before the seconds that the imports below take
+    parse(sys.argv[1:])
 
 import numpy as np
 import torch
@@ -52,8 +79,8 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Returns token ids `[b, s]` of a .npy file. Raises ValueError: no file of integers of one or two dims, or an id
-    outside the vocabulary."""
+    """Returns token ids `[b, s]` of a .npy file. Raises ValueError: no file of integers of one or
+    two dims, or an id outside the vocabulary."""
     try:
         ids = np.load(path, allow_pickle=False)
     except OSError as error:
@@ -63,7 +90,9 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"--tokens {path} is not a .npy file of numbers but several, as .npz")
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
-        raise ValueError(f"--tokens {path} holds {ids.dtype} {list(ids.shape)}; wanted are integers [b, s]")
+        raise ValueError(
+            f"--tokens {path} holds {ids.dtype} {list(ids.shape)}; wanted are integers [b, s]"
+        )
     ids = ids.reshape(-1, ids.shape[-1])
     wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
     if len(wrong):
@@ -76,7 +105,8 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def rounds(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every rank.
+    """Yields (first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every
+    rank.
 
     Comm: all_gather dp of each round's logits.
     """
@@ -84,7 +114,8 @@ def rounds(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[in
     step = mbs * dp.size
     for first in range(0, len(ids), step):
         rows = torch.from_numpy(ids[first : first + step])
-        missing = step - len(rows)  # every rank takes part in the last round: its spare rows repeat the first
+        # every rank takes part in the last round: its spare rows repeat the first
+        missing = step - len(rows)
         rows = torch.cat([rows, rows[:1].expand(missing, -1)])
         mine = predictor.logits(rows[dp.rank * mbs : (dp.rank + 1) * mbs])
         yield first, all_gather(mine.contiguous(), dp).cpu()[: step - missing]
@@ -109,7 +140,9 @@ def run(args: argparse.Namespace) -> None:
         bar = tqdm(total=len(ids), unit="row", disable=process.rank != 0 or not sys.stderr.isatty())
         for first, logits in rounds(predictor, ids, args.mbs):
             if out is not None:
-                out[first : first + len(logits)] = logits.to(torch.float64 if kind is np.float64 else torch.float32)
+                out[first : first + len(logits)] = logits.to(
+                    torch.float64 if kind is np.float64 else torch.float32
+                )
             bar.update(len(logits))
         bar.close()
         if out is not None:

@@ -1,15 +1,16 @@
-"""Predict the memory and step time of a run, and search for layouts: on one CPU, without allocating the model.
+"""Predict the memory and step time of a run, and search for layouts: on one CPU, without allocating
+the model.
 
-    python tools/plan.py memory --world 64 experiment=llama3_8b
-    python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048
-    python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1
-    python tools/plan.py step --world 64 --device h100 experiment=llama3_8b
-    python tools/plan.py search --world 256 --device h100 experiment=llama3_70b
-    python tools/plan.py context --world 64 --node 8 model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16
-    python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
+    python tools/plan.py memory --world 64 experiment=llama3_8b python tools/plan.py memory --world
+    4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048 python tools/plan.py
+    memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1 python
+    tools/plan.py step --world 64 --device h100 experiment=llama3_8b python tools/plan.py search
+    --world 256 --device h100 experiment=llama3_70b python tools/plan.py context --world 64 --node 8
+    model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16 python tools/plan.py memory
+    --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
 
-Words without dashes are overrides as pretrain.py takes them; files of the run (its data) need not exist.
-Exit code 2: a refused configuration or bad input; 1: it would not fit.
+Words without dashes are overrides as pretrain.py takes them; files of the run (its data) need not
+exist. Exit code 2: a refused configuration or bad input; 1: it would not fit.
 """
 
 from __future__ import annotations
@@ -32,60 +33,96 @@ from megatron5d.tools.planning.asked import check_options, note_defaults
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser(prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    memory = commands.add_parser("memory", help="bytes of every pipeline rank, by kind, and whether a device has them")
+    memory = commands.add_parser(
+        "memory", help="bytes of every pipeline rank, by kind, and whether a device has them"
+    )
     memory.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     memory.add_argument(
-        "--device", default="sm_90", metavar="NAME",
+        "--device",
+        default="sm_90",
+        metavar="NAME",
         help="h100, a100 and so on, with the memory that it has; or an architecture alone, such as sm_90 (default), "
         "sm_80, sm_100; or cpu",
-    )  # fmt: skip
-    memory.add_argument(
-        "--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes, to hold against"
     )
     memory.add_argument(
-        "--imbalance", type=float, metavar="X",
-        help="rows that the busiest rank's experts are sent, of an even share (default: moe.planned_imbalance)",
-    )  # fmt: skip
+        "--device-gb",
+        type=float,
+        metavar="X",
+        help="memory of one device in 10⁹ bytes, to hold against",
+    )
     memory.add_argument(
-        "--as", dest="convention", default="megatron5d", metavar="CODE",
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="rows that the busiest rank's experts are sent, of an even share (default: moe.planned_imbalance)",
+    )
+    memory.add_argument(
+        "--as",
+        dest="convention",
+        default="megatron5d",
+        metavar="CODE",
         help="as another code base keeps things: nanotron; or megatron, with any of te_fused_loss, dropout and "
         "unfused_attention after it, commas between",
-    )  # fmt: skip
+    )
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     memory.add_overrides()
-    context = commands.add_parser("context", help="bytes that each parallel.cp_method sends, the best first")
+    context = commands.add_parser(
+        "context", help="bytes that each parallel.cp_method sends, the best first"
+    )
     context.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
-    context.add_argument("--node", type=int, default=8, metavar="N", help="ranks that share fast links (default 8)")
+    context.add_argument(
+        "--node", type=int, default=8, metavar="N", help="ranks that share fast links (default 8)"
+    )
     context.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     context.add_overrides()
     _add_cluster(
-        commands.add_parser("step", help="time of a step by kind, tokens/s and MFU, on a device and its network")
+        commands.add_parser(
+            "step", help="time of a step by kind, tokens/s and MFU, on a device and its network"
+        )
     )
     search = commands.add_parser(
         "search", help="the fastest layouts that fit; keys given as key=value stay as they are"
     )
     _add_cluster(search)
-    search.add_argument("--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes")
-    search.add_argument("--count", type=int, default=5, metavar="N", help="layouts to show (default 5)")
+    search.add_argument(
+        "--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes"
+    )
+    search.add_argument(
+        "--count", type=int, default=5, metavar="N", help="layouts to show (default 5)"
+    )
     return parser
 
 
 def _add_cluster(command: OptionParser) -> None:
     """Adds the options that choose the machines."""
     command.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}")
-    command.add_argument("--node", type=int, metavar="N", help="ranks that share fast links")
-    command.add_argument("--network-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to other nodes")
-    command.add_argument("--link-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to others of its node")
-    command.add_argument("--tflops", type=float, metavar="X", help="peak of a device in 16 bits; in 8 in proportion")
     command.add_argument(
-        "--imbalance", type=float, metavar="X",
+        "--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}"
+    )
+    command.add_argument("--node", type=int, metavar="N", help="ranks that share fast links")
+    command.add_argument(
+        "--network-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to other nodes"
+    )
+    command.add_argument(
+        "--link-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to others of its node"
+    )
+    command.add_argument(
+        "--tflops", type=float, metavar="X", help="peak of a device in 16 bits; in 8 in proportion"
+    )
+    command.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
         help="rows that the busiest rank's experts are sent, of an even share (default: 1 for the time, "
         "moe.planned_imbalance for the memory)",
-    )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="print one JSON object, in seconds and bytes")
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object, in seconds and bytes"
+    )
     command.add_overrides()
 
 
@@ -98,7 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Refuses what is wrong before the subcommand imports torch, which takes seconds."""
     check_options(options)
-    config = (unplanned_config if options.command == "search" else planned_config)(options.overrides, options.world)
+    config = (unplanned_config if options.command == "search" else planned_config)(
+        options.overrides, options.world
+    )
     if "precision.dtype" not in keys_given(options.overrides):
         note_defaults(config)
     return import_module(f"megatron5d.tools.planning.{options.command}").run(options, config)
@@ -106,5 +145,6 @@ def _run(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     print_anywhere()
-    gc.set_threshold(100_000, 20, 100)  # Programs are many small tuples, which nothing refers back to
+    # Programs are many small tuples, which nothing refers back to
+    gc.set_threshold(100_000, 20, 100)
     sys.exit(main())

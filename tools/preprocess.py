@@ -1,7 +1,9 @@
-"""Make Megatron token files from texts: jsonl, parquet and text (plain or compressed), folders of source code.
+"""Make Megatron token files from texts: jsonl, parquet and text (plain or compressed), folders of
+source code.
 
-    python tools/preprocess.py --input corpus.jsonl.zst --tokenizer tok.model --out data/corpus --append-eod --workers 8
-    python tools/preprocess.py --input src/ --glob '*.py' --exclude tests --tokenizer tok.model --out data/src
+    python tools/preprocess.py --input corpus.jsonl.zst --tokenizer tok.model --out data/corpus
+    --append-eod --workers 8 python tools/preprocess.py --input src/ --glob '*.py' --exclude tests
+    --tokenizer tok.model --out data/src
 
 A run that was killed continues when the same command is given again, and ends with the same bytes.
 Exit codes: 0 done (or there was nothing to do), 2 refused: bad settings, a bad line, a broken file.
@@ -32,48 +34,103 @@ SHOWN_FILES = 5
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
-    parser.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")
-    parser.add_argument(
-        "--exclude", nargs="+", default=[], metavar="PATTERN", help="names of files or folders to leave out"
-    )
-    parser.add_argument("--kind", choices=KINDS, help="of all files (default: by each one's name, else its content)")
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="PATH", help="a tokenizer's file of any kind, or the folder that holds it"
-    )
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="several: one output PREFIX_KEY each"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--text-per", choices=["file", "line"], default="file", help="what a document of a text file is"
+        "--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below"
     )
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--eod", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it")
-    parser.add_argument("--prepend-bos", action="store_true", help="begin each document with the begin-of-text token")
-    parser.add_argument("--bos", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it")
     parser.add_argument(
-        "--valid-fraction", type=float, default=0.0, help="hold out this share: PREFIX_train, PREFIX_valid"
+        "--glob",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names to take from folders ('*.py')",
     )
-    parser.add_argument("--skip-bad", action="store_true", help="count bad lines instead of stopping at the first")
-    parser.add_argument("--workers", type=int, default=None, help="processes (default: the cores this process may use)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at PREFIX, finished or not")
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names of files or folders to leave out",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, help="of all files (default: by each one's name, else its content)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="PATH",
+        help="a tokenizer's file of any kind, or the folder that holds it",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="several: one output PREFIX_KEY each",
+    )
+    parser.add_argument(
+        "--text-per",
+        choices=["file", "line"],
+        default="file",
+        help="what a document of a text file is",
+    )
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    parser.add_argument(
+        "--eod", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it"
+    )
+    parser.add_argument(
+        "--prepend-bos",
+        action="store_true",
+        help="begin each document with the begin-of-text token",
+    )
+    parser.add_argument(
+        "--bos", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it"
+    )
+    parser.add_argument(
+        "--valid-fraction",
+        type=float,
+        default=0.0,
+        help="hold out this share: PREFIX_train, PREFIX_valid",
+    )
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="count bad lines instead of stopping at the first"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=None,
+        help="processes (default: the cores this process may use)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what is at PREFIX, finished or not"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     args = parser.parse_args()
     if not 0 <= args.valid_fraction < 1:
         parser.error(f"--valid-fraction {args.valid_fraction}: it is at least 0 and below 1")
     if args.out.endswith((os.sep, ".")):
-        parser.error(f"--out {args.out} ends in no name; files are called PREFIX.bin and PREFIX.idx")
+        parser.error(
+            f"--out {args.out} ends in no name; files are called PREFIX.bin and PREFIX.idx"
+        )
     if len(set(args.json_keys)) < len(args.json_keys):
-        parser.error(f"--json-keys {' '.join(args.json_keys)}: each makes a dataset of its own, and one is named twice")
+        parser.error(
+            f"--json-keys {' '.join(args.json_keys)}: each makes a dataset of its own, and one is named twice"
+        )
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers {args.workers}: at least 1")
     return args
 
 
 def available_cores() -> int:
-    """Returns the cores this process may use, which in a container or a SLURM task are fewer than the machine has."""
+    """Returns the cores this process may use, which in a container or a SLURM task are fewer than
+    the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -82,10 +139,17 @@ def run(args: argparse.Namespace) -> dict:
     passed_over: list[Path] = []
     files = tuple(list_files(args.input, args.glob, args.exclude, passed_over))
     if passed_over and not args.glob:
-        names = ", ".join(map(str, passed_over[:SHOWN_FILES])) + (", ..." if len(passed_over) > SHOWN_FILES else "")
-        print(f"preprocess: passed over {len(passed_over)} files (--glob takes them): {names}", file=sys.stderr)
+        names = ", ".join(map(str, passed_over[:SHOWN_FILES])) + (
+            ", ..." if len(passed_over) > SHOWN_FILES else ""
+        )
+        print(
+            f"preprocess: passed over {len(passed_over)} files (--glob takes them): {names}",
+            file=sys.stderr,
+        )
     keys = tuple(args.json_keys)
-    recipe = Recipe(args.tokenizer, args.eod, args.append_eod, keys, args.skip_bad, args.bos, args.prepend_bos)
+    recipe = Recipe(
+        args.tokenizer, args.eod, args.append_eod, keys, args.skip_bad, args.bos, args.prepend_bos
+    )
     job = Job(files, args.out, recipe, args.text_per, args.valid_fraction, args.kind)
     shown: list[BadLine] = []
     total = sum(path.stat().st_size for path in files)
@@ -116,13 +180,20 @@ def main() -> int:
 
 def tell(summary: dict, args: argparse.Namespace) -> int:
     """Prints what was done; returns 0."""
-    for prefix in (prefix for prefix, counts in summary["outputs"].items() if counts["tokens"] == 0):
-        print(f"preprocess: WARNING: {prefix} holds no token, and nothing can train or evaluate on it", file=sys.stderr)
+    for prefix in (
+        prefix for prefix, counts in summary["outputs"].items() if counts["tokens"] == 0
+    ):
+        print(
+            f"preprocess: WARNING: {prefix} holds no token, and nothing can train or evaluate on it",
+            file=sys.stderr,
+        )
     if args.json:
         print(json.dumps(summary))
         return 0
     for prefix, counts in summary["outputs"].items():
-        print(f"{prefix}.bin/.idx: {counts['documents']} documents, {counts['tokens']} tokens ({summary['dtype']})")
+        print(
+            f"{prefix}.bin/.idx: {counts['documents']} documents, {counts['tokens']} tokens ({summary['dtype']})"
+        )
     appended = "" if args.append_eod else ", not appended (--append-eod does)"
     print(f"end-of-document token: {summary['eod']} {summary.get('eod_token') or ''}{appended}")
     if args.prepend_bos:

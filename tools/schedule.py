@@ -1,13 +1,15 @@
 """Show, simulate, compare, search and verify pipeline schedules, on one CPU and without a model.
 
-    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg --trace zb_v.json
-    python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64 --costs F=1,I=1.2,W=0.8,comm=0.1
-    python tools/schedule.py compare --pp 8 --microbatches 32 --costs a2aF=0.5,a2aB=0.5
-    python tools/schedule.py search --pp 16 --microbatches 64 --costs a2aF=0.5,a2aB=0.5 --memory 1.25 --seconds 10
-    python tools/schedule.py verify mine.csv --pp 4 --microbatches 8 --memory 1.25
+    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg --trace
+    zb_v.json python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64
+    --costs F=1,I=1.2,W=0.8,comm=0.1 python tools/schedule.py compare --pp 8 --microbatches 32
+    --costs a2aF=0.5,a2aB=0.5 python tools/schedule.py search --pp 16 --microbatches 64 --costs
+    a2aF=0.5,a2aB=0.5 --memory 1.25 --seconds 10 python tools/schedule.py verify mine.csv --pp 4
+    --microbatches 8 --memory 1.25
 
-Times are in any one unit, per micro-batch and rank (1/pp of the model); they divide over the chunks of a rank.
-Activations are in micro-batches of one rank's layers. A refused schedule or bad input ends with exit code 2.
+Times are in any one unit, per micro-batch and rank (1/pp of the model); they divide over the chunks
+of a rank. Activations are in micro-batches of one rank's layers. A refused schedule or bad input
+ends with exit code 2.
 """
 
 import argparse
@@ -39,9 +41,13 @@ SEARCH_S = 10.0
 
 
 OPTIONS = {
-    "parallel.pp": "--pp", "parallel.vpp": "--vpp", "pipeline.schedule": "--schedule", "model.num_layers": "--layers",
-    "num_microbatches": "--microbatches", "stage_scale": "--stage-scale",
-}  # fmt: skip
+    "parallel.pp": "--pp",
+    "parallel.vpp": "--vpp",
+    "pipeline.schedule": "--schedule",
+    "model.num_layers": "--layers",
+    "num_microbatches": "--microbatches",
+    "stage_scale": "--stage-scale",
+}
 """Of this tool, by the words that messages of schedules have for them."""
 
 
@@ -53,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="schedule.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_verify):
@@ -62,7 +70,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a subcommand; refuses options that are no amount of anything, and schedules in the words of OPTIONS."""
+    """Runs a subcommand; refuses options that are no amount of anything, and schedules in the words
+    of OPTIONS."""
     for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
@@ -70,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
     for name in ("activation_bytes", "embedding", "head", "dense", "evaluations", "seed"):
         amount = getattr(options, name, None)
         if amount is not None and not 0 <= amount < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0"
+            )
     try:
         return options.run(options)
     except ValueError as error:
@@ -78,29 +89,50 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add_show(commands: Any) -> None:
-    parser = commands.add_parser("show", help="draw a schedule over time, in the terminal or as a picture")
+    parser = commands.add_parser(
+        "show", help="draw a schedule over time, in the terminal or as a picture"
+    )
     _add_program_options(parser)
-    parser.add_argument("--width", type=int, help="columns of the drawing (default: fits the actions)")
+    parser.add_argument(
+        "--width", type=int, help="columns of the drawing (default: fits the actions)"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a PNG picture (needs matplotlib)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="write a PNG picture (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format"
+    )
     parser.set_defaults(run=_show)
 
 
 def _add_simulate(commands: Any) -> None:
-    parser = commands.add_parser("simulate", help="makespan, bubble and peak memory of one schedule")
+    parser = commands.add_parser(
+        "simulate", help="makespan, bubble and peak memory of one schedule"
+    )
     _add_program_options(parser)
-    parser.add_argument("--activation-bytes", type=float, metavar="N", help="of one micro-batch of one rank's layers")
+    parser.add_argument(
+        "--activation-bytes",
+        type=float,
+        metavar="N",
+        help="of one micro-batch of one rank's layers",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_simulate)
 
 
 def _add_compare(commands: Any) -> None:
-    parser = commands.add_parser("compare", help="a table of all named schedules under the same costs")
+    parser = commands.add_parser(
+        "compare", help="a table of all named schedules under the same costs"
+    )
     _add_sizes(parser)
     _add_costs(parser)
-    parser.add_argument("--memory", type=float, metavar="X", help="only those that fit X·pp activations per rank")
+    parser.add_argument(
+        "--memory", type=float, metavar="X", help="only those that fit X·pp activations per rank"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(run=_compare)
 
@@ -110,30 +142,55 @@ def _add_search(commands: Any) -> None:
     _add_sizes(parser)
     _add_costs(parser)
     parser.add_argument(
-        "--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank (default 1.25)"
+        "--memory",
+        type=float,
+        default=1.25,
+        metavar="X",
+        help="at most X·pp activations per rank (default 1.25)",
     )
-    parser.add_argument("--copies", type=int, default=1, choices=(1, 2), help="most copies of the parameters")
-    parser.add_argument("--seconds", type=float, help=f"time limit (default {SEARCH_S:g}; with --evaluations none)")
-    parser.add_argument("--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly")
+    parser.add_argument(
+        "--copies", type=int, default=1, choices=(1, 2), help="most copies of the parameters"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help=f"time limit (default {SEARCH_S:g}; with --evaluations none)"
+    )
+    parser.add_argument(
+        "--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random moves")
     parser.add_argument(
-        "--placements", metavar="LIST", help=f"such as loop:4,zigzag:2; default: {','.join(DEFAULT)} as copies admit"
+        "--placements",
+        metavar="LIST",
+        help=f"such as loop:4,zigzag:2; default: {','.join(DEFAULT)} as copies admit",
     )
     parser.add_argument(
-        "--pairs", default=",".join(PAIRS), metavar="LIST", help="which actions may overlap; empty for none"
+        "--pairs",
+        default=",".join(PAIRS),
+        metavar="LIST",
+        help="which actions may overlap; empty for none",
     )
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the result there, and take it from there")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="keep the result there, and take it from there"
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_search)
 
 
 def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser("verify", help="prove that a CSV file is complete, ordered and free of deadlock")
-    parser.add_argument("file", type=Path, help="one row a rank, cells such as 2F0 or (0F1;7B0)OVERLAP_F_B")
+    parser = commands.add_parser(
+        "verify", help="prove that a CSV file is complete, ordered and free of deadlock"
+    )
+    parser.add_argument(
+        "file", type=Path, help="one row a rank, cells such as 2F0 or (0F1;7B0)OVERLAP_F_B"
+    )
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
-    parser.add_argument("--memory", type=float, metavar="X", help="refuse more than X·pp activations on a rank")
+    parser.add_argument(
+        "--memory", type=float, metavar="X", help="refuse more than X·pp activations on a rank"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_verify)
 
@@ -144,16 +201,40 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--costs", default="", help="F=1,I=1,W=1,comm=0,a2aF=0,a2aB=0 (these are the defaults)")
     parser.add_argument(
-        "--stage-scale", metavar="LIST", help="each stage's time relative to an even split, such as 0.3,1,1,1.5"
+        "--costs", default="", help="F=1,I=1,W=1,comm=0,a2aF=0,a2aB=0 (these are the defaults)"
     )
-    whole = parser.add_argument_group("whole layers", "dealt to stages; sizes of ends in layers of one rank, N/pp")
-    whole.add_argument("--layers", type=int, metavar="N", help="of the model (default: stages share it evenly)")
-    whole.add_argument("--embedding", type=float, default=0.0, metavar="X", help="compute of the first stage besides")
-    whole.add_argument("--head", type=float, default=0.0, metavar="X", help="compute of the last stage besides")
-    whole.add_argument("--dense", type=float, default=0.0, metavar="X", help="layers at the bottom without all-to-all")
-    whole.add_argument("--balance", choices=BALANCES, help="what is evened (default: stages; search tries all)")
+    parser.add_argument(
+        "--stage-scale",
+        metavar="LIST",
+        help="each stage's time relative to an even split, such as 0.3,1,1,1.5",
+    )
+    whole = parser.add_argument_group(
+        "whole layers", "dealt to stages; sizes of ends in layers of one rank, N/pp"
+    )
+    whole.add_argument(
+        "--layers", type=int, metavar="N", help="of the model (default: stages share it evenly)"
+    )
+    whole.add_argument(
+        "--embedding",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="compute of the first stage besides",
+    )
+    whole.add_argument(
+        "--head", type=float, default=0.0, metavar="X", help="compute of the last stage besides"
+    )
+    whole.add_argument(
+        "--dense",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="layers at the bottom without all-to-all",
+    )
+    whole.add_argument(
+        "--balance", choices=BALANCES, help="what is evened (default: stages; search tries all)"
+    )
 
 
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
@@ -170,16 +251,23 @@ def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
     if options.layers is None:
         given = [f"--{name}" for name in (*ends, "balance") if getattr(options, name)]
         if given:
-            raise ValueError(f"{', '.join(given)}: of layers that are dealt to stages; say how many with --layers")
+            raise ValueError(
+                f"{', '.join(given)}: of layers that are dealt to stages; say how many with --layers"
+            )
         return [_costs(options)]
     if options.stage_scale:
         raise ValueError("--stage-scale and --layers both say what stages hold; leave one out")
     ways = [options.balance] if options.balance else BALANCES
-    return [LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways]
+    return [
+        LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways
+    ]
 
 
-def _stage_costs(options: argparse.Namespace, program: Program) -> tuple[StageCosts, list[int] | None]:
-    """Returns the costs of the stages of a Program and, where whole layers are dealt to them, how many each has."""
+def _stage_costs(
+    options: argparse.Namespace, program: Program
+) -> tuple[StageCosts, list[int] | None]:
+    """Returns the costs of the stages of a Program and, where whole layers are dealt to them, how
+    many each has."""
     model, placement = _cost_models(options)[0], program.placement
     return model.of(placement), model.layout(placement) if isinstance(model, LayerCosts) else None
 
@@ -217,7 +305,9 @@ def _figures(
         "makespan": round(result.makespan, 9),
         "overhead": round(result.overhead, 9),
         "bubble": round(result.bubble, 9),
-        "lower_bound": round(lower_bound(program.placement, costs, program.num_microbatches, memory), 9),
+        "lower_bound": round(
+            lower_bound(program.placement, costs, program.num_microbatches, memory), 9
+        ),
         "peak_activations": _rounded(result.peak_activations),
         "peak_stash": _rounded(result.peak_stash),
         "exposed_a2a": _rounded(result.exposed_a2a),
@@ -235,7 +325,9 @@ def _show(options: argparse.Namespace) -> int:
     verify(program)
     result = simulate(program, _stage_costs(options, program)[0])
     if not result.makespan:
-        raise ValueError("no action takes any time, so there is nothing to draw; set F, I or W of --costs above 0")
+        raise ValueError(
+            "no action takes any time, so there is nothing to draw; set F, I or W of --costs above 0"
+        )
     write: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(draw_svg(program, result)),
         "png": lambda path: draw_png(program, result, path),
@@ -263,7 +355,9 @@ def _simulate(options: argparse.Namespace) -> int:
     result = simulate(program, costs)
     figures = _figures(program, costs, result, layout)
     if options.activation_bytes:
-        figures["peak_bytes"] = [round(peak * options.activation_bytes) for peak in figures["peak_activations"]]
+        figures["peak_bytes"] = [
+            round(peak * options.activation_bytes) for peak in figures["peak_activations"]
+        ]
     _print_figures(figures, options.json)
     return 0
 
@@ -296,7 +390,9 @@ def _compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows))
         return 0
-    print(f"{'schedule':<24} {'makespan':>10} {'overhead':>10} {'bubble':>8} {'bound':>8} {'memory':>8} {'copies':>6}")
+    print(
+        f"{'schedule':<24} {'makespan':>10} {'overhead':>10} {'bubble':>8} {'bound':>8} {'memory':>8} {'copies':>6}"
+    )
     for row in rows:
         print(
             f"{row['schedule']:<24} {row['makespan']:>10.2f} {row['overhead']:>10.3f} {100 * row['bubble']:>6.1f} % "
@@ -308,7 +404,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _within(rows: list[dict[str, Any]], most: float) -> list[dict[str, Any]]:
-    """Returns the schedules that hold at most `most` activations. Raises ValueError: there are some, but none fits."""
+    """Returns the schedules that hold at most `most` activations. Raises ValueError: there are
+    some, but none fits."""
     fit = [row for row in rows if max(row["peak_activations"]) <= most + 1e-9]
     if rows and not fit:
         least = min(rows, key=lambda row: max(row["peak_activations"]))
@@ -340,7 +437,9 @@ def _search(options: argparse.Namespace) -> int:
         models,
         memory=options.memory * options.pp,
         copies=options.copies,
-        seconds=SEARCH_S if options.seconds is None and options.evaluations is None else options.seconds,
+        seconds=SEARCH_S
+        if options.seconds is None and options.evaluations is None
+        else options.seconds,
         evaluations=options.evaluations,
         seed=options.seed,
         placements=options.placements.split(",") if options.placements else None,
@@ -373,8 +472,15 @@ def _verify(options: argparse.Namespace) -> int:
         program = read_file(options.file, options.pp, options.microbatches)
     peaks = verify(program, None if options.memory is None else options.memory * options.pp)
     if options.json:
-        figures = {"ok": True, "num_stages": program.num_stages, "placement": placement_name(program.placement)}
-        peak = {"peak_activations": _rounded(peaks.peak_activations), "peak_stash": _rounded(peaks.peak_stash)}
+        figures = {
+            "ok": True,
+            "num_stages": program.num_stages,
+            "placement": placement_name(program.placement),
+        }
+        peak = {
+            "peak_activations": _rounded(peaks.peak_activations),
+            "peak_stash": _rounded(peaks.peak_stash),
+        }
         print(json.dumps({**figures, **peak}))
         return 0
     print(

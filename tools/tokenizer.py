@@ -1,12 +1,13 @@
 """Train a tokenizer, or show how one encodes a text.
 
     python tools/tokenizer.py train --input src/ --glob '*.py' --vocab-size 4096 --out data/tok
-    python tools/tokenizer.py train --input src/ --glob '*.py' --format tokenizer.json --out data/bpe
-    python tools/tokenizer.py show data/tok.model --text "def f(x): return x"
+    python tools/tokenizer.py train --input src/ --glob '*.py' --format tokenizer.json --out
+    data/bpe python tools/tokenizer.py show data/tok.model --text "def f(x): return x"
 
-`train` makes a sentencepiece BPE with byte fallback, or a byte-level BPE as a folder that AutoTokenizer opens; `show`
-opens sentencepiece, tokenizer.json, tekken.json, vocab.json with merges.txt and tiktoken files.
-Exit codes: 0 done, 1 the text does not survive the round trip, 2 refused.
+`train` makes a sentencepiece BPE with byte fallback, or a byte-level BPE as a folder that
+AutoTokenizer opens; `show` opens sentencepiece, tokenizer.json, tekken.json, vocab.json with
+merges.txt and tiktoken files. Exit codes: 0 done, 1 the text does not survive the round trip, 2
+refused.
 """
 
 from __future__ import annotations
@@ -39,18 +40,45 @@ from megatron5d.data.tokenizer import changes_text, load_tokenizer
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a BPE")
-    train.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
-    train.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")
     train.add_argument(
-        "--exclude", nargs="+", default=[], metavar="PATTERN", help="names of files or folders to leave out"
+        "--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below"
     )
-    train.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields that hold text")
-    train.add_argument("--vocab-size", type=int, default=4096, help="ids, the 256 bytes and the special ones included")
-    train.add_argument("--max-mb", type=float, default=100.0, help="train on this many MB of text, the first")
-    train.add_argument("--skip-bad", action="store_true", help="leave bad lines out instead of stopping at the first")
+    train.add_argument(
+        "--glob",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names to take from folders ('*.py')",
+    )
+    train.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names of files or folders to leave out",
+    )
+    train.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields that hold text"
+    )
+    train.add_argument(
+        "--vocab-size",
+        type=int,
+        default=4096,
+        help="ids, the 256 bytes and the special ones included",
+    )
+    train.add_argument(
+        "--max-mb", type=float, default=100.0, help="train on this many MB of text, the first"
+    )
+    train.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave bad lines out instead of stopping at the first",
+    )
     train.add_argument(
         "--format",
         choices=["sentencepiece", "tokenizer.json"],
@@ -58,10 +86,16 @@ def arguments() -> argparse.Namespace:
         help="kind (default: the first)",
     )
     train.add_argument(
-        "--pattern", choices=list(PATTERNS), default="cl100k", help="splits text, of a tokenizer.json (default: cl100k)"
+        "--pattern",
+        choices=list(PATTERNS),
+        default="cl100k",
+        help="splits text, of a tokenizer.json (default: cl100k)",
     )
     train.add_argument(
-        "--out", required=True, metavar="PREFIX", help="writes PREFIX.model, or the folder PREFIX with tokenizer.json"
+        "--out",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.model, or the folder PREFIX with tokenizer.json",
     )
     show = commands.add_parser("show", help="describe a tokenizer; encode and decode a text")
     show.add_argument("file", help="tokenizer file, or a folder that holds one")
@@ -69,7 +103,11 @@ def arguments() -> argparse.Namespace:
     for command in (train, show):
         command.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    if args.command == "train" and args.format == "sentencepiece" and args.out.endswith((os.sep, ".")):
+    if (
+        args.command == "train"
+        and args.format == "sentencepiece"
+        and args.out.endswith((os.sep, "."))
+    ):
         parser.error(f"--out {args.out} ends in no name; the file is called PREFIX.model")
     return args
 
@@ -77,7 +115,8 @@ def arguments() -> argparse.Namespace:
 EOD = "<|endoftext|>"
 LEAST_PIECES = 258  # of a sentencepiece vocabulary without merges: all bytes, unknown and EOD
 LEAST_TOKENS = 257  # of a byte-level one: all bytes and EOD
-MAX_PIECE_BYTES = 1 << 16  # longer texts are divided, because sentencepiece drops long inputs silently
+# longer texts are divided, because sentencepiece drops long inputs silently
+MAX_PIECE_BYTES = 1 << 16
 
 SETTINGS: dict[str, Any] = {
     "model_type": "bpe",
@@ -101,9 +140,9 @@ SETTINGS: dict[str, Any] = {
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.PathLike[str]) -> Path:
     """Trains a tokenizer and writes it.
 
-    There is no normalisation and no added space, and all 256 bytes are in the vocabulary, so decode(encode(text)) is
-    the text (except for U+2581, sentencepiece's own sign for a space). Line ends take part in merges, which suits
-    source code.
+    There is no normalisation and no added space, and all 256 bytes are in the vocabulary, so
+    decode(encode(text)) is the text (except for U+2581, sentencepiece's own sign for a space). Line
+    ends take part in merges, which suits source code.
 
     Args:
         vocab_size: number of ids, with special ones and bytes.
@@ -113,15 +152,19 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
         The path of the `.model` file.
 
     Raises:
-        ValueError: there is no text, or sentencepiece cannot make that number of pieces of it; says why. Errors of
-            `texts` are passed on.
+        ValueError: there is no text, or sentencepiece cannot make that number of pieces of it; says
+            why. Errors of `texts` are passed on.
     """
     try:
         import sentencepiece
     except ImportError as error:
-        raise ValueError("training a tokenizer needs the package sentencepiece: pip install sentencepiece") from error
+        raise ValueError(
+            "training a tokenizer needs the package sentencepiece: pip install sentencepiece"
+        ) from error
     if vocab_size < LEAST_PIECES:
-        raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_PIECES}: 256 bytes, 'unknown' and {EOD}")
+        raise ValueError(
+            f"--vocab-size {vocab_size} is below {LEAST_PIECES}: 256 bytes, 'unknown' and {EOD}"
+        )
     model = _learn(sentencepiece.SentencePieceTrainer, _some(_pieces(texts)), vocab_size)
     return _write(Path(f"{os.fspath(out).removesuffix('.model')}.model"), model)
 
@@ -134,19 +177,22 @@ def train_byte_level(
     Args:
         vocab_size: number of ids: EOD is 0, the 256 bytes follow, then the merges.
         out: the folder for tokenizer.json and tokenizer_config.json.
-        pattern: a name of PATTERNS, which splits text into the pieces within which tokens are merged.
+        pattern: a name of PATTERNS, which splits text into the pieces within which tokens are
+            merged.
 
     Returns:
         The path of the tokenizer.json.
 
     Raises:
-        ValueError: there is no text, or the vocabulary is too small, or larger than the merges that the texts give.
-            Errors of `texts` are passed on.
+        ValueError: there is no text, or the vocabulary is too small, or larger than the merges that
+            the texts give. Errors of `texts` are passed on.
     """
     try:
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError as error:
-        raise ValueError("training a tokenizer.json needs the package tokenizers: pip install tokenizers") from error
+        raise ValueError(
+            "training a tokenizer.json needs the package tokenizers: pip install tokenizers"
+        ) from error
     if vocab_size < LEAST_TOKENS:
         raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_TOKENS}: 256 bytes and {EOD}")
     model = byte_level(models.BPE(), PATTERNS[pattern])
@@ -159,7 +205,11 @@ def train_byte_level(
         raise ValueError(
             f"--vocab-size {vocab_size}: these texts give {model.get_vocab_size()} tokens; give that many, or more text"
         )
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOD,
+        "clean_up_tokenization_spaces": False,
+    }
     _write(Path(out) / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
     return _write(Path(out) / "tokenizer.json", model.to_str(pretty=True).encode())
 
@@ -179,7 +229,8 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a `.model`. An error of `pieces` is raised itself, not what sentencepiece makes of it."""
+    """Trains a `.model`. An error of `pieces` is raised itself, not what sentencepiece makes of
+    it."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[str]:
@@ -191,7 +242,9 @@ def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
 
     model = io.BytesIO()
     try:
-        trainer.train(sentence_iterator=watched(), model_writer=model, vocab_size=vocab_size, **SETTINGS)
+        trainer.train(
+            sentence_iterator=watched(), model_writer=model, vocab_size=vocab_size, **SETTINGS
+        )
     except RuntimeError as error:
         if failed:
             raise failed[0] from None
@@ -201,7 +254,8 @@ def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yields the texts in pieces of at most MAX_PIECE_BYTES characters, divided at line ends where possible."""
+    """Yields the texts in pieces of at most MAX_PIECE_BYTES characters, divided at line ends where
+    possible."""
     for text in texts:
         while len(text) > MAX_PIECE_BYTES:
             cut = text.rfind("\n", 0, MAX_PIECE_BYTES) + 1 or MAX_PIECE_BYTES
@@ -211,11 +265,17 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
             yield text
 
 
-def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad: bool) -> Iterator[str]:
+def texts(
+    files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad: bool
+) -> Iterator[str]:
     """Yields the texts of a corpus until `max_bytes` of them have been read."""
     read = 0
     with tqdm(
-        total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="reading", disable=None
+        total=sum(f.stat().st_size for f in files),
+        unit="B",
+        unit_scale=True,
+        desc="reading",
+        disable=None,
     ) as bar:
         for unit in units(files, kinds=kinds_of(files, keys=keys)):
             for document in documents(unit, keys):
@@ -242,15 +302,27 @@ def train(args: argparse.Namespace) -> dict:
         path = train_byte_level(read, args.vocab_size, args.out, args.pattern)
     tokenizer = load_tokenizer(path)
     seconds = round(time.monotonic() - started, 3)
-    return {"model": str(path), "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "seconds": seconds}
+    return {
+        "model": str(path),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "seconds": seconds,
+    }
 
 
 def show(args: argparse.Namespace) -> dict:
     """Describes a tokenizer, and takes a text there and back."""
     tokenizer = load_tokenizer(args.file)
-    found: dict = {"kind": type(tokenizer).__name__, "engine": tokenizer.engine, "vocab_size": tokenizer.vocab_size}
+    found: dict = {
+        "kind": type(tokenizer).__name__,
+        "engine": tokenizer.engine,
+        "vocab_size": tokenizer.vocab_size,
+    }
     for role, number in (("eod", tokenizer.eod), ("bos", tokenizer.bos)):
-        found |= {role: number, f"{role}_token": None if number is None else tokenizer.token(number)}
+        found |= {
+            role: number,
+            f"{role}_token": None if number is None else tokenizer.token(number),
+        }
     if lost := changes_text(tokenizer):
         found["does_not_keep"] = lost
     if args.text is None:
@@ -259,7 +331,13 @@ def show(args: argparse.Namespace) -> dict:
     ids = tokenizer.encode(text)
     decoded = tokenizer.decode(ids)
     pieces = [tokenizer.decode([i]) for i in ids]
-    return {**found, "ids": ids, "pieces": pieces, "decoded": decoded, "round_trip": decoded == text}
+    return {
+        **found,
+        "ids": ids,
+        "pieces": pieces,
+        "decoded": decoded,
+        "round_trip": decoded == text,
+    }
 
 
 def main() -> int:
@@ -274,7 +352,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         for name, value in result.items():
-            print(f"{name + ':':12} {value!r}" if name in ("decoded", "pieces") else f"{name + ':':12} {value}")
+            print(
+                f"{name + ':':12} {value!r}"
+                if name in ("decoded", "pieces")
+                else f"{name + ':':12} {value}"
+            )
     return 0 if result.get("round_trip", True) else 1
 
 

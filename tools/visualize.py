@@ -26,7 +26,14 @@ if not __package__:  # a script of a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code, in_options
-from megatron5d.tools.report.runs import chosen_fields, draw, find_records, of_set, read_curve, summary
+from megatron5d.tools.report.runs import (
+    chosen_fields,
+    draw,
+    find_records,
+    of_set,
+    read_curve,
+    summary,
+)
 
 
 def run_loss(args: argparse.Namespace) -> None:
@@ -41,7 +48,9 @@ def run_loss(args: argparse.Namespace) -> None:
         (_, first), (tokens, last) = curve.train[0], curve.train[-1]
         print(f"{curve.name}: {tokens:,} tokens, training loss {first:.3f} -> {last:.3f}")
         for field, points in sorted(curve.valid.items()):
-            print(f"{curve.name}: validation loss{of_set(field)} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+            print(
+                f"{curve.name}: validation loss{of_set(field)} {points[0][1]:.3f} -> {points[-1][1]:.3f}"
+            )
     for number, curve in enumerate(curves):
         same = [other.name for other in curves[:number] if other.train == curve.train]
         if same:
@@ -55,8 +64,10 @@ def run_report(args: argparse.Namespace) -> None:
     question = Question(
         overrides=[word for word in args.words if "=" in word],
         runs=[Path(word) for word in args.words if "=" not in word],
-        world=args.world, device=args.device, against=args.against,
-    )  # fmt: skip
+        world=args.world,
+        device=args.device,
+        against=args.against,
+    )
     sentence = write_report(question, args.out, args.json)
     print(sentence)
     print(f"wrote {args.out}" + (f" and {args.json}" if args.json else ""))
@@ -97,8 +108,12 @@ def run_schedule(args: argparse.Namespace) -> None:
 
     suffixes = {".svg": "--svg", ".png": "--png", ".json": "--trace"}
     if args.out.suffix not in suffixes:
-        raise ValueError(f"--out {args.out}: .svg and .png are pictures, .json is a trace for Perfetto")
-    words = [f"--{name}={getattr(args, name)}" for name in ("schedule", "pp", "microbatches", "costs")]
+        raise ValueError(
+            f"--out {args.out}: .svg and .png are pictures, .json is a trace for Perfetto"
+        )
+    words = [
+        f"--{name}={getattr(args, name)}" for name in ("schedule", "pp", "microbatches", "costs")
+    ]
     written = suffixes[args.out.suffix]
     try:
         schedule.run(schedule.parse(["show", *words, f"{written}={args.out}"]))
@@ -116,40 +131,86 @@ def run_docs(args: argparse.Namespace) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures = parser.add_subparsers(required=True)
-    report = pictures.add_parser("report", help="one page: the layer, the ranks, memory, pipeline, step time, runs")
-    report.add_argument("--world", type=int, metavar="N", help="number of ranks (default: that of the run)")
-    report.add_argument(
-        "--device", metavar="NAME", help="as plan.py takes it, or cpu (default h100; cpu for a run on CPUs)"
+    report = pictures.add_parser(
+        "report", help="one page: the layer, the ranks, memory, pipeline, step time, runs"
     )
-    report.add_argument("--against", metavar="OVERRIDES", help="a second layout: the first with these overrides")
     report.add_argument(
-        "-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="default report.html"
+        "--world", type=int, metavar="N", help="number of ranks (default: that of the run)"
+    )
+    report.add_argument(
+        "--device",
+        metavar="NAME",
+        help="as plan.py takes it, or cpu (default h100; cpu for a run on CPUs)",
+    )
+    report.add_argument(
+        "--against", metavar="OVERRIDES", help="a second layout: the first with these overrides"
+    )
+    report.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="default report.html",
     )
     report.add_argument("--json", type=Path, metavar="FILE", help="write the page's numbers, too")
     report.add_words(
-        "words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="overrides of pretrain.py, and folders of runs"
+        "words",
+        nargs="*",
+        metavar="OVERRIDE|RUN_DIR",
+        help="overrides of pretrain.py, and folders of runs",
     )
     report.set_defaults(run=run_report)
-    sweep = pictures.add_parser("sweep", help="many layouts, planned or measured: throughput and memory over GPUs")
-    sweep.add_argument("--world", type=worlds, metavar="N,N", help="numbers of ranks to plan for")
-    sweep.add_argument("--device", default="h100", metavar="NAME", help="as plan.py takes it (default h100)")
-    sweep.add_argument(
-        "--count", type=int, default=20, metavar="N", help="layouts on each number of ranks (default 20)"
+    sweep = pictures.add_parser(
+        "sweep", help="many layouts, planned or measured: throughput and memory over GPUs"
     )
-    sweep.add_argument("-o", "--out", type=Path, default=Path("sweep.png"), metavar="FILE", help="default sweep.png")
+    sweep.add_argument("--world", type=worlds, metavar="N,N", help="numbers of ranks to plan for")
+    sweep.add_argument(
+        "--device", default="h100", metavar="NAME", help="as plan.py takes it (default h100)"
+    )
+    sweep.add_argument(
+        "--count",
+        type=int,
+        default=20,
+        metavar="N",
+        help="layouts on each number of ranks (default 20)",
+    )
+    sweep.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("sweep.png"),
+        metavar="FILE",
+        help="default sweep.png",
+    )
     sweep.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, too")
-    sweep.add_words("words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="of pretrain.py; or folders of runs")
+    sweep.add_words(
+        "words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="of pretrain.py; or folders of runs"
+    )
     sweep.set_defaults(run=run_sweep)
-    timeline = pictures.add_parser("schedule", help="a pipeline's step as a picture, or as a trace for Perfetto")
-    timeline.add_argument("--schedule", required=True, metavar="NAME", help="as pipeline.schedule, or file:PATH")
+    timeline = pictures.add_parser(
+        "schedule", help="a pipeline's step as a picture, or as a trace for Perfetto"
+    )
+    timeline.add_argument(
+        "--schedule", required=True, metavar="NAME", help="as pipeline.schedule, or file:PATH"
+    )
     timeline.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline ranks")
     timeline.add_argument("--microbatches", type=int, required=True, metavar="N", help="of a step")
-    timeline.add_argument("--costs", default="", metavar="LIST", help="as tools/schedule.py takes them")
     timeline.add_argument(
-        "-o", "--out", type=Path, default=Path("schedule.svg"), metavar="FILE", help=".svg, .png or .json"
+        "--costs", default="", metavar="LIST", help="as tools/schedule.py takes them"
+    )
+    timeline.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("schedule.svg"),
+        metavar="FILE",
+        help=".svg, .png or .json",
     )
     timeline.set_defaults(run=run_schedule)
-    docs = pictures.add_parser("docs", help="write the generated tables and pictures of the documentation")
+    docs = pictures.add_parser(
+        "docs", help="write the generated tables and pictures of the documentation"
+    )
     docs.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default docs")
     docs.set_defaults(run=run_docs)
     _add_loss(pictures)
@@ -159,13 +220,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_loss(pictures: Any) -> None:
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
     loss.add_words(
-        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, its .jsonl file, or a folder of runs"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="a run's folder, its .jsonl file, or a folder of runs",
     )
-    loss.add_argument("--out", type=Path, default=Path("loss.png"), metavar="FILE", help="default loss.png")
     loss.add_argument(
-        "--panels", default="", metavar="FIELDS", help="fields of a record to draw below, with commas; * is any text"
+        "--out", type=Path, default=Path("loss.png"), metavar="FILE", help="default loss.png"
     )
-    loss.add_argument("--smooth", type=int, metavar="N", help="draw means of N records (default: 1/40 of the run)")
+    loss.add_argument(
+        "--panels",
+        default="",
+        metavar="FIELDS",
+        help="fields of a record to draw below, with commas; * is any text",
+    )
+    loss.add_argument(
+        "--smooth", type=int, metavar="N", help="draw means of N records (default: 1/40 of the run)"
+    )
     loss.add_argument("--json", action="store_true", help="print the first and last losses as JSON")
     loss.set_defaults(run=run_loss)
 

@@ -1,8 +1,8 @@
 """Attention that never holds the score matrix, with its log-sum-exp, forward and backward.
 
-The math and the plain path stand in `plain.py`. Forward and backward both speak in (out, lse): a ring of
-context-parallel ranks merges the partial outs by their lse and then asks for the gradient of each block with the merged
-out and lse (Liu et al., arXiv:2310.01889, sec. 3).
+The math and the plain path stand in `plain.py`. Forward and backward both speak in (out, lse): a
+ring of context-parallel ranks merges the partial outs by their lse and then asks for the gradient
+of each block with the merged out and lse (Liu et al., arXiv:2310.01889, sec. 3).
 """
 
 from dataclasses import replace
@@ -20,13 +20,19 @@ from megatron5d.kernels.flash_attention.plain import AttentionRule
 
 def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
     if q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key and {v.shape[2]} value heads evenly")
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot share {k.shape[2]} key and {v.shape[2]} value heads evenly"
+        )
     if q.shape[3] != k.shape[3] or q.shape[1] != k.shape[1] or k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not belong together")
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not belong together"
+        )
     if rule.window is not None and rule.window < 1:
         raise ValueError(f"a sliding window holds at least the token itself; {rule.window} < 1")
     if rule.documents is not None and rule.k_documents is None and k.shape[0] != q.shape[0]:
-        raise ValueError(f"{q.shape[0]} queries and {k.shape[0]} keys: give k_documents beside documents")
+        raise ValueError(
+            f"{q.shape[0]} queries and {k.shape[0]} keys: give k_documents beside documents"
+        )
     if rule.documents is rule.k_documents is rule.q_positions is rule.k_positions is None:
         return
     (s, b), t = q.shape[:2], k.shape[0]
@@ -40,14 +46,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
 
 
 def _open(rule: AttentionRule, s: int, t: int) -> AttentionRule:
-    """Drops a window that closes nowhere: its sums with positions could overflow, and its mask costs time."""
+    """Drops a window that closes nowhere: its sums with positions could overflow, and its mask
+    costs time."""
     hides_nothing = rule.window is not None and rule.window >= max(s, t)
-    return replace(rule, window=None) if hides_nothing and rule.q_positions is rule.k_positions is None else rule
+    return (
+        replace(rule, window=None)
+        if hides_nothing and rule.q_positions is rule.k_positions is None
+        else rule
+    )
 
 
 def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
-    """Drops the positions where they mean no more than an aligned causal mask, or none: the fast kernels know those."""
-    if not rule.causal or rule.window is not None or (rule.q_positions is None and rule.k_positions is None):
+    """Drops the positions where they mean no more than an aligned causal mask, or none: the fast
+    kernels know those."""
+    if (
+        not rule.causal
+        or rule.window is not None
+        or (rule.q_positions is None and rule.k_positions is None)
+    ):
         return rule
     q_at = torch.arange(s) if rule.q_positions is None else rule.q_positions
     k_at = torch.arange(t) if rule.k_positions is None else rule.k_positions
@@ -61,7 +77,8 @@ def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
 
 
 def _runs_cpu_flash(q: Tensor) -> bool:
-    """Says whether torch's CPU kernel runs: on the CPU, and on the meta device if no GPU is planned for."""
+    """Says whether torch's CPU kernel runs: on the CPU, and on the meta device if no GPU is planned
+    for."""
     return q.is_cpu or (q.is_meta and dispatch.PLANNED.get() is None)
 
 
@@ -73,19 +90,34 @@ def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     return takes(q, v, rule)
 
 
-def _library(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: bool, backward: bool) -> ModuleType | None:
-    """Returns the file of the library that computes this (`providers/`); None = Triton, or the plain path."""
+def _library(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: bool, backward: bool
+) -> ModuleType | None:
+    """Returns the file of the library that computes this (`providers/`); None = Triton, or the
+    plain path."""
     if not (capability := choice.capability_of(q)) or not k.numel():
         return None
     positions = rule.q_positions is not None or rule.k_positions is not None
     request = AttentionRequest(
-        capability, backward, q.dtype, tuple(q.shape), tuple(k.shape), v.shape[3],
-        rule.causal, rule.window, rule.softcap, rule.documents is not None, positions, sinks,
-    )  # fmt: skip
+        capability,
+        backward,
+        q.dtype,
+        tuple(q.shape),
+        tuple(k.shape),
+        v.shape[3],
+        rule.causal,
+        rule.window,
+        rule.softcap,
+        rule.documents is not None,
+        positions,
+        sinks,
+    )
     return choice.provider(request, choice.in_use())
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if (library := _library(q, k, v, rule, sinks is not None, False)) is not None:
         return library.forward(q, k, v, rule, sinks, choice.in_use().deterministic)
     if _runs_triton(q, k, v, rule):
@@ -138,11 +170,12 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Returns the `documents` of one packed row whose boundaries are given as cumulative lengths, without a host sync.
+    """Returns the `documents` of one packed row whose boundaries are given as cumulative lengths,
+    without a host sync.
 
     Args:
-        cu_seqlens: `[n + 1]` int32 or int64, not decreasing from 0; document i holds tokens cu_seqlens[i] to
-            cu_seqlens[i + 1], that one not included.
+        cu_seqlens: `[n + 1]` int32 or int64, not decreasing from 0; document i holds tokens
+            cu_seqlens[i] to cu_seqlens[i + 1], that one not included.
         length: tokens of the row; those past the last boundary make one document more.
 
     Returns:
@@ -152,16 +185,28 @@ def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
         ValueError: not a vector of integers.
     """
     if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens is a vector of integers, not {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+        raise ValueError(
+            f"cu_seqlens is a vector of integers, not {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
     at = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, at, right=True, out_int32=True)[None]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = True, documents: Tensor | None = None,
-    k_documents: Tensor | None = None, window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    q_positions: Tensor | None = None, k_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Computes scaled dot-product attention with grouped heads, and its log-sum-exp.
 
     Args:
@@ -170,7 +215,8 @@ def attention(
         v: `[t, b, g, dv]`; dv may differ from d.
         scale: factor on the scores, usually 1/sqrt(d).
         causal: a query sees keys at its own position and before.
-        documents: `[b, s]` integers: a query sees only keys of its own document (`documents_from_cu_seqlens`).
+        documents: `[b, s]` integers: a query sees only keys of its own document
+            (`documents_from_cu_seqlens`).
         k_documents: `[b, t]`, where the keys are not the queries' own tokens.
         window: a query sees keys less than this many positions away, itself counted.
         softcap: if not 0, scores become softcap · tanh(score / softcap).
@@ -179,28 +225,45 @@ def attention(
         k_positions: `[t]` integers, default 0, 1, ...
 
     Returns:
-        out `[s, b, a, dv]` in the dtype of q, differentiable; lse `[b, a, s]` float32 (float64 for float64), natural
-        logarithm, not differentiable. A query that sees nothing has out 0 and lse -inf.
+        out `[s, b, a, dv]` in the dtype of q, differentiable; lse `[b, a, s]` float32 (float64 for
+        float64), natural logarithm, not differentiable. A query that sees nothing has out 0 and lse
+        -inf.
 
     Raises:
         ValueError: shapes that do not belong together, or an empty window.
     """
-    rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
+    rule = AttentionRule(
+        scale, causal, window, softcap, documents, k_documents, q_positions, k_positions
+    )
     _check(q, k, v, rule)
     rule = _open(rule, q.shape[0], k.shape[0])
     on_cpu = _runs_cpu_flash(q) and not (choice.capability_of(q) or dispatch.runs_triton(q))
     on_cpu = on_cpu and q.dtype not in dispatch.HALF_DTYPES  # whose backward is in float32
     if on_cpu and sinks is None and rule.is_plain and q.numel() and k.numel():
-        return plain.cpu_flash_forward(q, k, v, rule)  # differentiable as it is: every query sees a key
+        # differentiable as it is: every query sees a key
+        return plain.cpu_flash_forward(q, k, v, rule)
     return _Attention.apply(q, k, v, sinks, rule)
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True,
-    documents: Tensor | None = None, k_documents: Tensor | None = None, window: int | None = None,
-    softcap: float = 0.0, q_positions: Tensor | None = None, k_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Computes the share of dq, and the dk and dv, that come from these keys, given the *global* out and lse.
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the share of dq, and the dk and dv, that come from these keys, given the *global*
+    out and lse.
 
     Args:
         dout: `[s, b, a, dv]`, gradient of the global out.
@@ -213,6 +276,8 @@ def attention_backward(
     Returns:
         dq (to be summed over the parts), dk, dv, in the dtypes of q, k, v.
     """
-    rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
+    rule = AttentionRule(
+        scale, causal, window, softcap, documents, k_documents, q_positions, k_positions
+    )
     _check(q, k, v, rule)
     return _backward(dout, q, k, v, out, lse, _open(rule, q.shape[0], k.shape[0]))

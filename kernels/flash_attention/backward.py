@@ -1,4 +1,5 @@
-"""The backward of attention in Triton, from a global out and log-sum-exp, without atomics: the same bits every time.
+"""The backward of attention in Triton, from a global out and log-sum-exp, without atomics: the same
+bits every time.
 
 Dao, arXiv:2307.08691, algorithm 2, in two kernels. With P = exp(S - lse), dP = dout vᵀ, delta = rowsum(dout ∘ out):
     backward_keys.py:                  dv = Pᵀ dout,  dk = scale · (P ∘ (dP - delta))ᵀ q   over the queries of all heads
@@ -44,10 +45,20 @@ PADDING = 128  # of the rows' statistics; a multiple of every block of queries
 
 @jit(do_not_specialize=COUNTS)
 def _delta_kernel(
-    dout_ptr, out_ptr, lse_ptr, peak_ptr, delta_ptr, num_queries, padded, num_batch, dim,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Makes for some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from contiguous `[s, b, a, d]`.
+    dout_ptr,
+    out_ptr,
+    lse_ptr,
+    peak_ptr,
+    delta_ptr,
+    num_queries,
+    padded,
+    num_batch,
+    dim,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Makes for some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from
+    contiguous `[s, b, a, d]`.
 
     A query that saw nothing, or lies past the end, gets lse +inf: probability 0.
     """
@@ -68,11 +79,30 @@ def _delta_kernel(
 
 @jit
 def _collect_keys(
-    dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask, q_at, q_document,
-    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    dq,
+    q,
+    dout,
+    sources,
+    layouts,
+    lse,
+    delta,
+    batch,
+    k_head,
+    span,
+    num_keys,
+    sizes,
+    mask,
+    q_at,
+    q_document,
+    FLAGS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
-    """Adds what the keys of a span give to dq: its edges where MASKED, else what lies between them."""
+):
+    """Adds what the keys of a span give to dq: its edges where MASKED, else what lies between
+    them."""
     _, _, _, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
@@ -91,7 +121,9 @@ def _collect_keys(
             key = first + tl.arange(0, BLOCK_N)
             k_at = positions(mask[2], key, num_keys, HAS_K_POSITIONS)[None, :]
             k_document = documents(mask[3], batch, key, num_keys, -2, HAS_DOCUMENTS)[None, :]
-            seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
+            seen = visible(
+                q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS
+            )
             seen = among_keys(seen, key, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(dout, v.T)
@@ -100,14 +132,39 @@ def _collect_keys(
     return dq
 
 
-@jit(do_not_specialize=COUNTS)  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
+# of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
+@jit(do_not_specialize=COUNTS)
 def _query_kernel(
-    q_source, dout_source, k_source, v_source, layouts, rows, mask, dq_ptr, spans_ptr, span_stride, num_queries, padded,
-    num_heads, scale, softcap, window, num_keys, num_batch, group, dims, natural_scale,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_source,
+    dout_source,
+    k_source,
+    v_source,
+    layouts,
+    rows,
+    mask,
+    dq_ptr,
+    spans_ptr,
+    span_stride,
+    num_queries,
+    padded,
+    num_heads,
+    scale,
+    softcap,
+    window,
+    num_keys,
+    num_batch,
+    group,
+    dims,
+    natural_scale,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
-    sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
+):
+    # a launch takes no descriptors inside a tuple
+    sources = (q_source, dout_source, k_source, v_source)
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
@@ -130,25 +187,76 @@ def _query_kernel(
     q_at = up_to_last_key(q_at, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
     q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[:, None]
     span = key_range(
-        spans_ptr, span_stride, batch, block, num_keys, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+        spans_ptr,
+        span_stride,
+        batch,
+        block,
+        num_keys,
+        window,
+        CAUSAL,
+        HAS_WINDOW,
+        HAS_SPANS,
+        BLOCK_M,
+        BLOCK_N,
     )
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     dq = _collect_keys(
-        dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask,
-        q_at, q_document, FLAGS, True, BLOCK_N, D, DV, REACH,
-    )  # fmt: skip
+        dq,
+        q,
+        dout,
+        sources,
+        layouts,
+        lse,
+        delta,
+        batch,
+        k_head,
+        span,
+        num_keys,
+        sizes,
+        mask,
+        q_at,
+        q_document,
+        FLAGS,
+        True,
+        BLOCK_N,
+        D,
+        DV,
+        REACH,
+    )
     dq = _collect_keys(
-        dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask,
-        q_at, q_document, FLAGS, False, BLOCK_N, D, DV, REACH,
-    )  # fmt: skip
+        dq,
+        q,
+        dout,
+        sources,
+        layouts,
+        lse,
+        delta,
+        batch,
+        k_head,
+        span,
+        num_keys,
+        sizes,
+        mask,
+        q_at,
+        q_document,
+        FLAGS,
+        False,
+        BLOCK_N,
+        D,
+        DV,
+        REACH,
+    )
     column = tl.arange(0, D)
-    at = ((query.to(tl.int64) * num_batch + batch) * num_heads + head)[:, None] * dims[0] + column[None, :]
+    at = ((query.to(tl.int64) * num_batch + batch) * num_heads + head)[:, None] * dims[0] + column[
+        None, :
+    ]
     live = (query < num_queries)[:, None] & (column < dims[0])[None, :]
     tl.store(dq_ptr + at, (dq * natural_scale).to(dq_ptr.dtype.element_ty), live)
 
 
 def _row_statistics(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Makes lse in units of log2, and delta: `[2, b, a, s]`, with s rounded up to whole blocks of queries."""
+    """Makes lse in units of log2, and delta: `[2, b, a, s]`, with s rounded up to whole blocks of
+    queries."""
     s, b, a, dv = out.shape
     padded = cdiv(s, PADDING) * PADDING
     rows = torch.empty(2, b, a, padded, dtype=torch.float32, device=out.device)
@@ -170,7 +278,11 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
     inputs = mask_inputs(rule, lse)
     mask = _mask_order(inputs)
     sizes = (s, rows.shape[3], a, kernel_scale(rule), rule.softcap, rule.window or 0)
-    constants = {"FLAGS": tuple(flags(rule).values()), "D": next_power_of_2(d), "DV": next_power_of_2(dv_dim)}
+    constants = {
+        "FLAGS": tuple(flags(rule).values()),
+        "D": next_power_of_2(d),
+        "DV": next_power_of_2(dv_dim),
+    }
 
     def prepared(operation, spans_of, **more):
         config = tuning.select(operation, q.device, **key, **more)
@@ -192,6 +304,7 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
 
 
 def _mask_order(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Orders (q positions, k positions, q documents, k documents) as the kernels index them: queries first."""
+    """Orders (q positions, k positions, q documents, k documents) as the kernels index them:
+    queries first."""
     q_at, k_at, q_documents, k_documents = inputs
     return q_at, q_documents, k_at, k_documents

@@ -1,14 +1,17 @@
-"""The keys' half of the backward of attention: dk and dv, by a program a block of keys, or by equal shares of the work.
+"""The keys' half of the backward of attention: dk and dv, by a program a block of keys, or by equal
+shares of the work.
 
-A block of keys of one KV head meets the queries of its group of heads that may see it. Where there are several blocks
-for each processor, a program takes one; a causal mask makes the first of them the longest, which suits the scheduler.
-With few heads a rank has fewer blocks than the GPU processors, and one program a block would take four times as long as
-need be (Llama 3 8B, tp 8, 8,192 tokens). There the tiles of all blocks stand in one row, ordered by batch entry, block,
-head and query, and program p takes tiles [p·share, (p+1)·share) of it (stream-K: Osama et al., arXiv:2301.03598),
-however masks, documents and positions distribute them. A block within one share is stored at once. Of one that is cut
-each program stores its part in float32, and `_sum_parts_kernel` adds the parts up in the order of the queries: the same
-bits every time. On an H200, 8,192 causal tokens, the shares are slower for 8 KV heads (3.9 ms against 3.1) and faster
-for 2 (1.0 against 1.1).
+A block of keys of one KV head meets the queries of its group of heads that may see it. Where there
+are several blocks for each processor, a program takes one; a causal mask makes the first of them
+the longest, which suits the scheduler. With few heads a rank has fewer blocks than the GPU
+processors, and one program a block would take four times as long as need be (Llama 3 8B, tp 8,
+8,192 tokens). There the tiles of all blocks stand in one row, ordered by batch entry, block, head
+and query, and program p takes tiles [p·share, (p+1)·share) of it (stream-K: Osama et al.,
+arXiv:2301.03598), however masks, documents and positions distribute them. A block within one share
+is stored at once. Of one that is cut each program stores its part in float32, and
+`_sum_parts_kernel` adds the parts up in the order of the queries: the same bits every time. On an
+H200, 8,192 causal tokens, the shares are slower for 8 KV heads (3.9 ms against 3.1) and faster for
+2 (1.0 against 1.1).
 
 The kernel works on transposed tiles, so that P and dS enter the second GEMM from registers.
 """
@@ -17,15 +20,24 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, num_processors, tl
-from megatron5d.kernels.flash_attention.mask import at_edges, documents, loop_bounds, positions, query_range, visible
+from megatron5d.kernels.flash_attention.mask import (
+    at_edges,
+    documents,
+    loop_bounds,
+    positions,
+    query_range,
+    visible,
+)
 from megatron5d.kernels.flash_attention.tiles import COUNTS, capped, tile
 
 ROWS = 16  # that a program adds up
-LARGEST_CUT = 128  # head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block
+# head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block
+LARGEST_CUT = 128
 COUNTED = 64  # keys of a block, when blocks are counted to choose between programs and shares
 BLOCKS_A_PROCESSOR = 3  # fewer, of unequal length, leave processors idle at the end
 LEAST_ENTRIES = 128  # fewer take as long, and would be binaries of their own
-LEAST_QUERIES = tl.constexpr(256)  # of a share: below them loading keys and adding up parts takes longer
+# of a share: below them loading keys and adding up parts takes longer
+LEAST_QUERIES = tl.constexpr(256)
 
 
 @jit
@@ -39,11 +51,29 @@ def uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def _collect_queries(
-    dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
-    FLAGS: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    dk,
+    dv,
+    k,
+    v,
+    sources,
+    layouts,
+    rows,
+    batch,
+    head,
+    span,
+    sizes,
+    mask,
+    k_at,
+    k_document,
+    FLAGS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
-    """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
+):
+    """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies
+    between them."""
     num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
@@ -62,7 +92,9 @@ def _collect_queries(
         if MASKED:
             q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[None, :]
             q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[None, :]
-            seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
+            seen = visible(
+                q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS
+            )
             p = tl.where(seen, p, 0.0)
         dout = tile(sources[1], layouts[1], first, batch, head, BLOCK_M, DV, REACH)
         dv = tl.dot(p.to(dout.dtype), dout, dv)
@@ -75,30 +107,67 @@ def _collect_queries(
 
 @jit
 def _num_tiles(
-    spans_ptr, span_stride, batch, block, num_queries, window,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SPANS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Counts the tiles of queries that a block of keys meets; one for a block that none sees, which stores zeros."""
+    spans_ptr,
+    span_stride,
+    batch,
+    block,
+    num_queries,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Counts the tiles of queries that a block of keys meets; one for a block that none sees, which
+    stores zeros."""
     start, _, _, stop = query_range(
-        spans_ptr, span_stride, batch, block, num_queries, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+        spans_ptr,
+        span_stride,
+        batch,
+        block,
+        num_queries,
+        window,
+        CAUSAL,
+        HAS_WINDOW,
+        HAS_SPANS,
+        BLOCK_M,
+        BLOCK_N,
     )
     return tl.maximum((stop - start + BLOCK_M - 1) // BLOCK_M, 1)
 
 
 @jit
 def _shares(
-    spans_ptr, span_stride, sizes, blocks, num_batch, shares,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Returns the tiles of all heads before each entry (a block of keys of a batch entry), in it, and of a share."""
+    spans_ptr,
+    span_stride,
+    sizes,
+    blocks,
+    num_batch,
+    shares,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Returns the tiles of all heads before each entry (a block of keys of a batch entry), in it,
+    and of a share."""
     lane = tl.arange(0, ENTRIES)
     real = lane < num_batch * blocks
     known = tl.where(real, lane, 0)
     tiles = _num_tiles(
-        spans_ptr, span_stride, known // blocks, known % blocks, sizes[0], sizes[5],
-        FLAGS[0], FLAGS[1], FLAGS[6], BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+        spans_ptr,
+        span_stride,
+        known // blocks,
+        known % blocks,
+        sizes[0],
+        sizes[5],
+        FLAGS[0],
+        FLAGS[1],
+        FLAGS[6],
+        BLOCK_M,
+        BLOCK_N,
+    )
     tiles = tl.where(real, tiles * sizes[2], 0)
     ends = tl.cumsum(tiles, 0)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), shares), LEAST_QUERIES // BLOCK_M)
@@ -126,15 +195,29 @@ def _store(outputs, dk, dv, key, num_keys, where, dims, scale):
     column, v_column = tl.arange(0, dk.shape[1])[None, :], tl.arange(0, dv.shape[1])[None, :]
     is_key = (key < num_keys)[:, None]
     dk_at, dv_at = row * dims[0] + column, row * dims[1] + v_column
-    tl.store(outputs[0] + dk_at, (dk * scale).to(outputs[0].dtype.element_ty), is_key & (column < dims[0]))
+    tl.store(
+        outputs[0] + dk_at,
+        (dk * scale).to(outputs[0].dtype.element_ty),
+        is_key & (column < dims[0]),
+    )
     tl.store(outputs[1] + dv_at, dv.to(outputs[1].dtype.element_ty), is_key & (v_column < dims[1]))
 
 
 @jit
 def _keys(
-    sources, layouts, mask, num_keys, batch, block, k_head,
-    FLAGS: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-):  # fmt: skip
+    sources,
+    layouts,
+    mask,
+    num_keys,
+    batch,
+    block,
+    k_head,
+    FLAGS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
+):
     """Loads a block of keys: k, v, their positions and documents."""
     key = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tile(sources[2], layouts[2], block * BLOCK_N, batch, k_head, BLOCK_N, D, REACH)
@@ -145,31 +228,110 @@ def _keys(
 
 @jit
 def _collect_head(
-    dk, dv, keys, sources, layouts, rows, batch, head, span, sizes, mask,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    keys,
+    sources,
+    layouts,
+    rows,
+    batch,
+    head,
+    span,
+    sizes,
+    mask,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
+):
     """Adds what the queries of a span of one head give to dk and dv."""
     k, v, k_at, k_document = keys
     if FLAGS[0] or FLAGS[1] or FLAGS[6]:
         dk, dv = _collect_queries(
-            dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
-            FLAGS, True, BLOCK_M, D, DV, REACH,
-        )  # fmt: skip
+            dk,
+            dv,
+            k,
+            v,
+            sources,
+            layouts,
+            rows,
+            batch,
+            head,
+            span,
+            sizes,
+            mask,
+            k_at,
+            k_document,
+            FLAGS,
+            True,
+            BLOCK_M,
+            D,
+            DV,
+            REACH,
+        )
     return _collect_queries(
-        dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
-        FLAGS, False, BLOCK_M, D, DV, REACH,
-    )  # fmt: skip
+        dk,
+        dv,
+        k,
+        v,
+        sources,
+        layouts,
+        rows,
+        batch,
+        head,
+        span,
+        sizes,
+        mask,
+        k_at,
+        k_document,
+        FLAGS,
+        False,
+        BLOCK_M,
+        D,
+        DV,
+        REACH,
+    )
 
 
-@jit(do_not_specialize=[name for name in COUNTS if name != "num_queries"])  # a multiple of 16 saves registers
+# a multiple of 16 saves registers
+@jit(do_not_specialize=[name for name in COUNTS if name != "num_queries"])
 def _key_value_kernel(
-    q_source, dout_source, k_source, v_source, layouts, rows, mask, outputs, spans_ptr, span_stride, num_queries,
-    padded, num_heads, scale, softcap, window, num_keys, num_batch, group, dims, natural_scale, parts_ptr,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    REACH: tl.constexpr, ENTRIES: tl.constexpr, CUT: tl.constexpr,
-):  # fmt: skip
-    """Computes one share: the end of a block of keys, whole blocks, the beginning of a block; or, not CUT, a block."""
-    sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
+    q_source,
+    dout_source,
+    k_source,
+    v_source,
+    layouts,
+    rows,
+    mask,
+    outputs,
+    spans_ptr,
+    span_stride,
+    num_queries,
+    padded,
+    num_heads,
+    scale,
+    softcap,
+    window,
+    num_keys,
+    num_batch,
+    group,
+    dims,
+    natural_scale,
+    parts_ptr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Computes one share: the end of a block of keys, whole blocks, the beginning of a block; or,
+    not CUT, a block."""
+    # a launch takes no descriptors inside a tuple
+    sources = (q_source, dout_source, k_source, v_source)
     sizes = (num_queries, padded, num_heads, scale, softcap, window)
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
@@ -184,28 +346,84 @@ def _key_value_kernel(
         block = program // num_k_heads % blocks
         batch = program // num_k_heads // blocks
         span = query_range(
-            spans_ptr, span_stride, batch, block, sizes[0], sizes[5], CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+            spans_ptr,
+            span_stride,
+            batch,
+            block,
+            sizes[0],
+            sizes[5],
+            CAUSAL,
+            HAS_WINDOW,
+            HAS_SPANS,
+            BLOCK_M,
+            BLOCK_N,
         )
-        keys = _keys(sources, layouts, mask, num_keys, batch, block, k_head, FLAGS, BLOCK_N, D, DV, REACH)
+        keys = _keys(
+            sources, layouts, mask, num_keys, batch, block, k_head, FLAGS, BLOCK_N, D, DV, REACH
+        )
         for head in range(k_head * group, k_head * group + group):
             dk, dv = _collect_head(
-                dk, dv, keys, sources, layouts, rows, batch, head, span, sizes, mask, FLAGS, BLOCK_M, D, DV, REACH
+                dk,
+                dv,
+                keys,
+                sources,
+                layouts,
+                rows,
+                batch,
+                head,
+                span,
+                sizes,
+                mask,
+                FLAGS,
+                BLOCK_M,
+                D,
+                DV,
+                REACH,
             )
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        _store(outputs, dk, dv, key, num_keys, (batch, num_batch, k_head, num_k_heads), dims, natural_scale)
+        _store(
+            outputs,
+            dk,
+            dv,
+            key,
+            num_keys,
+            (batch, num_batch, k_head, num_k_heads),
+            dims,
+            natural_scale,
+        )
         return
     before, tiles, share = _shares(
-        spans_ptr, span_stride, sizes, blocks, num_batch, tl.num_programs(0), FLAGS, BLOCK_M, BLOCK_N, ENTRIES
+        spans_ptr,
+        span_stride,
+        sizes,
+        blocks,
+        num_batch,
+        tl.num_programs(0),
+        FLAGS,
+        BLOCK_M,
+        BLOCK_N,
+        ENTRIES,
     )
     first = program * share
     last = tl.minimum(first + share, tl.sum(tiles, 0))
     entry, origin = _entry_of(first, before, tiles)
     place = first
-    while place < last:  # one head of queries at a time; few numbers live through the GEMMs, which need all registers
+    # one head of queries at a time; few numbers live through the GEMMs, which need all registers
+    while place < last:
         batch = entry // blocks
         block = entry % blocks
         span = query_range(
-            spans_ptr, span_stride, batch, block, sizes[0], sizes[5], CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+            spans_ptr,
+            span_stride,
+            batch,
+            block,
+            sizes[0],
+            sizes[5],
+            CAUSAL,
+            HAS_WINDOW,
+            HAS_SPANS,
+            BLOCK_M,
+            BLOCK_N,
         )
         length = tl.maximum((span[3] - span[0] + BLOCK_M - 1) // BLOCK_M, 1)
         head = (place - origin) // length
@@ -213,9 +431,37 @@ def _key_value_kernel(
         end = tl.minimum(last, origin + (head + 1) * length)
         high = low + (end - place) * BLOCK_M
         mine = (low, _cut(span[1], low, high), _cut(span[2], low, high), _cut(span[3], low, high))
-        keys = _keys(sources, layouts, mask, num_keys, batch, block, head // group, FLAGS, BLOCK_N, D, DV, REACH)
+        keys = _keys(
+            sources,
+            layouts,
+            mask,
+            num_keys,
+            batch,
+            block,
+            head // group,
+            FLAGS,
+            BLOCK_N,
+            D,
+            DV,
+            REACH,
+        )
         dk, dv = _collect_head(
-            dk, dv, keys, sources, layouts, rows, batch, head, mine, sizes, mask, FLAGS, BLOCK_M, D, DV, REACH
+            dk,
+            dv,
+            keys,
+            sources,
+            layouts,
+            rows,
+            batch,
+            head,
+            mine,
+            sizes,
+            mask,
+            FLAGS,
+            BLOCK_M,
+            D,
+            DV,
+            REACH,
         )
         place = end
         ends = (place - origin) % (length * group) == 0
@@ -238,17 +484,45 @@ def _key_value_kernel(
 
 @jit(do_not_specialize=COUNTS)
 def _sum_parts_kernel(
-    outputs, spans_ptr, span_stride, num_queries, padded, num_heads, scale, softcap, window, num_keys, num_batch, group,
-    dims, natural_scale, parts_ptr,
-    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ENTRIES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Adds up some rows of the block that begins in this program's share and ends in a later one, if there is one."""
+    outputs,
+    spans_ptr,
+    span_stride,
+    num_queries,
+    padded,
+    num_heads,
+    scale,
+    softcap,
+    window,
+    num_keys,
+    num_batch,
+    group,
+    dims,
+    natural_scale,
+    parts_ptr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Adds up some rows of the block that begins in this program's share and ends in a later one,
+    if there is one."""
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)
     sizes = (num_queries, padded, num_heads, scale, softcap, window)
     before, tiles, share = _shares(
-        spans_ptr, span_stride, sizes, blocks, num_batch, tl.num_programs(0), FLAGS, BLOCK_M, BLOCK_N, ENTRIES
+        spans_ptr,
+        span_stride,
+        sizes,
+        blocks,
+        num_batch,
+        tl.num_programs(0),
+        FLAGS,
+        BLOCK_M,
+        BLOCK_N,
+        ENTRIES,
     )
     last = (program + 1) * share
     if last >= tl.sum(tiles, 0):
@@ -281,23 +555,36 @@ def in_shares(num_keys: int, heads: int, width: int, processors: int) -> bool:
         width: the greater head dim, of k or v.
         processors: of the GPU.
     """
-    return width <= LARGEST_CUT and cdiv(num_keys, COUNTED) * heads < BLOCKS_A_PROCESSOR * processors
+    return (
+        width <= LARGEST_CUT and cdiv(num_keys, COUNTED) * heads < BLOCKS_A_PROCESSOR * processors
+    )
 
 
-def launch_keys(before: tuple, rest: tuple, config: dict, outputs: tuple[Tensor, Tensor], cut: bool) -> None:
-    """Computes dk and dv, from the arguments of the kernel before and after its outputs; `cut`: `in_shares`."""
+def launch_keys(
+    before: tuple, rest: tuple, config: dict, outputs: tuple[Tensor, Tensor], cut: bool
+) -> None:
+    """Computes dk and dv, from the arguments of the kernel before and after its outputs; `cut`:
+    `in_shares`."""
     num_queries, num_heads, num_keys, num_batch, group = rest[2], rest[4], *rest[8:11]
     entries = num_batch * cdiv(num_keys, config["BLOCK_N"])
     if not cut:
         grid = (entries * (num_heads // group),)
         _key_value_kernel[grid](*before, outputs, *rest, outputs[0], ENTRIES=1, CUT=False, **config)
         return
-    assert entries * cdiv(num_queries, config["BLOCK_M"]) * num_heads < 2**31, "tiles are counted in 32 bits"
+    assert entries * cdiv(num_queries, config["BLOCK_M"]) * num_heads < 2**31, (
+        "tiles are counted in 32 bits"
+    )
     shares, width = num_processors(outputs[0].device), config["D"] + config["DV"]
-    parts = torch.empty(2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=outputs[0].device)
+    parts = torch.empty(
+        2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=outputs[0].device
+    )
     config["ENTRIES"] = max(next_power_of_2(entries), LEAST_ENTRIES)
     _key_value_kernel[(shares,)](*before, outputs, *rest, parts, CUT=True, **config)
-    constants = {name: config[name] for name in ("FLAGS", "BLOCK_M", "BLOCK_N", "D", "DV", "ENTRIES")}
+    constants = {
+        name: config[name] for name in ("FLAGS", "BLOCK_M", "BLOCK_N", "D", "DV", "ENTRIES")
+    }
     told = (6,) if config["FLAGS"][6] else (0, 1)  # what says which queries a block meets
     constants["FLAGS"] = tuple(flag and at in told for at, flag in enumerate(config["FLAGS"]))
-    _sum_parts_kernel[(shares, config["BLOCK_N"] // ROWS)](outputs, *rest, parts, **constants, ROWS=ROWS)
+    _sum_parts_kernel[(shares, config["BLOCK_N"] // ROWS)](
+        outputs, *rest, parts, **constants, ROWS=ROWS
+    )

@@ -1,7 +1,8 @@
-"""The forward of attention in Triton: one program per block of queries and head, walking over blocks of keys.
+"""The forward of attention in Triton: one program per block of queries and head, walking over
+blocks of keys.
 
-Online softmax (Milakov & Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691, algorithm 1), in base 2: with c = scale /
-ln 2,
+Online softmax (Milakov & Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691, algorithm 1), in base
+2: with c = scale / ln 2,
     m' = max(m, c max_j s_j),  l' = l 2^(m - m') + sum_j 2^(c s_j - m'),  o' = o 2^(m - m') + sum_j 2^(c s_j - m') v_j
     out = o / l,  lse = ln 2 (m + log2 l)
 A sink is a key of known logit and no value: it only sets the first m and l.
@@ -41,7 +42,8 @@ from megatron5d.kernels.flash_attention.tiles import (
 
 @jit
 def _following(place, span, MASKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Finds the first key of the block that is attended to after that at `place`: edges first, then those between."""
+    """Finds the first key of the block that is attended to after that at `place`: edges first, then
+    those between."""
     following = place + BLOCK_N
     if MASKED:
         if SPLIT:
@@ -52,16 +54,45 @@ def _following(place, span, MASKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: 
 
 @jit
 def _attend(
-    out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,
-    q_document, k_at_ptr, k_document_ptr, scale, softcap, window,
-    MASKED: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, BLOCK_N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys of a span to the running out, total and peak: its edges where MASKED, else what lies between them.
+    out,
+    total,
+    peak,
+    scores,
+    q,
+    k_source,
+    k_layout,
+    v_source,
+    v_layout,
+    batch,
+    k_head,
+    span,
+    num_keys,
+    q_at,
+    q_document,
+    k_at_ptr,
+    k_document_ptr,
+    scale,
+    softcap,
+    window,
+    MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_K_POSITIONS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
+):
+    """Adds the keys of a span to the running out, total and peak: its edges where MASKED, else what
+    lies between them.
 
-    With AHEAD `scores` are those of the first block of keys, and on return those of the block after the last one: while
-    the tensor cores multiply queries with the next block of keys, the other units take this one's exponentials.
+    With AHEAD `scores` are those of the first block of keys, and on return those of the block after
+    the last one: while the tensor cores multiply queries with the next block of keys, the other
+    units take this one's exponentials.
     """
     begin, end = loop_bounds(span, MASKED, SPLIT, True)
     for place in tl.range(begin, end, BLOCK_N):
@@ -71,7 +102,9 @@ def _attend(
             key = first + tl.arange(0, BLOCK_N)
             k_at = positions(k_at_ptr, key, num_keys, HAS_K_POSITIONS)[None, :]
             k_document = documents(k_document_ptr, batch, key, num_keys, -2, HAS_DOCUMENTS)[None, :]
-            seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
+            seen = visible(
+                q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS
+            )
             seen = among_keys(seen, key, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
         multiplied = tl.dot(q, tile(k_source, k_layout, needed, batch, k_head, BLOCK_N, D, REACH).T)
         if not AHEAD:
@@ -80,7 +113,8 @@ def _attend(
             scores = capped(scores, scale, softcap, True)
         if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
-        # The scale is positive: it may wait for the maximum, and then costs nothing beside the subtraction.
+        # The scale is positive: it may wait for the maximum, and then costs nothing beside the
+        # subtraction.
         factor = 1.0 if HAS_SOFTCAP else scale
         grown = tl.maximum(peak, tl.max(scores, 1) * factor)
         # A query that has seen nothing yet has peak -inf; taking it as 0 keeps 2^(-inf - -inf) out.
@@ -98,15 +132,47 @@ def _attend(
 
 @jit(do_not_specialize=COUNTS)
 def _forward_kernel(
-    q_source, q_layout, k_source, k_layout, v_source, v_layout, out_ptr, lse_ptr, sinks_ptr, q_at_ptr, k_at_ptr,
-    q_document_ptr, k_document_ptr, spans_ptr, span_stride, num_queries, num_keys, num_batch, num_heads, group,
-    v_dim, scale, softcap, window,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_source,
+    q_layout,
+    k_source,
+    k_layout,
+    v_source,
+    v_layout,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    q_at_ptr,
+    k_at_ptr,
+    q_document_ptr,
+    k_document_ptr,
+    spans_ptr,
+    span_stride,
+    num_queries,
+    num_keys,
+    num_batch,
+    num_heads,
+    group,
+    v_dim,
+    scale,
+    softcap,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_Q_POSITIONS: tl.constexpr,
+    HAS_K_POSITIONS: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
     REACH: tl.constexpr,
-):  # fmt: skip
-    # Under a causal mask the last queries see most keys: they start first, so that no long program is left for the end.
+):
+    # Under a causal mask the last queries see most keys: they start first, so that no long program
+    # is left for the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -122,11 +188,24 @@ def _forward_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if HAS_SINKS:
-        peak = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        peak = (
+            tl.zeros((BLOCK_M,), tl.float32)
+            + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        )
         total += 1.0
 
     span = key_range(
-        spans_ptr, span_stride, batch, block, num_keys, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+        spans_ptr,
+        span_stride,
+        batch,
+        block,
+        num_keys,
+        window,
+        CAUSAL,
+        HAS_WINDOW,
+        HAS_SPANS,
+        BLOCK_M,
+        BLOCK_N,
     )
     SPLIT: tl.constexpr = HAS_WINDOW or HAS_SPANS
     scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -135,29 +214,96 @@ def _forward_kernel(
         needed = _following(begin - BLOCK_N, span, True, SPLIT, BLOCK_N)
         scores = tl.dot(q, tile(k_source, k_layout, needed, batch, k_head, BLOCK_N, D, REACH).T)
     out, total, peak, scores = _attend(
-        out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,
-        q_document, k_at_ptr, k_document_ptr, scale, softcap, window, True, AHEAD, SPLIT, CAUSAL, HAS_WINDOW,
-        HAS_SOFTCAP, HAS_DOCUMENTS, HAS_K_POSITIONS, BLOCK_N, D, DV, REACH,
-    )  # fmt: skip
+        out,
+        total,
+        peak,
+        scores,
+        q,
+        k_source,
+        k_layout,
+        v_source,
+        v_layout,
+        batch,
+        k_head,
+        span,
+        num_keys,
+        q_at,
+        q_document,
+        k_at_ptr,
+        k_document_ptr,
+        scale,
+        softcap,
+        window,
+        True,
+        AHEAD,
+        SPLIT,
+        CAUSAL,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        HAS_DOCUMENTS,
+        HAS_K_POSITIONS,
+        BLOCK_N,
+        D,
+        DV,
+        REACH,
+    )
     out, total, peak, scores = _attend(
-        out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,
-        q_document, k_at_ptr, k_document_ptr, scale, softcap, window, False, AHEAD, SPLIT, CAUSAL, HAS_WINDOW,
-        HAS_SOFTCAP, HAS_DOCUMENTS, HAS_K_POSITIONS, BLOCK_N, D, DV, REACH,
-    )  # fmt: skip
+        out,
+        total,
+        peak,
+        scores,
+        q,
+        k_source,
+        k_layout,
+        v_source,
+        v_layout,
+        batch,
+        k_head,
+        span,
+        num_keys,
+        q_at,
+        q_document,
+        k_at_ptr,
+        k_document_ptr,
+        scale,
+        softcap,
+        window,
+        False,
+        AHEAD,
+        SPLIT,
+        CAUSAL,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        HAS_DOCUMENTS,
+        HAS_K_POSITIONS,
+        BLOCK_N,
+        D,
+        DV,
+        REACH,
+    )
 
     saw_nothing = total == 0.0
     out = out / tl.where(saw_nothing, 1.0, total)[:, None]
-    lse = tl.where(saw_nothing, float("-inf"), (peak + tl.log2(tl.where(saw_nothing, 1.0, total))) * 0.6931471805599453)
+    lse = tl.where(
+        saw_nothing,
+        float("-inf"),
+        (peak + tl.log2(tl.where(saw_nothing, 1.0, total))) * 0.6931471805599453,
+    )
     is_query = query < num_queries
     row = (query.to(tl.int64) * num_batch + batch) * num_heads + head
     column = tl.arange(0, DV)
     live = is_query[:, None] & (column < v_dim)[None, :]
-    tl.store(out_ptr + row[:, None] * v_dim + column[None, :], out.to(out_ptr.dtype.element_ty), live)
+    tl.store(
+        out_ptr + row[:, None] * v_dim + column[None, :], out.to(out_ptr.dtype.element_ty), live
+    )
     tl.store(lse_ptr + (batch.to(tl.int64) * num_heads + head) * num_queries + query, lse, is_query)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes out `[s, b, a, dv]` and lse `[b, a, s]` float32, as `flash_attention.attention` describes them."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Computes out `[s, b, a, dv]` and lse `[b, a, s]` float32, as `flash_attention.attention`
+    describes them."""
     q, k, v = (aligned(x) for x in (q, k, v))
     s, b, a, d = q.shape
     t, g, dv = k.shape[0], k.shape[2], v.shape[3]
@@ -176,6 +322,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor 
     dims = {"D": next_power_of_2(d), "DV": next_power_of_2(dv), "REACH": mode}
     grid = (cdiv(s, block_m), a, b)
     _forward_kernel[grid](
-        *tiles, out, lse, *extra, *sizes, **flags(rule), HAS_SINKS=sinks is not None, **dims, **config
+        *tiles,
+        out,
+        lse,
+        *extra,
+        *sizes,
+        **flags(rule),
+        HAS_SINKS=sinks is not None,
+        **dims,
+        **config,
     )
     return out, lse

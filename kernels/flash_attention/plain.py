@@ -1,9 +1,11 @@
 """Attention in plain torch: the one-line truth, and a path for the CPU whose memory stays bounded.
 
-scores = cap(scale · q kᵀ) where visible, -inf elsewhere; out = softmax(scores) v; lse = logsumexp(scores).
-Backward from out and lse (Dao, arXiv:2307.08691, algorithm 2): P = exp(scores - lse), delta = rowsum(dout ∘ out),
+scores = cap(scale · q kᵀ) where visible, -inf elsewhere; out = softmax(scores) v; lse =
+logsumexp(scores). Backward from out and lse (Dao, arXiv:2307.08691, algorithm 2): P = exp(scores -
+lse), delta = rowsum(dout ∘ out),
     dv = Pᵀ dout,   dS = P ∘ (dout vᵀ - delta),   dq = scale · dS k,   dk = scale · dSᵀ q
-Because P comes from lse alone, the same lines give one block's share of a gradient when out and lse are of the whole.
+Because P comes from lse alone, the same lines give one block's share of a gradient when out and lse
+are of the whole.
 """
 
 from dataclasses import dataclass
@@ -37,17 +39,24 @@ class AttentionRule:
     def is_plain(self) -> bool:
         """Whether nothing but an aligned causal mask (or none) is asked for."""
         positions = self.causal and (self.q_positions is not None or self.k_positions is not None)
-        return self.window is None and self.softcap == 0.0 and self.documents is None and not positions
+        return (
+            self.window is None and self.softcap == 0.0 and self.documents is None and not positions
+        )
 
     def visible(self, queries: slice, num_keys: int, device: torch.device) -> Tensor | None:
-        """Computes `[b|1, 1, 1, queries, t]` bool: which keys the queries of this slice see; None where all see all."""
+        """Computes `[b|1, 1, 1, queries, t]` bool: which keys the queries of this slice see; None
+        where all see all."""
         if not self.causal and self.window is None and self.documents is None:
             return None
-        seen = torch.ones(1, 1, 1, queries.stop - queries.start, num_keys, dtype=torch.bool, device=device)
+        seen = torch.ones(
+            1, 1, 1, queries.stop - queries.start, num_keys, dtype=torch.bool, device=device
+        )
         q_at = torch.arange(queries.start, queries.stop, device=device)
         if self.q_positions is not None:
             q_at = self.q_positions[queries]
-        k_at = torch.arange(num_keys, device=device) if self.k_positions is None else self.k_positions
+        k_at = (
+            torch.arange(num_keys, device=device) if self.k_positions is None else self.k_positions
+        )
         distance = q_at[:, None] - k_at[None, :]
         if self.causal:
             seen = seen & (distance >= 0)
@@ -55,12 +64,17 @@ class AttentionRule:
             seen = seen & (distance.abs() < self.window)
         if self.documents is not None:
             k_documents = self.documents if self.k_documents is None else self.k_documents
-            seen = seen & (self.documents[:, None, None, queries, None] == k_documents[:, None, None, None, :])
+            seen = seen & (
+                self.documents[:, None, None, queries, None] == k_documents[:, None, None, None, :]
+            )
         return seen
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None = None):
-    """Computes the whole score matrix at once, differentiable by plain autograd: the truth the other paths are held to.
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+):
+    """Computes the whole score matrix at once, differentiable by plain autograd: the truth the
+    other paths are held to.
 
     Args:
         q: `[s, b, a, d]`.
@@ -76,7 +90,10 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, si
     wide = statistics_dtype(q.dtype)
     s, b, a, _ = q.shape
     t, g = k.shape[0], k.shape[2]
-    scores = torch.einsum("sbgrd,tbgd->bgrst", q.to(wide).unflatten(2, (g, a // g)), k.to(wide)) * rule.scale
+    scores = (
+        torch.einsum("sbgrd,tbgd->bgrst", q.to(wide).unflatten(2, (g, a // g)), k.to(wide))
+        * rule.scale
+    )
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     seen = rule.visible(slice(0, s), t, q.device)
@@ -92,8 +109,11 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, si
     return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
 
 
-def _block_scores(q: Tensor, k: Tensor, rule: AttentionRule, queries: slice) -> tuple[Tensor, Tensor | None]:
-    """Computes masked scores `[b, g, r, block, t]` of some queries, and the capped scores over the cap, if any."""
+def _block_scores(
+    q: Tensor, k: Tensor, rule: AttentionRule, queries: slice
+) -> tuple[Tensor, Tensor | None]:
+    """Computes masked scores `[b, g, r, block, t]` of some queries, and the capped scores over the
+    cap, if any."""
     scores = torch.einsum("sbgrd,tbgd->bgrst", q, k) * rule.scale
     capped = None
     if rule.softcap:
@@ -110,7 +130,8 @@ def _query_blocks(s: int):
 
 
 def chunked_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None):
-    """Computes `attention_reference`, holding the scores of `QUERY_BLOCK` queries at a time; unrecorded by autograd."""
+    """Computes `attention_reference`, holding the scores of `QUERY_BLOCK` queries at a time;
+    unrecorded by autograd."""
     wide = statistics_dtype(q.dtype)
     s, b, a, _ = q.shape
     g = k.shape[2]
@@ -128,8 +149,11 @@ def chunked_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks:
     return out, lse
 
 
-def chunked_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):
-    """Computes dq, dk, dv of a block of keys from the global out and lse, `QUERY_BLOCK` queries at a time."""
+def chunked_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule
+):
+    """Computes dq, dk, dv of a block of keys from the global out and lse, `QUERY_BLOCK` queries at
+    a time."""
     wide = statistics_dtype(q.dtype)
     a, g = q.shape[2], k.shape[2]
     heads = (g, a // g)
@@ -154,7 +178,8 @@ def chunked_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def _heads_first(x: Tensor, dim: int) -> Tensor:
-    """Permutes `[s, b, a, d]` -> `[b, a, s, dim]`, padded with zeros: torch's CPU kernel takes one head dim."""
+    """Permutes `[s, b, a, d]` -> `[b, a, s, dim]`, padded with zeros: torch's CPU kernel takes one
+    head dim."""
     x = x.permute(1, 2, 0, 3)
     return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
 
@@ -168,14 +193,23 @@ def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
     return out.permute(2, 0, 1, 3).contiguous(), lse
 
 
-def cpu_flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):
+def cpu_flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule
+):
     """Computes the backward of `cpu_flash_forward`, from a given out and lse.
 
-    In float32 at least: in bfloat16 torch's takes up to fifteen times as long on a CPU without units for it.
+    In float32 at least: in bfloat16 torch's takes up to fifteen times as long on a CPU without
+    units for it.
     """
     dim, wide = max(q.shape[-1], v.shape[-1]), statistics_dtype(q.dtype)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_heads_first(x, dim).to(wide) for x in (dout, q, k, v, out)), lse, 0.0, rule.causal, scale=rule.scale
+        *(_heads_first(x, dim).to(wide) for x in (dout, q, k, v, out)),
+        lse,
+        0.0,
+        rule.causal,
+        scale=rule.scale,
     )
     pairs = ((dq, q), (dk, k), (dv, v))
-    return tuple(d[..., : x.shape[-1]].permute(2, 0, 1, 3).to(x.dtype).contiguous() for d, x in pairs)
+    return tuple(
+        d[..., : x.shape[-1]].permute(2, 0, 1, 3).to(x.dtype).contiguous() for d, x in pairs
+    )

@@ -1,4 +1,5 @@
-"""How attention kernels reach q, k, v: by descriptors for the copy engine (Hopper and later), or by pointers."""
+"""How attention kernels reach q, k, v: by descriptors for the copy engine (Hopper and later), or by
+pointers."""
 
 import torch
 from torch import Tensor
@@ -10,7 +11,16 @@ from megatron5d.kernels.flash_attention.plain import AttentionRule
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 POINTERS, ROWS, HEADS = 0, 1, 2
-COUNTS = ["num_queries", "num_keys", "num_batch", "num_heads", "group", "padded", "window", "span_stride"]
+COUNTS = [
+    "num_queries",
+    "num_keys",
+    "num_batch",
+    "num_heads",
+    "group",
+    "padded",
+    "window",
+    "span_stride",
+]
 """Arguments that one binary takes at any value; Triton would compile others for 1 and for multiples of 16, and always
 does for what is in a tuple."""
 
@@ -18,13 +28,19 @@ does for what is in a tuple."""
 def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     """Says whether the kernels know this dtype, these head dims and this scale."""
     dims = (q.shape[-1], v.shape[-1])
-    return q.dtype in HALF_DTYPES and all(16 <= d <= MAX_HEAD_DIM and d % 8 == 0 for d in dims) and rule.scale > 0
+    return (
+        q.dtype in HALF_DTYPES
+        and all(16 <= d <= MAX_HEAD_DIM and d % 8 == 0 for d in dims)
+        and rule.scale > 0
+    )
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns x, or a copy if the copy engine cannot read it: it takes neighbours in memory and 16-byte strides.
+    """Returns x, or a copy if the copy engine cannot read it: it takes neighbours in memory and
+    16-byte strides.
 
-    `contiguous` would not do: it gives back what begins anywhere, and any stride of a dim of size 1.
+    `contiguous` would not do: it gives back what begins anywhere, and any stride of a dim of size
+    1.
     """
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     fits = fits and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
@@ -32,25 +48,33 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def reach(tensors: list[Tensor], described: bool) -> int:
-    """Returns how tiles of these tensors are loaded: by POINTERS, by descriptors of ROWS, or by descriptors of HEADS.
+    """Returns how tiles of these tensors are loaded: by POINTERS, by descriptors of ROWS, or by
+    descriptors of HEADS.
 
-    A descriptor of rows sees `[s, everything else]`: the tile is two-dimensional and enters an MMA straight from
-    shared memory. It cannot cut at a head's edge, so head dims must be powers of two, and tokens must be the outermost
-    dim.
+    A descriptor of rows sees `[s, everything else]`: the tile is two-dimensional and enters an MMA
+    straight from shared memory. It cannot cut at a head's edge, so head dims must be powers of two,
+    and tokens must be the outermost dim.
     """
     if not described:
         return POINTERS
     outermost = all(
-        x.stride(0) >= x.stride(1) * x.shape[1] and x.stride(0) >= x.stride(2) * x.shape[2] for x in tensors
+        x.stride(0) >= x.stride(1) * x.shape[1] and x.stride(0) >= x.stride(2) * x.shape[2]
+        for x in tensors
     )
-    return ROWS if outermost and all(x.shape[3] == next_power_of_2(x.shape[3]) for x in tensors) else HEADS
+    return (
+        ROWS
+        if outermost and all(x.shape[3] == next_power_of_2(x.shape[3]) for x in tensors)
+        else HEADS
+    )
 
 
 def sources(tensors: list[Tensor], blocks: list[int], mode: int) -> tuple[tuple, tuple]:
-    """Makes the arguments with which a kernel loads `[block, head dim]` tiles: descriptors or pointers, layouts."""
+    """Makes the arguments with which a kernel loads `[block, head dim]` tiles: descriptors or
+    pointers, layouts."""
     if mode == POINTERS:
         return tuple(tensors), tuple((*x.stride()[:3], x.shape[0], x.shape[3]) for x in tensors)
-    layouts = tuple((0, *(x.stride()[1:3] if mode == ROWS else (0, 0)), 0, 0) for x in tensors)  # 0: not read
+    # 0: not read
+    layouts = tuple((0, *(x.stride()[1:3] if mode == ROWS else (0, 0)), 0, 0) for x in tensors)
     return tuple(_descriptor(x, block, mode) for x, block in zip(tensors, blocks)), layouts
 
 
@@ -63,8 +87,11 @@ def _descriptor(x: Tensor, block: int, mode: int) -> TensorDescriptor:
 
 
 @jit
-def tile(source, layout, first, batch, head, BLOCK: tl.constexpr, D: tl.constexpr, REACH: tl.constexpr):
-    """Loads tokens [first, first + BLOCK) of one batch entry and head, `[BLOCK, D]`, zeros past every edge."""
+def tile(
+    source, layout, first, batch, head, BLOCK: tl.constexpr, D: tl.constexpr, REACH: tl.constexpr
+):
+    """Loads tokens [first, first + BLOCK) of one batch entry and head, `[BLOCK, D]`, zeros past
+    every edge."""
     if REACH == 1:
         loaded = source.load([first, batch * layout[1] + head * layout[2]])
     elif REACH == 2:
@@ -74,16 +101,23 @@ def tile(source, layout, first, batch, head, BLOCK: tl.constexpr, D: tl.constexp
         column = tl.arange(0, D)
         start = batch.to(tl.int64) * layout[1] + head.to(tl.int64) * layout[2]
         live = (token < layout[3])[:, None] & (column < layout[4])[None, :]
-        loaded = tl.load(source + start + token.to(tl.int64)[:, None] * layout[0] + column[None, :], live, other=0.0)
+        loaded = tl.load(
+            source + start + token.to(tl.int64)[:, None] * layout[0] + column[None, :],
+            live,
+            other=0.0,
+        )
     return loaded
 
 
 @jit
 def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in units of log2: times `scale` (which holds log2 e), or through the soft-cap (scale as it is)."""
+    """Scores in units of log2: times `scale` (which holds log2 e), or through the soft-cap (scale
+    as it is)."""
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1
-        scores = softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)
+        scores = (
+            softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)
+        )
     else:
         scores = scores * scale
     return scores
@@ -95,7 +129,8 @@ def kernel_scale(rule: AttentionRule) -> float:
 
 
 def tuning_key(d: int, dv: int, rule: AttentionRule) -> dict[str, int]:
-    """Returns the shape keys of the tables: head dims that are cut and masks at two edges take more registers.
+    """Returns the shape keys of the tables: head dims that are cut and masks at two edges take more
+    registers.
 
     `split` is 1 for the two edges of a window, 2 for those that depend on documents or positions.
     """
@@ -118,7 +153,8 @@ def flags(rule: AttentionRule) -> dict:
 
 
 def mask_inputs(rule: AttentionRule, unused: Tensor) -> tuple[Tensor, ...]:
-    """Positions and documents of queries and keys in the order of the kernels; `unused` where the rule has none."""
+    """Positions and documents of queries and keys in the order of the kernels; `unused` where the
+    rule has none."""
     k_documents = rule.documents if rule.k_documents is None else rule.k_documents
     given = (rule.q_positions, rule.k_positions, rule.documents, k_documents)
     return tuple(unused if x is None else x.to(torch.int32).contiguous() for x in given)

@@ -1,15 +1,19 @@
-"""FP8 GEMMs with scales: tensorwise, and blockwise by 128 along the contracted dim; and those of experts.
+"""FP8 GEMMs with scales: tensorwise, and blockwise by 128 along the contracted dim; and those of
+experts.
 
-    y[i, j] = sum over groups g of sa[i, g] sb[j, g] · (sum over the 128 columns of g of a[i, k] b[j, k])
-The inner sum is made by the tensor cores, whose FP8 accumulator keeps about 14 bits on Hopper; every 128 columns it is
-scaled and added in float32 (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2). Tensorwise GEMMs are promoted as often.
+    y[i, j] = sum over groups g of sa[i, g] sb[j, g] · (sum over the 128 columns of g of a[i, k]
+    b[j, k])
+The inner sum is made by the tensor cores, whose FP8 accumulator keeps about 14 bits on Hopper;
+every 128 columns it is scaled and added in float32 (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2).
+Tensorwise GEMMs are promoted as often.
 
 The three GEMMs of experts, over tokens sorted by expert; counts stay on the device.
 
     forward          y[r] = W[e] x[r]                                     1×128 groups of x, 128×128 blocks of W
     input gradient   dx[r] = W[e]ᵀ dy[r]                                  the same with the transposed weight
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ      both transposed: 1×128 groups of tokens
-The groups of the weight gradient begin anew with every expert (quantize.py), so none mixes tokens of two.
+The groups of the weight gradient begin anew with every expert (quantize.py), so none mixes tokens
+of two.
 """
 
 import torch
@@ -29,20 +33,27 @@ def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.
 
 
 @jit
-def scales_of_tile(scales, strides, first, index, count, group, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Returns a group's scales: of each row of a tile, or one for all of them; 1 where the whole matrix has one."""
+def scales_of_tile(
+    scales, strides, first, index, count, group, ROWS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Returns a group's scales: of each row of a tile, or one for all of them; 1 where the whole
+    matrix has one."""
     scale = 1.0
     if ROWS == 1:
-        scale = tl.load(scales + index.to(tl.int64) * strides[0] + group * strides[1], index < count, other=0.0)
+        scale = tl.load(
+            scales + index.to(tl.int64) * strides[0] + group * strides[1], index < count, other=0.0
+        )
     elif ROWS == GROUP:
-        # A tile of rows lies within one block: tiles are no taller than 128 and start at multiples of their height.
+        # A tile of rows lies within one block: tiles are no taller than 128 and start at multiples
+        # of their height.
         scale = tl.load(scales + first // GROUP * strides[0] + group * strides[1])
     return scale
 
 
 @jit
 def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
-    """Computes total + part · a · b, with one multiply-add an element if only one side has a scale a row."""
+    """Computes total + part · a · b, with one multiply-add an element if only one side has a scale
+    a row."""
     if A_ROWS == 1 and B_ROWS == 1:
         total += part * a[:, None] * b[None, :]
     elif A_ROWS == 1:
@@ -56,12 +67,29 @@ def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
     return total
 
 
-@jit(do_not_specialize=["accumulate"])  # one binary for the first micro-batch of a step and those after it
+# one binary for the first micro-batch of a step and those after it
+@jit(do_not_specialize=["accumulate"])
 def _fp8_matmul_kernel(
-    a_desc, b_desc, a_scales, a_strides, b_scales, b_strides, out_ptr, m, n, k, accumulate,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, INTO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, GROUP: tl.constexpr, SETTLE: tl.constexpr,
-):  # fmt: skip
+    a_desc,
+    b_desc,
+    a_scales,
+    a_strides,
+    b_scales,
+    b_strides,
+    out_ptr,
+    m,
+    n,
+    k,
+    accumulate,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    INTO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SETTLE: tl.constexpr,
+):
     tile_m, tile_n = swizzled(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,8 +98,12 @@ def _fp8_matmul_kernel(
         a = a_desc.load([tile_m * BLOCK_M, group * GROUP])
         b = b_desc.load([tile_n * BLOCK_N, group * GROUP])
         part = taken_out(tl.dot(a, b.T, out_dtype=tl.float32), SETTLE)
-        a_scale = scales_of_tile(a_scales, a_strides, tile_m * BLOCK_M, row, m, group, A_ROWS, GROUP)
-        b_scale = scales_of_tile(b_scales, b_strides, tile_n * BLOCK_N, column, n, group, B_ROWS, GROUP)
+        a_scale = scales_of_tile(
+            a_scales, a_strides, tile_m * BLOCK_M, row, m, group, A_ROWS, GROUP
+        )
+        b_scale = scales_of_tile(
+            b_scales, b_strides, tile_n * BLOCK_N, column, n, group, B_ROWS, GROUP
+        )
         total = scaled_sum(total, part, a_scale, b_scale, A_ROWS, B_ROWS)
     if A_ROWS == 0:
         total *= tl.load(a_scales)
@@ -100,17 +132,21 @@ def _reads(x: Tensor) -> bool:
 
 
 def fp8_matmul(
-    a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, into: Tensor | None = None,
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    into: Tensor | None = None,
     accumulate: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Computes `a bᵀ` of quantised matrices.
 
     Args:
         a: values `[m, k]`; any of the three kinds of scales.
         b: values `[n, k]`; any kind (a weight `[out, in]` as it lies).
         out_dtype: bfloat16, float16 or float32; float64 takes the plain path.
-        into: `[m, n]` contiguous, of one of these dtypes, that the GEMM is added into, in place; `out_dtype` is then
-            ignored.
+        into: `[m, n]` contiguous, of one of these dtypes, that the GEMM is added into, in place;
+            `out_dtype` is then ignored.
         accumulate: False: the GEMM is written over `into`, whose values are not read.
 
     Returns:
@@ -145,7 +181,18 @@ def fp8_matmul(
     )
     kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "INTO": into is not None}
     kinds["SETTLE"] = settles(out.device)
-    inputs = (*descriptors, a.scales, a.scales.stride(), b.scales, b.scales.stride(), out, m, n, k, int(accumulate))
+    inputs = (
+        *descriptors,
+        a.scales,
+        a.scales.stride(),
+        b.scales,
+        b.scales.stride(),
+        out,
+        m,
+        n,
+        k,
+        int(accumulate),
+    )
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)
     _fp8_matmul_kernel[grid](*inputs, **kinds, GROUP=GROUP, **config)
     return out
@@ -154,7 +201,8 @@ def fp8_matmul(
 def grouped_matmul_fp8(
     x: Quantized, weight: Quantized, offsets: Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Computes `y[r] = W[e] x[r]` for rows sorted by expert; with the transposed weight, the input gradient.
+    """Computes `y[r] = W[e] x[r]` for rows sorted by expert; with the transposed weight, the input
+    gradient.
 
     Args:
         x: values `[rows, k]`, a scale for each 1×128 group.
@@ -171,7 +219,9 @@ def grouped_matmul_fp8(
         scales = (x.scales, weight.scales.contiguous())
         return launch_rows(x.values, weight.values, offsets, n, k, False, scales, out_dtype)
     wide = dispatch.statistics_dtype(out_dtype)
-    return grouped_matmul_reference(x.dequantize(wide), weight.dequantize(wide), offsets).to(out_dtype)
+    return grouped_matmul_reference(x.dequantize(wide), weight.dequantize(wide), offsets).to(
+        out_dtype
+    )
 
 
 def grouped_weight_grad_fp8_reference(
@@ -197,15 +247,32 @@ def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXP
     first = tl.load(offsets_ptr + lane, real, other=0).to(tl.int32)
     last = tl.load(offsets_ptr + lane + 1, real, other=0).to(tl.int32)
     groups = (last - first + GROUP - 1) // GROUP
-    return tl.sum(tl.where(lane < expert, groups, 0), 0), tl.sum(tl.where(lane == expert, groups, 0), 0)
+    return tl.sum(tl.where(lane < expert, groups, 0), 0), tl.sum(
+        tl.where(lane == expert, groups, 0), 0
+    )
 
 
 @jit(do_not_specialize=["num_experts", "accumulate"])
 def _weight_grad_fp8_kernel(
-    dy_desc, x_desc, dy_scales, dy_strides, x_scales, x_strides, grad_ptr, offsets_ptr, n, k, num_experts, accumulate,
-    EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, GROUP: tl.constexpr,
+    dy_desc,
+    x_desc,
+    dy_scales,
+    dy_strides,
+    x_scales,
+    x_strides,
+    grad_ptr,
+    offsets_ptr,
+    n,
+    k,
+    num_experts,
+    accumulate,
+    EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    GROUP: tl.constexpr,
     SETTLE: tl.constexpr,
-):  # fmt: skip
+):
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
     expert = tl.program_id(1).to(tl.int64)
     begin, count = _groups_of_expert(expert, offsets_ptr, num_experts, GROUP, EXPERTS)
@@ -240,9 +307,14 @@ def grouped_weight_grad_fp8(
     Raises:
         ValueError: operands that were not transposed alike.
     """
-    if dy.values.shape[1] != x.values.shape[1] or main_grad.shape[1:] != (dy.values.shape[0], x.values.shape[0]):
+    if dy.values.shape[1] != x.values.shape[1] or main_grad.shape[1:] != (
+        dy.values.shape[0],
+        x.values.shape[0],
+    ):
         shapes = f"dy {tuple(dy.values.shape)}, x {tuple(x.values.shape)}, main_grad {tuple(main_grad.shape)}"
-        raise ValueError(f"a weight gradient [E, n, k] takes dy [n, G·128] and x [k, G·128]: {shapes}")
+        raise ValueError(
+            f"a weight gradient [E, n, k] takes dy [n, G·128] and x [k, G·128]: {shapes}"
+        )
     fast = dispatch.runs_triton(dy.scales) and x.values.numel() and main_grad.dtype != torch.float64
     if not (fast and main_grad.is_contiguous() and readable(dy.values) and readable(x.values)):
         grouped_weight_grad_fp8_reference(dy, x, offsets, main_grad, accumulate=accumulate)
@@ -257,5 +329,9 @@ def grouped_weight_grad_fp8(
     scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
     inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts, int(accumulate))
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
-    constants = {"EXPERTS": expert_lanes(experts), "GROUP": GROUP, "SETTLE": settles(main_grad.device)}
+    constants = {
+        "EXPERTS": expert_lanes(experts),
+        "GROUP": GROUP,
+        "SETTLE": settles(main_grad.device),
+    }
     _weight_grad_fp8_kernel[grid](*inputs, **constants, **config)

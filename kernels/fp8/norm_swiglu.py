@@ -1,10 +1,12 @@
-"""Operations whose result is wanted in FP8 only: SwiGLU before a down-projection, a norm before an up-projection; and
-the gradient of SwiGLU, which the backward of the up-projection reads by rows, and transposed for its weight gradient.
+"""Operations whose result is wanted in FP8 only: SwiGLU before a down-projection, a norm before an
+up-projection; and the gradient of SwiGLU, which the backward of the up-projection reads by rows,
+and transposed for its weight gradient.
 
-The wide result is never written: it is computed in registers, rounded to the dtype that it would have been stored in,
-and quantised in 1×128 groups. So the outcome is that of the two operations one after the other, at a third of the
-traffic (bfloat16 in, FP8 out, instead of in, out, in, out). The gradient of SwiGLU, [2f] a token, is transposed by a
-second kernel: one that wrote both FP8 forms at once took 1.04 ms instead on an H200, for 8,192 tokens and f = 14,336.
+The wide result is never written: it is computed in registers, rounded to the dtype that it would
+have been stored in, and quantised in 1×128 groups. So the outcome is that of the two operations one
+after the other, at a third of the traffic (bfloat16 in, FP8 out, instead of in, out, in, out). The
+gradient of SwiGLU, [2f] a token, is transposed by a second kernel: one that wrote both FP8 forms at
+once took 1.04 ms instead on an H200, for 8,192 tokens and f = 14,336.
 """
 
 import torch
@@ -26,22 +28,37 @@ from megatron5d.kernels.fp8.quantize import (
 from megatron5d.kernels.norm import launch_forward, normalised, scaled
 from megatron5d.kernels.plain_norm import norm_reference
 
-MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
+# of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
+MAX_WIDTH = 16384
 
 
 @jit
-def _store_quantized(x, values_ptr, scales_ptr, live, known, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr):
+def _store_quantized(
+    x, values_ptr, scales_ptr, live, known, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr
+):
     """Stores one group of columns of some rows in FP8, and its scales."""
-    values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    values, scale = quantized(
+        x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty
+    )
     tl.store(values_ptr, values, live)
     tl.store(scales_ptr, scale, known)
 
 
 @jit(do_not_specialize=["rows"])
 def _swiglu_kernel(
-    gate_up_ptr, weights_ptr, values_ptr, scales_ptr, rows, width, stride,
-    WEIGHTED: tl.constexpr, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr,
+    weights_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    width,
+    stride,
+    WEIGHTED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Processes one group of columns of some rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1).to(tl.int64)
@@ -61,9 +78,19 @@ def _swiglu_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _swiglu_backward_kernel(
-    dy_ptr, gate_up_ptr, values_ptr, scales_ptr, rows, width, dy_stride, stride,
-    LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_up_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    width,
+    dy_stride,
+    stride,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Processes one group of columns of some rows, in both halves."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     group, groups = tl.program_id(1), tl.num_programs(1)
@@ -74,19 +101,39 @@ def _swiglu_backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
     _, slope_gate, slope_up = swiglu_slopes(gate, up)
     DTYPE: tl.constexpr = gate_up_ptr.dtype.element_ty
-    d_gate, d_up = (dy * slope_gate).to(DTYPE).to(tl.float32), (dy * slope_up).to(DTYPE).to(tl.float32)
+    d_gate, d_up = (
+        (dy * slope_gate).to(DTYPE).to(tl.float32),
+        (dy * slope_up).to(DTYPE).to(tl.float32),
+    )
     values_ptr += row * (2 * width) + column
     scales_ptr += row * (2 * groups) + group
     _store_quantized(d_gate, values_ptr, scales_ptr, live, live, LARGEST, POWERS_OF_TWO)
-    _store_quantized(d_up, values_ptr + width, scales_ptr + groups, live, live, LARGEST, POWERS_OF_TWO)
+    _store_quantized(
+        d_up, values_ptr + width, scales_ptr + groups, live, live, LARGEST, POWERS_OF_TWO
+    )
 
 
 @jit
 def _norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, inverse_ptr, rows, width, stride, eps,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    values_ptr,
+    scales_ptr,
+    mean_ptr,
+    inverse_ptr,
+    rows,
+    width,
+    stride,
+    eps,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Normalises whole rows, then quantises them group by group."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
@@ -103,16 +150,26 @@ def _norm_kernel(
     tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)
     count, group = tl.cdiv(width, GROUP), tl.arange(0, WIDTH // GROUP)
     known = (row < rows)[:, None] & (group < count)[None, :]
-    tl.store(scales_ptr + row[:, None] * count + group[None, :], tl.reshape(scale, (ROWS, WIDTH // GROUP)), known)
+    tl.store(
+        scales_ptr + row[:, None] * count + group[None, :],
+        tl.reshape(scale, (ROWS, WIDTH // GROUP)),
+        known,
+    )
 
 
-def _outputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _outputs(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     values = torch.empty(rows, width, dtype=dtype, device=device)
     return values, torch.empty(rows, cdiv(width, GROUP), dtype=torch.float32, device=device)
 
 
 def swiglu_quantized(
-    gate_up: Tensor, dtype: torch.dtype = E4M3, *, weights: Tensor | None = None, powers_of_two: bool = False
+    gate_up: Tensor,
+    dtype: torch.dtype = E4M3,
+    *,
+    weights: Tensor | None = None,
+    powers_of_two: bool = False,
 ) -> Quantized:
     """Computes `quantize_rows(swiglu(gate_up))` in one pass; not differentiable.
 
@@ -129,11 +186,15 @@ def swiglu_quantized(
         ValueError: the last dim is odd.
     """
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd")
+        raise ValueError(
+            f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd"
+        )
     x = rows_of(gate_up)
     rows, width = x.shape[0], x.shape[1] // 2
     if not dispatch.runs_triton(x):
-        return quantize_reference(activation_reference(x, weights, "swiglu"), 1, dtype, powers_of_two)
+        return quantize_reference(
+            activation_reference(x, weights, "swiglu"), 1, dtype, powers_of_two
+        )
     values, scales = _outputs(rows, width, dtype, x.device)
     config = tuning.select("fp8_swiglu", x.device)
     flags = {
@@ -151,37 +212,50 @@ def swiglu_quantized(
 def swiglu_backward_quantized(
     dy: Tensor, gate_up: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Computes the gradient of `swiglu`, quantised by `quantize_rows` in one pass, and `fp8_transpose` of that.
+    """Computes the gradient of `swiglu`, quantised by `quantize_rows` in one pass, and
+    `fp8_transpose` of that.
 
     Args:
         dy: `[..., f]`.
-        gate_up: `[..., 2f]`, the input; a float64 one, and an f that 128 does not divide, take the passes one by one.
+        gate_up: `[..., 2f]`, the input; a float64 one, and an f that 128 does not divide, take the
+            passes one by one.
         dtype: float8_e4m3fn or float8_e5m2.
         powers_of_two: round the scales up to powers of two.
 
     Returns:
-        values `[rows, 2f]` with scales `[rows, ceil(2f/128)]`, and values `[2f, G·128]` with scales `[2f, G]` for G =
-        ceil(rows/128) groups of tokens.
+        values `[rows, 2f]` with scales `[rows, ceil(2f/128)]`, and values `[2f, G·128]` with scales
+        `[2f, G]` for G = ceil(rows/128) groups of tokens.
     """
     dy, x = rows_of(dy), rows_of(gate_up)
     rows, width = dy.shape
     if not dispatch.runs_triton(x) or width % GROUP:
-        plain = quantize_rows(activation_backward(dy, x, None, "swiglu")[0], dtype, powers_of_two=powers_of_two)
+        plain = quantize_rows(
+            activation_backward(dy, x, None, "swiglu")[0], dtype, powers_of_two=powers_of_two
+        )
         return plain, fp8_transpose(plain, powers_of_two=powers_of_two)
     values, scales = _outputs(rows, 2 * width, dtype, x.device)
     flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
     config = tuning.select("fp8_swiglu_backward", x.device)
     grid = (cdiv(rows, config["ROWS"]), width // GROUP)
-    _swiglu_backward_kernel[grid](dy, x, values, scales, rows, width, dy.stride(0), x.stride(0), **flags, **config)
+    _swiglu_backward_kernel[grid](
+        dy, x, values, scales, rows, width, dy.stride(0), x.stride(0), **flags, **config
+    )
     plain = Quantized(values, scales, 1)
     return plain, fp8_transpose(plain, powers_of_two=powers_of_two)
 
 
 def norm_quantized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype = E4M3, *, centred: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = E4M3,
+    *,
+    centred: bool,
     powers_of_two: bool = False,
-) -> tuple[Quantized, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Computes `quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not differentiable.
+) -> tuple[Quantized, tuple[Tensor, Tensor]]:
+    """Computes `quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not
+    differentiable.
 
     Args:
         x: `[..., h]`, any floating dtype.
@@ -193,8 +267,9 @@ def norm_quantized(
         powers_of_two: round the scales up to powers of two.
 
     Returns:
-        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and what the backward of the norm needs: mean (without
-        `centred`, nothing) and 1 / scale `[rows]`, float32 (float64 for float64).
+        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and what the backward of the norm
+        needs: mean (without `centred`, nothing) and 1 / scale `[rows]`, float32 (float64 for
+        float64).
     """
     x = rows_of(x)
     rows, width = x.shape
@@ -204,7 +279,10 @@ def norm_quantized(
         squares = (wide if mean is None else wide - mean[:, None]).square()
         inverse = torch.rsqrt(squares.mean(-1) + eps)
         y = norm_reference(x, weight, bias, eps=eps, centred=centred)
-        return quantize_reference(y, 1, dtype, powers_of_two), (inverse if mean is None else mean, inverse)
+        return quantize_reference(y, 1, dtype, powers_of_two), (
+            inverse if mean is None else mean,
+            inverse,
+        )
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if width > MAX_WIDTH:
         y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred)
@@ -219,5 +297,7 @@ def norm_quantized(
     pointers = (x, weight, weight if bias is None else bias, values, scales, mean, inverse)
     sizes = (rows, width, x.stride(0), eps)
     grid = (cdiv(rows, config["ROWS"]),)
-    _norm_kernel[grid](*pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
+    _norm_kernel[grid](
+        *pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config
+    )
     return Quantized(values, scales, 1), (mean, inverse)

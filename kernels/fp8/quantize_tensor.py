@@ -1,14 +1,15 @@
 """Quantisation to FP8 with one scale for a whole tensor, from its present maximum.
 
-Two passes over memory: the largest magnitude (`amax_of`), then scaling and the saturating cast (`quantize_tensor`).
-They are calls of their own, so that the maximum can be one over several ranks (current scaling: Micikevicius et al.,
-arXiv:2209.05433, sec. 3).
+Two passes over memory: the largest magnitude (`amax_of`), then scaling and the saturating cast
+(`quantize_tensor`). They are calls of their own, so that the maximum can be one over several ranks
+(current scaling: Micikevicius et al., arXiv:2209.05433, sec. 3).
 
-Experts have a scale each, for their rows: there both passes work by row (`amax_of_rows`, `quantize_by_row`), and the
-caller makes the maxima of experts out of those of rows.
+Experts have a scale each, for their rows: there both passes work by row (`amax_of_rows`,
+`quantize_by_row`), and the caller makes the maxima of experts out of those of rows.
 
-Each program writes the maximum of its tile, and those maxima are reduced on the device: no atomics, no waiting for the
-host, and the same bits in any order. The arithmetic is that of quantize.py: the kernels' bits are the references'.
+Each program writes the maximum of its tile, and those maxima are reduced on the device: no atomics,
+no waiting for the host, and the same bits in any order. The arithmetic is that of quantize.py: the
+kernels' bits are the references'.
 """
 
 import torch
@@ -30,7 +31,8 @@ from megatron5d.kernels.fp8.quantize import (
 def amax_reference(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.zeros((), device=x.device)
-    amax = torch.linalg.vector_norm(x, torch.inf).float()  # one pass; exact in any dtype, and NaN where an element is
+    # one pass; exact in any dtype, and NaN where an element is
+    amax = torch.linalg.vector_norm(x, torch.inf).float()
     return torch.where(amax.isnan(), torch.inf, amax)
 
 
@@ -39,8 +41,10 @@ def quantize_tensor_reference(
 ) -> Quantized:
     amax = amax_reference(x) if amax is None else amax
     scale, largest = scales_of(amax, dtype, powers_of_two), torch.finfo(dtype).max
-    factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)  # not 0-d, which would leave 16 bits so
-    q = (x if x.element_size() == 2 else x.float()) * factor  # float32, without a copy of x in between
+    # not 0-d, which would leave 16 bits so
+    factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)
+    # float32, without a copy of x in between
+    q = (x if x.element_size() == 2 else x.float()) * factor
     return Quantized(q.clamp_(-largest, largest).to(dtype).contiguous(), scale.reshape(1, 1), 0)
 
 
@@ -66,7 +70,9 @@ def _tile(rows, columns, TILE: tl.constexpr):
 
 
 @jit(do_not_specialize=["rows"])
-def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr):
+def _amax_kernel(
+    x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr
+):
     """Finds the largest magnitude of one tile, or of each of its rows."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
@@ -79,9 +85,17 @@ def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr
 
 @jit
 def _cast_kernel(
-    x_ptr, amax_ptr, values_ptr, scale_ptr, rows, columns, x_stride,
-    LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    amax_ptr,
+    values_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    x_stride,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Casts one tile; the first program writes the scale, which each computes for itself."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
@@ -93,10 +107,19 @@ def _cast_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _cast_rows_kernel(
-    x_ptr, amax_ptr, values_ptr, scales_ptr, rows, columns, x_stride,
-    LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Casts one tile with a scale for each row; the first tile of a row writes them. Rows change with each step."""
+    x_ptr,
+    amax_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    x_stride,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Casts one tile with a scale for each row; the first tile of a row writes them. Rows change
+    with each step."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     amax = tl.load(amax_ptr + row, row < rows, other=0.0)
@@ -111,7 +134,8 @@ def _tiles(rows: int, columns: int, tile: int) -> int:
 
 
 def _amax(x: Tensor, by_row: bool) -> Tensor:
-    """Returns the maxima of the tiles of a matrix, `[tiles]`, or of its rows in each tile, `[rows, tiles across]`."""
+    """Returns the maxima of the tiles of a matrix, `[tiles]`, or of its rows in each tile, `[rows,
+    tiles across]`."""
     rows, columns = x.shape
     config = tuning.select("fp8_tensor", x.device)
     tile, tiles = config["TILE"], _tiles(rows, columns, config["TILE"])
@@ -125,7 +149,10 @@ def _cast(x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor) -> Q
     """Casts x `[..., columns]`."""
     flat = rows_of(x)
     rows, columns = flat.shape
-    values, scale = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(1, 1, device=x.device)
+    values, scale = (
+        torch.empty(x.shape, dtype=dtype, device=x.device),
+        torch.empty(1, 1, device=x.device),
+    )
     flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two}
     config = tuning.select("fp8_tensor", x.device)
     grid = (_tiles(rows, columns, config["TILE"]),)
@@ -148,7 +175,8 @@ def amax_of(x: Tensor) -> Tensor:
     """Returns the largest magnitude of a tensor, in one pass and without waiting for the device.
 
     Args:
-        x: any shape, floating dtype and layout; one whose last dim is not contiguous is copied first.
+        x: any shape, floating dtype and layout; one whose last dim is not contiguous is copied
+            first.
 
     Returns:
         float32 0-d; infinite where an element is not finite, 0 without elements.
@@ -164,11 +192,12 @@ def quantize_tensor(
     """Quantises with one scale for the whole tensor.
 
     Args:
-        x: `[..., columns]`, any floating dtype and layout; one whose last dim is not contiguous is copied first.
+        x: `[..., columns]`, any floating dtype and layout; one whose last dim is not contiguous is
+            copied first.
         dtype: float8_e4m3fn or float8_e5m2.
         powers_of_two: round the scale up to a power of two.
-        amax: one float32 number on x's device, the largest magnitude that the scale must serve, beyond which values
-            saturate; None = that of x.
+        amax: one float32 number on x's device, the largest magnitude that the scale must serve,
+            beyond which values saturate; None = that of x.
 
     Returns:
         values as x, contiguous, and scales `[1, 1]`.
@@ -185,7 +214,8 @@ def quantize_tensor(
 def quantize_tensor_both_ways(
     x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
 ) -> tuple[Quantized, Quantized]:
-    """Computes `quantize_tensor` of a matrix and of its transpose, which have the same scale, from one reading of x.
+    """Computes `quantize_tensor` of a matrix and of its transpose, which have the same scale, from
+    one reading of x.
 
     Args:
         x: `[rows, columns]`; everything else as in `quantize_tensor`.
@@ -244,7 +274,10 @@ def quantize_by_row(
     if not dispatch.runs_triton(x):
         return quantize_by_row_reference(x, amax, dtype, powers_of_two=powers_of_two)
     flat, (rows, columns) = rows_of(x), x.shape
-    values, scales = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(rows, 1, device=x.device)
+    values, scales = (
+        torch.empty(x.shape, dtype=dtype, device=x.device),
+        torch.empty(rows, 1, device=x.device),
+    )
     inputs = (flat, amax.contiguous(), values, scales, rows, columns, flat.stride(0))
     config, largest = tuning.select("fp8_tensor", x.device), torch.finfo(dtype).max
     grid = (_tiles(rows, columns, config["TILE"]),)

@@ -1,10 +1,13 @@
 """GEMMs in FP8 and of experts by torch: cuBLAS and CUTLASS.
 
-FP8: one scale for each matrix on any GPU with FP8; a scale for each 1×128 group, by those of groups or of 128×128
-blocks, on Hopper alone. cuBLAS reads the scales of groups with the rows innermost, so they are copied once: 1 / 32 of
-the operand's bytes. Its sums are promoted to float32 (`use_fast_accum=False`).
+FP8: one scale for each matrix on any GPU with FP8; a scale for each 1×128 group, by those of groups
+    or of 128×128
+blocks, on Hopper alone. cuBLAS reads the scales of groups with the rows innermost, so they are
+copied once: 1 / 32 of the operand's bytes. Its sums are promoted to float32
+(`use_fast_accum=False`).
 
-Experts: the forward and the input gradient. torch would round the weight gradient to bfloat16 before it is added to the
+Experts: the forward and the input gradient. torch would round the weight gradient to bfloat16
+    before it is added to the
 main gradient, and scales an FP8 operand by rows alone; both stay with Triton.
 """
 
@@ -29,12 +32,21 @@ def takes(request: Fp8Request | GroupedRequest, deterministic: bool) -> bool:
         aligned = request.n % 8 == request.k % 8 == 0
         return request.capability // 10 in (9, 10) and request.dtype in GROUPED_DTYPES and aligned
     m, n, k = request.sizes
-    if n % 16 or k % 16 or request.dtypes == (E5M2, E5M2) or request.out_dtype not in FP8_OUT_DTYPES:
+    if (
+        n % 16
+        or k % 16
+        or request.dtypes == (E5M2, E5M2)
+        or request.out_dtype not in FP8_OUT_DTYPES
+    ):
         return False
     if request.rows == (0, 0):
         return request.capability >= 89
     # rows of scales begin 16 bytes apart
-    aligned = all((size if rows == 1 else cdiv(k, GROUP)) % 4 == 0 for rows, size in zip(request.rows, (m, n)) if rows)
+    aligned = all(
+        (size if rows == 1 else cdiv(k, GROUP)) % 4 == 0
+        for rows, size in zip(request.rows, (m, n))
+        if rows
+    )
     return request.capability == 90 and aligned and request.rows in ((1, 1), (1, GROUP), (GROUP, 1))
 
 
@@ -43,10 +55,15 @@ def _scales(scales: Tensor, rows: int) -> Tensor:
 
 
 def fp8_matmul(
-    values: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], rows: tuple[int, int], out_dtype: torch.dtype,
-    into: Tensor | None, accumulate: bool,
-) -> Tensor:  # fmt: skip
-    """Computes `a bᵀ`, adds it to `into` or writes it there; arguments are those of `Fp8Request`."""
+    values: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    rows: tuple[int, int],
+    out_dtype: torch.dtype,
+    into: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    """Computes `a bᵀ`, adds it to `into` or writes it there; arguments are those of
+    `Fp8Request`."""
     (a, b), (a_scales, b_scales) = values, (_scales(*each) for each in zip(scales, rows))
     operands = (a, b.t(), a_scales, b_scales.t())
     if into is not None and not accumulate:
@@ -57,7 +74,9 @@ def fp8_matmul(
 
 
 @jit(do_not_specialize=["rows"])
-def _clear_kernel(y_ptr, offsets_ptr, num_experts, rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _clear_kernel(
+    y_ptr, offsets_ptr, num_experts, rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     first = tl.load(offsets_ptr + num_experts).to(tl.int32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -72,12 +91,15 @@ def clear_rest(y: Tensor, offsets: Tensor) -> Tensor:
     """Sets the rows past the last expert's to zero, in place: torch leaves there what there was."""
     rows, n = y.shape
     if dispatch.runs_triton(y):
-        _clear_kernel[(cdiv(rows, 16), cdiv(n, 1024))](y, offsets, len(offsets) - 1, rows, n, ROWS=16, COLUMNS=1024)
+        _clear_kernel[(cdiv(rows, 16), cdiv(n, 1024))](
+            y, offsets, len(offsets) - 1, rows, n, ROWS=16, COLUMNS=1024
+        )
         return y
     return y.masked_fill_((torch.arange(rows, device=y.device) >= offsets[-1])[:, None], 0)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes `y[r] = W[e] x[r]` as `kernels.gemm.grouped_matmul`, from weight `[E, n, k]` in any layout."""
+    """Computes `y[r] = W[e] x[r]` as `kernels.gemm.grouped_matmul`, from weight `[E, n, k]` in any
+    layout."""
     y = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].int())
     return clear_rest(y, offsets)

@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm by torch. The residual stream, and the gradient that arrives beside the norm's, are added by
-passes of their own."""
+"""RMSNorm and LayerNorm by torch. The residual stream, and the gradient that arrives beside the
+norm's, are added by passes of their own."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,15 @@ def takes(request: NormRequest, deterministic: bool) -> bool:
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `launch_forward` does: the norm, the stream as rows, mean and 1 / scale of each row."""
+    """Returns what `launch_forward` does: the norm, the stream as rows, mean and 1 / scale of each
+    row."""
     total, width = x if residual is None else x + residual, list(weight.shape)
     if centred:
         y, mean, scale = torch.ops.aten.native_layer_norm(total, width, weight, bias, eps)
@@ -32,10 +38,19 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor],
-    dtotal: Tensor | None, centred: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    width, rows, (mean, scale) = list(weight.shape), rows_of(dy), (each[:, None] for each in statistics)
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: tuple[Tensor, Tensor],
+    dtotal: Tensor | None,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    width, rows, (mean, scale) = (
+        list(weight.shape),
+        rows_of(dy),
+        (each[:, None] for each in statistics),
+    )
     dbias = None
     if centred:
         wanted = [True, True, bias is not None]
@@ -43,6 +58,8 @@ def backward(
             rows, rows_of(x), width, mean, scale, weight, bias, wanted
         )
     else:
-        dx, dweight = torch.ops.aten._fused_rms_norm_backward(rows, rows_of(x), width, scale, weight, [True, True])
+        dx, dweight = torch.ops.aten._fused_rms_norm_backward(
+            rows, rows_of(x), width, scale, weight, [True, True]
+        )
     dx = dx.view(dy.shape)
     return dx if dtotal is None else dx.add_(dtotal), dweight, dbias if bias is not None else None

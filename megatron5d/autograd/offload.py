@@ -1,9 +1,10 @@
 """Offloads activations to the host's memory between forward and backward, on a stream of their own.
 
-When an operation saves a tensor, its copy to the host is queued; the device's memory is freed when nothing else holds
-the tensor. `fetch` starts the copy back, one phase ahead of its use, and `value` makes the compute stream wait for it.
-On a CPU the copy is a second buffer, so that everything but the streams is the same; on the meta device there is none.
-A tensor of n bytes moves n bytes each way, once per micro-batch.
+When an operation saves a tensor, its copy to the host is queued; the device's memory is freed when
+nothing else holds the tensor. `fetch` starts the copy back, one phase ahead of its use, and `value`
+makes the compute stream wait for it. On a CPU the copy is a second buffer, so that everything but
+the streams is the same; on the meta device there is none. A tensor of n bytes moves n bytes each
+way, once per micro-batch.
 """
 
 import math
@@ -25,7 +26,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """A copy of a tensor on the host; its construction starts the copy, after the work that is queued by then."""
+    """A copy of a tensor on the host; its construction starts the copy, after the work that is
+    queued by then."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -46,18 +48,24 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self._form["size"]) * self._form["dtype"].itemsize  # `host` is empty on the meta device
+        # `host` is empty on the meta device
+        return math.prod(self._form["size"]) * self._form["dtype"].itemsize
 
     def fetch(self) -> None:
         """Starts the copy back to the device; a second call does nothing."""
         if self._back is not None:
             return
         if self.device.type != "cuda":
-            self._back = self.host.clone() if self.device.type == "cpu" else torch.empty(**self._form, device="meta")
+            self._back = (
+                self.host.clone()
+                if self.device.type == "cpu"
+                else torch.empty(**self._form, device="meta")
+            )
             return
         stream = _side_stream(self.device)
         self._back = torch.empty(**self._form, device=self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may be in use until now
+        # the memory may be in use until now
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self._back.copy_(self.host, non_blocking=True)
             self._arrived = stream.record_event()

@@ -1,13 +1,14 @@
 """Selective recomputation and offloading of the activations that a phase keeps for its backward.
 
-A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither its outputs nor what
-it computes in between. Its outputs are marked: an operation that needs one in its own backward (a GEMM needs its input
-for its weight gradient) saves the mark instead. The first one to read the value recomputes the part, with a graph that
-the part's own backward then uses. So every recomputed part runs, and communicates, once more per micro-batch, in B or I
-and never in W.
+A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither
+its outputs nor what it computes in between. Its outputs are marked: an operation that needs one in
+its own backward (a GEMM needs its input for its weight gradient) saves the mark instead. The first
+one to read the value recomputes the part, with a graph that the part's own backward then uses. So
+every recomputed part runs, and communicates, once more per micro-batch, in B or I and never in W.
 
-What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b tokens,
-u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
+What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs.
+t = s/cp·b tokens, u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as
+everywhere, a·d, g·d and f over tp:
 
     part         not kept                                      recomputed
     norm         u·h a norm, and its statistics in fp32        the norms
@@ -18,7 +19,8 @@ u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as e
     experts      r·3f (gelu 2f)                                the grouped up GEMM, the activation
     permute      r·h, the rows that the experts read           sorting; all_to_all ep, all_gather etp
 
-Source: selective recomputation Korthikanti et al. 2022 (arXiv:2205.05198), section 5; DeepSeek-V3 (arXiv:2412.19437),
+Source: selective recomputation Korthikanti et al. 2022 (arXiv:2205.05198), section 5; DeepSeek-V3
+    (arXiv:2412.19437),
 section 3.2.3 recomputes norms and MLA's up-projections.
 """
 
@@ -41,12 +43,17 @@ _ENGINE = torch.autograd.Variable._execution_engine
 
 
 def run_backward(
-    roots: tuple[Any, ...], gradients: tuple[Tensor, ...], inputs: tuple[Any, ...] = (), *, accumulate: bool = False
+    roots: tuple[Any, ...],
+    gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...] = (),
+    *,
+    accumulate: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Runs a backward as torch.autograd does in the end, without its checks, which import sympy and check edges twice.
+    """Runs a backward as torch.autograd does in the end, without its checks, which import sympy and
+    check edges twice.
 
-    On the calling thread: the engine would hand a graph on a GPU to a thread of its own, and a phase is so short that
-    the way there and back takes the host a fifth of its time.
+    On the calling thread: the engine would hand a graph on a GPU to a thread of its own, and a
+    phase is so short that the way there and back takes the host a fifth of its time.
 
     Args:
         roots: tensors or edges where `gradients` enter the graph.
@@ -57,24 +64,33 @@ def run_backward(
     torch._C._set_multithreading_enabled(False)
     try:
         return _ENGINE.run_backward(
-            roots, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=accumulate
+            roots,
+            gradients,
+            False,
+            False,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=accumulate,
         )
     finally:
         torch._C._set_multithreading_enabled(before)
 
 
 class RecomputedParts:
-    """Which parts of a layer are recomputed, as in `recompute.parts`. Layers run each of their parts through it."""
+    """Which parts of a layer are recomputed, as in `recompute.parts`. Layers run each of their
+    parts through it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)
         self._rerunning = False  # inside a part that is recomputed, no other is
 
     def run(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Runs a part, which will be recomputed if `name` is among the names and there will be a backward.
+        """Runs a part, which will be recomputed if `name` is among the names and there will be a
+        backward.
 
         Args:
-            fn: returns one tensor or a tuple, none of them an input; a closure over parameters and everything else.
+            fn: returns one tensor or a tuple, none of them an input; a closure over parameters and
+                everything else.
             inputs: the tensors that the part saves.
 
         Returns:
@@ -85,13 +101,15 @@ class RecomputedParts:
         return _Part.apply(self, fn, *inputs)
 
     def source(self, name: str, x: Tensor) -> Source | None:
-        """Returns what a part that ends in a later phase is recomputed from (`computed_from`); None if it is kept."""
+        """Returns what a part that ends in a later phase is recomputed from (`computed_from`); None
+        if it is kept."""
         if name not in self.names or not torch.is_grad_enabled():
             return None
         return _mark_of(x) or x.detach()
 
     def keeps(self, name: str) -> bool:
-        """Says whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
+        """Says whether a part is not recomputed, so that its inputs may be overwritten in its
+        backward."""
         return name not in self.names
 
     def rerun(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
@@ -120,7 +138,11 @@ class _Part(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, *grads):
-        pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
+        pairs = [
+            (y, grad)
+            for y, grad in zip(_outputs_again(ctx), grads)
+            if grad is not None and y.requires_grad
+        ]
         roots, given = tuple(y for y, _ in pairs), tuple(grad for _, grad in pairs)
         run_backward(roots, given, accumulate=True)
         leaves = ctx.leaves
@@ -131,7 +153,9 @@ class _Part(FirstOrderFunction):
 def _outputs_again(ctx) -> tuple[Tensor, ...]:
     """Returns the outputs of a part, recomputed at the first call."""
     if ctx.outputs is None:
-        ctx.leaves = [x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)]
+        ctx.leaves = [
+            x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)
+        ]
         y = ctx.parts.rerun(ctx.fn, ctx.leaves)
         ctx.outputs = y if isinstance(y, tuple) else (y,)
     return ctx.outputs
@@ -150,7 +174,8 @@ def _plain(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class _Mark:
-    """Saved instead of a tensor that is a view of a recomputed part's output, or of what was derived from one."""
+    """Saved instead of a tensor that is a view of a recomputed part's output, or of what was
+    derived from one."""
 
     __slots__ = ("source", "index", "geometry")
 
@@ -159,7 +184,11 @@ class _Mark:
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def value(self) -> Tensor:
-        outputs = self.source.outputs_again() if isinstance(self.source, _Derived) else _outputs_again(self.source)
+        outputs = (
+            self.source.outputs_again()
+            if isinstance(self.source, _Derived)
+            else _outputs_again(self.source)
+        )
         return _plain(outputs)[self.index].detach().as_strided(*self.geometry)
 
 
@@ -172,7 +201,9 @@ class _Wrapper:
 
     def value(self) -> Tensor:
         kind, context, *geometry = self.made_from
-        return kind.__tensor_unflatten__({name: _unpack(kept) for name, kept in self.inner.items()}, context, *geometry)
+        return kind.__tensor_unflatten__(
+            {name: _unpack(kept) for name, kept in self.inner.items()}, context, *geometry
+        )
 
 
 Source: TypeAlias = Tensor | _Mark | _Wrapper
@@ -193,7 +224,8 @@ def _mark_of(tensor: Tensor) -> _Mark | _Wrapper | None:
 
 
 class _Derived:
-    """The results of a function of a tensor, such as a recomputed part's output, which are recomputed from it."""
+    """The results of a function of a tensor, such as a recomputed part's output, which are
+    recomputed from it."""
 
     def __init__(self, source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         self.source, self.fn = source, fn
@@ -207,12 +239,13 @@ class _Derived:
 
 
 def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns `fn(x)`; if x is an output of a recomputed part, its results are recomputed as well, not saved.
+    """Returns `fn(x)`; if x is an output of a recomputed part, its results are recomputed as well,
+    not saved.
 
     Args:
         x: for example the input of a GEMM.
-        fn: has no gradient. Its results, such as FP8 values and scales, are what the GEMM saves. If it communicates,
-            it does so again.
+        fn: has no gradient. Its results, such as FP8 values and scales, are what the GEMM saves. If
+            it communicates, it does so again.
     """
     mark, results = _mark_of(x), fn(x)
     if mark is not None:
@@ -237,13 +270,16 @@ def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """The activations that a phase keeps for its backward, and where (`phase.activation_policy`)."""
+    """The activations that a phase keeps for its backward, and where
+    (`phase.activation_policy`)."""
 
-    parts: RecomputedParts = KEEP_ALL  # of its layer, those that are recomputed (recompute.mode=selective)
-    # neighbouring phases of one group keep only the input of the first, and are recomputed as a whole
+    # of its layer, those that are recomputed (recompute.mode=selective) neighbouring phases of one
+    # group keep only the input of the first, and are recomputed as a whole
+    parts: RecomputedParts = KEEP_ALL
     # (recompute.mode=full); None = this phase is not
     group: int | None = None
-    # saved floating-point tensors of at least this many bytes are offloaded to the host; None = none
+    # saved floating-point tensors of at least this many bytes are offloaded to the host; None =
+    # none
     host_bytes: int | None = None
     input_host_bytes: int | None = None  # the same for the input of a group
 
@@ -254,7 +290,8 @@ class ActivationPolicy:
 
     @contextmanager
     def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
-        """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
+        """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors
+        offloaded.
 
         Args:
             phase: its weights are not offloaded.
@@ -263,15 +300,22 @@ class ActivationPolicy:
             The copies on the host; the list is complete when the context ends.
         """
         found: list[HostCopy] = []
-        copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
-        weights: set[int] = set()  # ids of storages: on the meta device all of them have the same address
+        # holds the tensors, so that no id of a storage is used again
+        copies: dict[Any, tuple[HostCopy, Tensor]] = {}
+        # ids of storages: on the meta device all of them have the same address
+        weights: set[int] = set()
         if self.host_bytes is not None:
             weights = {id(weight.untyped_storage()) for weight in phase.parameters()}
 
         def place(tensor: Tensor) -> Tensor | HostCopy:
             storage, least = tensor.untyped_storage(), self.host_bytes
             size = tensor.numel() * tensor.element_size()
-            if least is None or size < least or not tensor.is_floating_point() or id(storage) in weights:
+            if (
+                least is None
+                or size < least
+                or not tensor.is_floating_point()
+                or id(storage) in weights
+            ):
                 return tensor
             key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
             if key not in copies:
@@ -279,9 +323,12 @@ class ActivationPolicy:
                 found.append(copies[key][0])
             return copies[key][0]
 
-        def pack(tensor: Tensor) -> Kept:  # does not call itself: the cycle would keep the copies until gc finds it
+        # does not call itself: the cycle would keep the copies until gc finds it
+        def pack(tensor: Tensor) -> Kept:
             if inner := _inner(tensor):
-                return _Wrapper(tensor, {name: _mark_of(each) or place(each) for name, each in inner.items()})
+                return _Wrapper(
+                    tensor, {name: _mark_of(each) or place(each) for name, each in inner.items()}
+                )
             return _mark_of(tensor) or place(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
@@ -293,5 +340,6 @@ _PLAIN = ActivationPolicy()
 
 
 def policy_of(phase: nn.Module) -> ActivationPolicy:
-    """Returns the policy of a phase; model/gpt.py sets it. A phase without one keeps everything on its device."""
+    """Returns the policy of a phase; model/gpt.py sets it. A phase without one keeps everything on
+    its device."""
     return getattr(phase, "activation_policy", _PLAIN)

@@ -1,13 +1,15 @@
-"""Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the parameter.
+"""Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the
+parameter.
 
-In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/bucket.py), and under
-ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. While its `.holds_grad` is False, the main gradient is
-the last step's or has no values, and the next gradient is written over it instead of added to zeros. All access goes
-through `grad_target`, or through `grad_buffer`, which fills it with zeros first.
-Layers that compute their own weight gradient pass the addition to `defer`. `hand_over` does the same with what autograd
-computes, so that W adds up all weight gradients and I none.
-A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is
-`.frozen` no weight gradient is computed, and what autograd leaves is dropped.
+In training a parameter carries `.main_grad`, a view of its unit's flat buffer
+(data_parallel/bucket.py), and under ZeRO-2 and 3 `.allocate_main_grad`, which allocates that
+buffer. While its `.holds_grad` is False, the main gradient is the last step's or has no values, and
+the next gradient is written over it instead of added to zeros. All access goes through
+`grad_target`, or through `grad_buffer`, which fills it with zeros first. Layers that compute their
+own weight gradient pass the addition to `defer`. `hand_over` does the same with what autograd
+computes, so that W adds up all weight gradients and I none. A parameter without a main gradient
+(inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is `.frozen` no weight
+gradient is computed, and what autograd leaves is dropped.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +31,8 @@ def run_now(closure: Closure) -> None:
 
 
 def grad_buffer(parameter: Tensor) -> Tensor:
-    """Returns the tensor in which a parameter's gradient is accumulated; allocated and zeroed if missing."""
+    """Returns the tensor in which a parameter's gradient is accumulated; allocated and zeroed if
+    missing."""
     target, accumulate = grad_target(parameter)
     return target if accumulate else target.zero_()
 
@@ -54,7 +57,8 @@ def grad_target(parameter: Tensor) -> tuple[Tensor, bool]:
 
 
 def defer_weight_grad(weight: Tensor, defer: Defer, closure: Closure) -> None:
-    """Passes the weight-gradient half of a backward to `defer`, unless the parameter is frozen and needs none."""
+    """Passes the weight-gradient half of a backward to `defer`, unless the parameter is frozen and
+    needs none."""
     if not getattr(weight, "frozen", False):
         defer(closure)
 
@@ -80,12 +84,15 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
     """Moves what autograd has left in `.grad` to the main gradient, through `defer`.
 
     Args:
-        parameters: of a phase whose backward has run; those without a main gradient keep their `.grad`.
+        parameters: of a phase whose backward has run; those without a main gradient keep their
+            `.grad`.
         defer: takes the weight-gradient half of the backward.
     """
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and (hasattr(parameter, "main_grad") or getattr(parameter, "frozen", False)):
+        if grad is not None and (
+            hasattr(parameter, "main_grad") or getattr(parameter, "frozen", False)
+        ):
             parameter.grad = None
             hand_over(parameter, grad, defer)
 

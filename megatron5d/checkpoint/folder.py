@@ -52,7 +52,8 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the sizes and checksums of all files to files.json, as the last file before the folder is renamed."""
+    """Writes the sizes and checksums of all files to files.json, as the last file before the folder
+    is renamed."""
     entries: dict[str, dict[str, int]] = {}
     for name, size in sorted(_sizes(folder).items()):
         if name != MANIFEST:
@@ -69,16 +70,20 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
-    """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old
-    checkpoints). Raises ValueError: files.json is damaged."""
+    """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors
+    (not in old checkpoints). Raises ValueError: files.json is damaged."""
     entries = parse_json((folder / MANIFEST).read_bytes())
     if RUN not in entries:
         raise ValueError(f"it does not list {RUN}")
-    return {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in entries.items()}
+    return {
+        name: entry if isinstance(entry, dict) else {"bytes": entry}
+        for name, entry in entries.items()
+    }
 
 
 def changed(folder: Path, name: str) -> str | None:
-    """Returns a message if a file without tensors differs from its checksum; None if not, or if it has none."""
+    """Returns a message if a file without tensors differs from its checksum; None if not, or if it
+    has none."""
     saved = read_manifest(folder).get(name, {}).get("crc32")
     if saved is None or saved == zlib.crc32((folder / name).read_bytes()):
         return None
@@ -117,17 +122,21 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def _is_whole(directory: Path, step: int) -> bool:
-    """Returns whether a step's checkpoint is whole; looks at every file, of which there may be one per rank."""
+    """Returns whether a step's checkpoint is whole; looks at every file, of which there may be one
+    per rank."""
     return fault_of(step_folder(directory, step)) is None
 
 
 def saved_after(directory: Path, step: int) -> list[int]:
     """Steps of the whole checkpoints that are later than a step, ascending."""
-    return [later for later in named_steps(directory) if later > step and _is_whole(directory, later)]
+    return [
+        later for later in named_steps(directory) if later > step and _is_whole(directory, later)
+    ]
 
 
 def faults_of_newer(directory: Path) -> list[str]:
-    """Says why each folder newer than the newest whole checkpoint is not whole; the newest first."""
+    """Says why each folder newer than the newest whole checkpoint is not whole; the newest
+    first."""
     found = []
     for step in reversed(named_steps(directory)):
         fault = fault_of(step_folder(directory, step))
@@ -141,17 +150,22 @@ def faults_of_older(directory: Path) -> list[str]:
     """Says why each older folder that is not a whole checkpoint is none; the oldest first."""
     steps = named_steps(directory)
     last = next((step for step in reversed(steps) if _is_whole(directory, step)), 0)
-    return [fault for step in steps if step < last and (fault := fault_of(step_folder(directory, step)))]
+    return [
+        fault for step in steps if step < last and (fault := fault_of(step_folder(directory, step)))
+    ]
 
 
 def newest(directory: Path) -> Path | None:
     """Returns the newest whole checkpoint, regardless of `latest`; None where there is none."""
-    found = next((step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None)
+    found = next(
+        (step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None
+    )
     return None if found is None else step_folder(directory, found)
 
 
 def newest_before(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint in the same directory before this one; None where there is none."""
+    """Returns the newest whole checkpoint in the same directory before this one; None where there
+    is none."""
     match = _NAME.fullmatch(folder.name)
     steps = [step for step in saved_steps(folder.parent) if match and step < int(match.group(1))]
     return step_folder(folder.parent, steps[-1]) if steps else None
@@ -163,7 +177,8 @@ def _reach_disk(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems allow it for files only
+        # some network file systems allow it for files only
+        if not (path.is_dir() and error.errno == errno.EINVAL):
             raise
     finally:
         os.close(handle)
@@ -184,24 +199,29 @@ class Keep(NamedTuple):
 
 
 def _spare(directory: Path, keep: Keep) -> list[int]:
-    """Steps of the checkpoints that need not stay; once enough newer ones are whole, also of those that are not."""
+    """Steps of the checkpoints that need not stay; once enough newer ones are whole, also of those
+    that are not."""
     whole = saved_steps(directory)
     newest = whole[-max(keep.last, 1) :]
     if not any(keep) or len(newest) < keep.last:
         return []
     stay = {step for step in whole if keep.every and step % keep.every == 0}
     if keep.best:
-        losses = ((read_run(step_folder(directory, step)).get("valid_loss"), -step) for step in whole)
+        losses = (
+            (read_run(step_folder(directory, step)).get("valid_loss"), -step) for step in whole
+        )
         known = sorted(each for each in losses if isinstance(each[0], float) and isfinite(each[0]))
         stay |= {-step for _, step in known[: keep.best]}
     return [step for step in named_steps(directory) if step < newest[0] and step not in stay]
 
 
 def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
-    """Makes a finished `.tmp` folder the newest checkpoint and removes those that neither `keep` nor `pinned` names.
+    """Makes a finished `.tmp` folder the newest checkpoint and removes those that neither `keep`
+    nor `pinned` names.
 
-    Nothing is removed before all of the new one is on disk; DCP waits for its own files. Checkpoints of later steps,
-    from before the run went back, are renamed to `.left`, so that `auto` does not resume from them.
+    Nothing is removed before all of the new one is on disk; DCP waits for its own files.
+    Checkpoints of later steps, from before the run went back, are renamed to `.left`, so that
+    `auto` does not resume from them.
 
     Returns the folder of the checkpoint.
     """
@@ -230,7 +250,8 @@ def point_latest_to(folder: Path) -> None:
 
 
 def leave_later(directory: Path, step: int) -> None:
-    """Renames the whole checkpoints of steps after this one, from before the run went back, to `.left`."""
+    """Renames the whole checkpoints of steps after this one, from before the run went back, to
+    `.left`."""
     for later in saved_after(directory, step):
         folder = step_folder(directory, later)
         folder.rename(_unused(folder, LEFT))
@@ -241,9 +262,9 @@ def recover(directory: Path) -> list[str]:
 
     A removal that was interrupted is finished.
 
-    A `.tmp` folder that is complete becomes a checkpoint, unless later steps have been saved; others are removed, to
-    free the disk. If a step was being saved again and the new checkpoint is not complete, the old one gets its name
-    back.
+    A `.tmp` folder that is complete becomes a checkpoint, unless later steps have been saved;
+    others are removed, to free the disk. If a step was being saved again and the new checkpoint is
+    not complete, the old one gets its name back.
 
     Returns what was done, for the log.
     """
@@ -251,16 +272,24 @@ def recover(directory: Path) -> list[str]:
     for gone in sorted(directory.glob(f"step-*{_REMOVED}*")):
         _remove(gone)
         notes.append(f"{gone} is removed to its end: its removal was interrupted")
-    for half in sorted(path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)):
-        if fault_of(half) is None and not saved_after(directory, int(half.stem.removeprefix("step-"))):
-            notes.append(f"{commit(half, Keep())} was whole and had no name yet: its save was interrupted")
+    for half in sorted(
+        path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)
+    ):
+        if fault_of(half) is None and not saved_after(
+            directory, int(half.stem.removeprefix("step-"))
+        ):
+            notes.append(
+                f"{commit(half, Keep())} was whole and had no name yet: its save was interrupted"
+            )
         else:
             _remove(half)
             notes.append(f"{half} is removed: its save did not finish")
     for old in sorted(directory.glob(f"step-*{_REPLACED}*")):
         final = old.with_suffix("")
         if not _exists(final) and fault_of(old) is None:
-            notes.append(f"{old.rename(final)} is the old one: saving its step again was interrupted")
+            notes.append(
+                f"{old.rename(final)} is the old one: saving its step again was interrupted"
+            )
         elif fault_of(final) is None:
             _remove(old)
     return notes
@@ -272,8 +301,12 @@ def _exists(path: Path) -> bool:
 
 
 def _unused(folder: Path, suffix: str) -> Path:
-    """Returns the folder's name with the first of `suffix`, `suffix`2, ... that does not exist yet."""
-    names = (folder.with_name(f"{folder.name}{suffix}{count if count > 1 else ''}") for count in itertools.count(1))
+    """Returns the folder's name with the first of `suffix`, `suffix`2, ... that does not exist
+    yet."""
+    names = (
+        folder.with_name(f"{folder.name}{suffix}{count if count > 1 else ''}")
+        for count in itertools.count(1)
+    )
     return next(name for name in names if not _exists(name))
 
 
@@ -290,12 +323,14 @@ def _remove(folder: Path) -> None:
             folder = folder.rename(_unused(folder, _REMOVED))
         shutil.rmtree(folder)
     except OSError as error:
-        warnings.warn(f"{folder} cannot be removed ({error}); it takes room until you do", stacklevel=2)
+        warnings.warn(
+            f"{folder} cannot be removed ({error}); it takes room until you do", stacklevel=2
+        )
 
 
 def read_run(folder: Path) -> dict:
-    """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config`
-    (train/state.py). Raises Refused: the file is damaged, or a newer version wrote it."""
+    """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and
+    `config` (train/state.py). Raises Refused: the file is damaged, or a newer version wrote it."""
     fault = changed(folder, RUN)
     if fault:
         raise Refused(fault)
@@ -304,13 +339,16 @@ def read_run(folder: Path) -> dict:
     except ValueError as error:
         raise Refused(error) from error
     if isinstance(saved := record.get("format"), int) and saved > FORMAT:
-        raise Refused(f"{folder} has format {saved}, this version reads up to {FORMAT}; upgrade megatron5d")
+        raise Refused(
+            f"{folder} has format {saved}, this version reads up to {FORMAT}; upgrade megatron5d"
+        )
     return record
 
 
 def saved_config(folder: Path) -> Config:
-    """Returns the configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
-    Raises Refused: run.json is damaged, or holds what is no configuration; names the file and the keys."""
+    """Returns the configuration of the run that saved a whole checkpoint; keys of later versions
+    keep their defaults. Raises Refused: run.json is damaged, or holds what is no configuration;
+    names the file and the keys."""
     return config_of(folder, read_run(folder).get("config"))
 
 
@@ -319,7 +357,8 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
 
     Args:
         saved: value of `config` in run.json.
-        groups: only these groups and their keys are read, as nested mappings; None = all, and others are refused.
+        groups: only these groups and their keys are read, as nested mappings; None = all, and
+            others are refused.
     """
     if not isinstance(saved, dict) or not all(isinstance(group, dict) for group in saved.values()):
         raise Refused(f"{folder / RUN} is refused: its config is no object of groups of keys")
@@ -331,7 +370,8 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
     try:
         config = from_dict(saved)
         faults = [fault.reason for check in checks if (fault := check.run(config, 1))]
-        if config.model.num_layers > _MOST_LAYERS:  # of which a list is made before any file is compared
+        # of which a list is made before any file is compared
+        if config.model.num_layers > _MOST_LAYERS:
             faults.append(f"model.num_layers = {config.model.num_layers} is above {_MOST_LAYERS}")
     except ConfigError as error:
         faults = [fault.reason for fault in error.faults]

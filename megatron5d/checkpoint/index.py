@@ -1,8 +1,10 @@
-"""The index of a checkpoint as plain data: which file holds which rectangle of which tensor, and which save wrote it.
+"""The index of a checkpoint as plain data: which file holds which rectangle of which tensor, and
+which save wrote it.
 
-`index.json` is ours. DCP's `.metadata` beside it, for other tools and in checkpoints of earlier versions, is a pickle,
-which may name any function of any module and have it called. It is read without creating a single object of the classes
-that it names: each becomes a record that keeps its state, and only names of DCP's own metadata are admitted.
+`index.json` is ours. DCP's `.metadata` beside it, for other tools and in checkpoints of earlier
+versions, is a pickle, which may name any function of any module and have it called. It is read
+without creating a single object of the classes that it names: each becomes a record that keeps its
+state, and only names of DCP's own metadata are admitted.
 """
 
 import io
@@ -31,21 +33,28 @@ class SavedTensor(NamedTuple):
 
 
 def write_index(folder: Path, save: Save, tensors: str) -> None:
-    """Writes index.json; `tensors` is the JSON of Tensors, which seldom changes from save to save."""
-    text = f'{{"format": {FORMAT}, "save": "{save.id}", "step": {save.step}, "tensors": {tensors}}}\n'
+    """Writes index.json; `tensors` is the JSON of Tensors, which seldom changes from save to
+    save."""
+    text = (
+        f'{{"format": {FORMAT}, "save": "{save.id}", "step": {save.step}, "tensors": {tensors}}}\n'
+    )
     (folder / INDEX).write_text(text)
 
 
 def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
-    """Returns the save and its tensors by key, from the content of index.json. Raises ValueError: it is damaged, or a
-    newer version wrote it."""
+    """Returns the save and its tensors by key, from the content of index.json. Raises ValueError:
+    it is damaged, or a newer version wrote it."""
     found = parse_json(content)
     if found.get("format") != FORMAT:
-        raise ValueError(f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d")
+        raise ValueError(
+            f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d"
+        )
     try:
         return Save(str(found["save"]), int(found["step"])), _saved_tensors(found["tensors"])
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-        raise ValueError(f"an entry is missing or of another kind: {type(error).__name__} {error}") from error
+        raise ValueError(
+            f"an entry is missing or of another kind: {type(error).__name__} {error}"
+        ) from error
 
 
 def read_pickled(content: bytes) -> dict[str, SavedTensor]:
@@ -70,7 +79,10 @@ def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
         for offset, extent, file, start, length in rows:
             if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
                 raise ValueError(f"{key} lies in {file!r}, which is no file of the folder")
-            if not len(offset) == len(extent) == len(shape) or min(start, length, *offset, *extent, 0) < 0:
+            if (
+                not len(offset) == len(extent) == len(shape)
+                or min(start, length, *offset, *extent, 0) < 0
+            ):
                 raise ValueError(f"{key} has a part of {extent} at {offset}, bytes {start} and on")
             items[tuple(offset)] = SavedItem(tuple(offset), tuple(extent), file, start, length)
         found[key] = SavedTensor(dtype, torch.Size(shape), items)
@@ -82,7 +94,9 @@ def _tensors_of(metadata: dict[str, Any]) -> Tensors:
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in metadata["storage_data"].items():
         if info.state.get("transform_descriptors"):
-            raise ValueError(f"{index.state['fqn']} is transformed by {info.state['transform_descriptors']}")
+            raise ValueError(
+                f"{index.state['fqn']} is transformed by {info.state['transform_descriptors']}"
+            )
         if index.state.get("offset") is not None:  # else an object that is no tensor
             places[index.state["fqn"], tuple(index.state["offset"])] = info.state
     tensors: Tensors = {}
@@ -102,10 +116,23 @@ def _tensors_of(metadata: dict[str, Any]) -> Tensors:
 _DCP = "torch.distributed.checkpoint"
 _RECORDS: dict[str, Iterable[str]] = {  # by module: what becomes a record
     f"{_DCP}.metadata": {
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+        ),
         *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
-    f"{_DCP}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},  # Megatron's
+    # Megatron's
+    f"{_DCP}.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
     f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix", "SerializationFormat"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
@@ -113,10 +140,15 @@ _RECORDS: dict[str, Iterable[str]] = {  # by module: what becomes a record
     "pathlib._local": {"PosixPath", "PurePosixPath"},
 }
 _PLAIN = {
-    ("torch", "Size"): tuple, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset,
-    ("builtins", "list"): list, ("builtins", "dict"): dict, ("builtins", "tuple"): tuple, ("builtins", "int"): int,
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "list"): list,
+    ("builtins", "dict"): dict,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "int"): int,
     ("collections", "OrderedDict"): dict,
-}  # fmt: skip
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -127,13 +159,15 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a name of a module; called for every one before it is used. Raises ValueError: it is
-        not admitted."""
+        """Returns what stands for a name of a module; called for every one before it is used.
+        Raises ValueError: it is not admitted."""
         if name in _RECORDS.get(module, ()):
             return self._classes.setdefault((module, name), _new_record_class(name))
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
+        if module == "torch" and isinstance(
+            found := getattr(torch, name, None), (torch.dtype, torch.layout)
+        ):
             return found
         raise ValueError(
             f"it names {module}.{name}, which is no part of DCP's metadata: such a file may run any code when it is "
@@ -142,7 +176,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _new_record_class(name: str) -> type:
-    """Returns a class that keeps the state from a pickle; one a file, since a pickle can set class attributes."""
+    """Returns a class that keeps the state from a pickle; one a file, since a pickle can set class
+    attributes."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)

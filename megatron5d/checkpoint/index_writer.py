@@ -1,4 +1,5 @@
-"""Writes the index of a checkpoint on rank 0: in our form, and in that of torch.distributed.checkpoint (DCP).
+"""Writes the index of a checkpoint on rank 0: in our form, and in that of
+torch.distributed.checkpoint (DCP).
 
 Importing DCP takes a second or more because it imports DTensor and sympy. Only this file does so.
 """
@@ -11,7 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -23,8 +29,9 @@ from megatron5d.checkpoint.tensor_file import Save
 class IndexWriter:
     """The index of a checkpoint: which file holds which part of which tensor.
 
-    A rank that has written the same parts to the same places as at the last save sends an empty message. If all do, the
-    last index is written again: for thousands of ranks it takes seconds to build one.
+    A rank that has written the same parts to the same places as at the last save sends an empty
+    message. If all do, the last index is written again: for thousands of ranks it takes seconds to
+    build one.
     """
 
     def __init__(self) -> None:
@@ -35,7 +42,8 @@ class IndexWriter:
         """Writes `index.json` and `.metadata`.
 
         Args:
-            messages: what `write` returned on each rank, by rank; b"" where it was the same at the last save.
+            messages: what `write` returned on each rank, by rank; b"" where it was the same at the
+                last save.
 
         Raises:
             ValueError: the ranks' parts overlap, or do not fill a tensor.
@@ -50,8 +58,12 @@ class IndexWriter:
             writer.finish(metadata, [places])
 
     def build(self, messages: list[bytes]) -> tuple[str, Metadata, list[WriteResult]]:
-        """Returns the index as text, DCP's metadata, and the places of all parts; arguments as in `write`."""
-        self._messages = [new or old for new, old in itertools.zip_longest(messages, self._messages, fillvalue=b"")]
+        """Returns the index as text, DCP's metadata, and the places of all parts; arguments as in
+        `write`."""
+        self._messages = [
+            new or old
+            for new, old in itertools.zip_longest(messages, self._messages, fillvalue=b"")
+        ]
         tensors: Tensors = {}
         plans, places = [], []
         for message in self._messages:
@@ -59,7 +71,10 @@ class IndexWriter:
             for (key, dtype, shape), row in json.loads(zlib.decompress(message)):
                 tensors.setdefault(key, (dtype, shape, []))[2].append(row)
                 offset, extent, *where = row
-                index, properties = MetadataIndex(key, offset), TensorProperties(dtype=getattr(torch, dtype))
+                index, properties = (
+                    MetadataIndex(key, offset),
+                    TensorProperties(dtype=getattr(torch, dtype)),
+                )
                 chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(extent))
                 data = TensorWriteData(chunk, properties, torch.Size(shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))

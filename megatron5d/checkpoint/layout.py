@@ -1,7 +1,7 @@
 """The tensors of a checkpoint in global coordinates, as rectangles that one rank holds.
 
-A ShardedTensor has the global shape of a tensor, and the rectangles that this rank holds of it as views of its memory,
-so every layout can load what any other has saved.
+A ShardedTensor has the global shape of a tensor, and the rectangles that this rank holds of it as
+views of its memory, so every layout can load what any other has saved.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,9 @@ class ShardedTensor:
         dtype: of the views; also given on a rank without any.
     """
 
-    def __init__(self, shape: Sequence[int], parts: Iterable[Rectangle], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: Sequence[int], parts: Iterable[Rectangle], dtype: torch.dtype
+    ) -> None:
         self.shape, self.parts, self.dtype = torch.Size(shape), dict(parts), dtype
 
     def __repr__(self) -> str:
@@ -38,14 +40,16 @@ class ShardedTensor:
 def overlap(
     at: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
-    """Returns begin and end of what two rectangles of a tensor share, of `shape` and `extent`; None for nothing."""
+    """Returns begin and end of what two rectangles of a tensor share, of `shape` and `extent`; None
+    for nothing."""
     begin = list(map(max, at, other))
     end = [min(a + m, b + n) for a, m, b, n in zip(at, shape, other, extent)]
     return (begin, end) if all(first < last for first, last in zip(begin, end)) else None
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which is kept for the next ones; pinned where they come from a GPU."""
+    """Copies of tensors in host memory, which is kept for the next ones; pinned where they come
+    from a GPU."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -99,7 +103,8 @@ def sharded_slice(
         start, stop = max(first, low), min(last, high)
         if start >= stop or (writing and not piece.owner):
             continue
-        origin = piece.flat[0] + shift  # index in the slice at which the piece begins; may be negative
+        # index in the slice at which the piece begins; may be negative
+        origin = piece.flat[0] + shift
         at = start
         for offset, extent in rectangles(piece.shape, start - origin, stop - origin):
             view = flat[at : at + prod(extent)].view(extent)
@@ -109,7 +114,8 @@ def sharded_slice(
 
 
 def sharded_parameter(parameter: Tensor) -> ShardedTensor:
-    """Returns a whole local parameter in global coordinates; rows that no piece covers are set to zero.
+    """Returns a whole local parameter in global coordinates; rows that no piece covers are set to
+    zero.
 
     Args:
         parameter: with a ShardSpec, also the bias of a router.
@@ -117,12 +123,17 @@ def sharded_parameter(parameter: Tensor) -> ShardedTensor:
     spec, values = spec_of(parameter), parameter.detach()
     if sum(piece.numel for piece in spec.pieces) < values.numel():
         values.zero_()
-    parts = [(piece.offset, values[piece.row : piece.row + piece.shape[0]]) for piece in spec.pieces]
+    parts = [
+        (piece.offset, values[piece.row : piece.row + piece.shape[0]]) for piece in spec.pieces
+    ]
     return ShardedTensor(spec.shape, parts, values.dtype)
 
 
-def named(kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]) -> dict[str, ShardedTensor]:
-    """Returns the tensors by `{kind}.{global name}`; parts of one parameter in several slices become one tensor.
+def named(
+    kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]
+) -> dict[str, ShardedTensor]:
+    """Returns the tensors by `{kind}.{global name}`; parts of one parameter in several slices
+    become one tensor.
 
     Args:
         kind: `model`, or `optim.` and a kind of the optimiser's tensors.

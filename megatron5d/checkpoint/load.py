@@ -1,7 +1,8 @@
-"""Finds the checkpoint that a run starts from, and loads it into any layout: each rank reads what it holds.
+"""Finds the checkpoint that a run starts from, and loads it into any layout: each rank reads what
+it holds.
 
-Weights can be had without an optimiser, too: loaded into plain parameters (`load_weights`), read by rectangle
-(`SavedWeights`), or computed as they are saved (`lazy_tensor`).
+Weights can be had without an optimiser, too: loaded into plain parameters (`load_weights`), read by
+rectangle (`SavedWeights`), or computed as they are saved (`lazy_tensor`).
 """
 
 import socket
@@ -37,23 +38,32 @@ from megatron5d.config.errors import Refused
 from megatron5d.topology.all_ranks import first_failure, of_any_rank, on_rank_0
 from megatron5d.topology.shard_spec import spec_of
 
-LISTED = 12  # how many tensors that do not fit are named; the configuration keys that differ say more
+# how many tensors that do not fit are named; the configuration keys that differ say more
+LISTED = 12
 
 
 def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
     """Returns the folder a run starts from; None = new weights.
 
     Args:
-        resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in `whole_checkpoint`.
-        job: as in `restarted_job`. The job continues from its own saves in `directory`, whatever `resume` says: with
-            the same command it would otherwise begin at the same step again after every time limit.
+        resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in
+            `whole_checkpoint`.
+        job: as in `restarted_job`. The job continues from its own saves in `directory`, whatever
+            `resume` says: with the same command it would otherwise begin at the same step again
+            after every time limit.
 
     Raises:
-        ValueError: a folder was named and holds no whole checkpoint; or with auto, checkpoints are there and all are
-            damaged: to begin anew, and in time to save over them, is for the user to say.
+        ValueError: a folder was named and holds no whole checkpoint; or with auto, checkpoints are
+            there and all are damaged: to begin anew, and in time to save over them, is for the user
+            to say.
     """
     own = newest(Path(directory)) if directory and (job or resume == "auto") else None
-    if directory and resume == "auto" and own is None and (torn := faults_of_newer(Path(directory))):
+    if (
+        directory
+        and resume == "auto"
+        and own is None
+        and (torn := faults_of_newer(Path(directory)))
+    ):
         raise ValueError(
             f"checkpoint.resume = auto: {torn[0]}, and no older checkpoint in {directory} is whole either; "
             "checkpoint.resume=none begins anew"
@@ -68,8 +78,8 @@ def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path
 
     Args:
         directory: as in `find_checkpoint`, as is `resume`.
-        job: "" on some ranks counts as the job of the others: after a crash on one node torchrun may start the ranks of
-            the other nodes again without counting it as a restart.
+        job: "" on some ranks counts as the job of the others: after a crash on one node torchrun
+            may start the ranks of the other nodes again without counting it as a restart.
 
     Comm: where a directory and `resume` other than auto are given, also as `first_failure`.
     """
@@ -81,12 +91,15 @@ def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path
 
 
 def agreed(find: Callable[[], Path | None]) -> Path | None:
-    """Returns what rank 0 finds on every rank, after each rank has made sure that it sees the same there.
+    """Returns what rank 0 finds on every rank, after each rank has made sure that it sees the same
+    there.
 
-    Only rank 0 looks at every file. A checkpoint may have a file for each rank, and no file system serves thousands of
-    ranks that each ask for thousands of files. The other ranks only compare the list of files.
+    Only rank 0 looks at every file. A checkpoint may have a file for each rank, and no file system
+    serves thousands of ranks that each ask for thousands of files. The other ranks only compare the
+    list of files.
 
-    Raises ValueError: on every rank, if a rank sees another checkpoint than rank 0, or cannot look there. Raises
+    Raises ValueError: on every rank, if a rank sees another checkpoint than rank 0, or cannot look
+    there. Raises
     OSError, ValueError: on every rank, if `find` raises one on rank 0.
 
     Comm: a broadcast of a path, and as `first_failure`.
@@ -117,7 +130,8 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
 
 
 def _seal(folder: Path | None) -> int | None:
-    """Returns the CRC-32 of a checkpoint's list of files, by which two are told apart; None where there is none."""
+    """Returns the CRC-32 of a checkpoint's list of files, by which two are told apart; None where
+    there is none."""
     try:
         return None if folder is None else zlib.crc32((folder / MANIFEST).read_bytes())
     except OSError:
@@ -142,19 +156,24 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     if fault:
         of_run = Path(folder, "checkpoints")
         meant = f": {of_run}?" if of_run.is_dir() else ""
-        raise ValueError(f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some{meant}")
+        raise ValueError(
+            f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some{meant}"
+        )
     return Path(folder)
 
 
 def certainly_none(folder: str | Path, knob: str) -> str | None:
-    """Returns why `whole_checkpoint` will find nothing in an existing folder, in words; None where it may find
-    something.
+    """Returns why `whole_checkpoint` will find nothing in an existing folder, in words; None where
+    it may find something.
 
     Every rank calls this before the ranks have met, so it opens no file and looks for few names.
     """
     directory = Path(folder)
     try:
-        names = (directory, *(step_folder(directory, step) for step in reversed(named_steps(directory))))
+        names = (
+            directory,
+            *(step_folder(directory, step) for step in reversed(named_steps(directory))),
+        )
         if any((name / MANIFEST).is_file() for name in names):
             return None
         whole_checkpoint(folder, knob)
@@ -173,24 +192,30 @@ def load_tensors(
 
     Args:
         tensors: by key; their parts are written in place, in their own dtype.
-        differing: configuration keys whose values differ from the saved ones, as text for the error message.
-        twin: gives another key under which the same values may be saved in another dtype, such as master weights. The
-            twin is read if the key itself is not saved, or if it is saved in a dtype narrower than both the wanted one
-            and the twin's.
+        differing: configuration keys whose values differ from the saved ones, as text for the error
+            message.
+        twin: gives another key under which the same values may be saved in another dtype, such as
+            master weights. The twin is read if the key itself is not saved, or if it is saved in a
+            dtype narrower than both the wanted one and the twin's.
 
     Returns:
         By key of `tensors`: the key that was read, and the dtype in which it is saved.
 
     Raises:
-        Refused: on every rank, if keys or global shapes disagree: lists those of the first rank where they do.
+        Refused: on every rank, if keys or global shapes disagree: lists those of the first rank
+            where they do.
         ValueError: on every rank, if a file is damaged or cannot be read: names it.
 
     Comm: a broadcast of `.metadata`; twice that of `first_failure`.
     """
     reader = Reader(folder, alone=not dist.is_initialized())
     saved = reader.tensors()
-    sources = {key: widest_source(key, twin(key), tensor.dtype, saved) for key, tensor in tensors.items()}
-    faults = [f"missing in the checkpoint: {key}" for key, source in sources.items() if source is None]
+    sources = {
+        key: widest_source(key, twin(key), tensor.dtype, saved) for key, tensor in tensors.items()
+    }
+    faults = [
+        f"missing in the checkpoint: {key}" for key, source in sources.items() if source is None
+    ]
     faults += [
         f"{key}: saved {tuple(saved[source].size)}, this model has {tuple(tensors[key].shape)}"
         for key, source in sources.items()
@@ -201,13 +226,22 @@ def load_tensors(
     if failed := first_failure("\n  ".join(shown) or None):
         raise Refused("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
     own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
-    twins = {source: tensors[key] for key, source in sources.items() if source is not None and source != key}
+    twins = {
+        source: tensors[key]
+        for key, source in sources.items()
+        if source is not None and source != key
+    }
     read(reader, [part for part in (own, twins) if part])
-    return {key: (source, saved[source].dtype) for key, source in sources.items() if source is not None}
+    return {
+        key: (source, saved[source].dtype) for key, source in sources.items() if source is not None
+    }
 
 
-def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:
-    """Chooses which of two keys with the same values to read: the first wide enough, else the wider one.
+def widest_source(
+    key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]
+) -> str | None:
+    """Chooses which of two keys with the same values to read: the first wide enough, else the wider
+    one.
 
     Args:
         key: the key under which the values are wanted.
@@ -229,7 +263,8 @@ PREFIX = "model."  # the key of a weight in a checkpoint is this and its global 
 
 @torch.no_grad()
 def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
-    """Fills local parameters from a whole checkpoint, whatever layout saved it. Padding rows become zero.
+    """Fills local parameters from a whole checkpoint, whatever layout saved it. Padding rows become
+    zero.
 
     Args:
         parameters: local tensors with a ShardSpec; they keep their dtype.
@@ -240,31 +275,40 @@ def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
 
     Comm: as `load_tensors`.
     """
-    load_tensors(folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters)))
+    load_tensors(
+        folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters))
+    )
 
 
 class SavedWeights:
     """The weights of a whole checkpoint, read a rectangle at a time by one process.
 
     Args:
-        wanted: dtype in which the weights will be used; None = the dtype in which the weights are saved.
-        twin: as in `load_tensors`. Without it the weights themselves are read, even where masters are saved.
+        wanted: dtype in which the weights will be used; None = the dtype in which the weights are
+            saved.
+        twin: as in `load_tensors`. Without it the weights themselves are read, even where masters
+            are saved.
     """
 
     def __init__(
-        self, folder: Path, wanted: torch.dtype | None = None, twin: Callable[[str], str | None] = lambda key: None
+        self,
+        folder: Path,
+        wanted: torch.dtype | None = None,
+        twin: Callable[[str], str | None] = lambda key: None,
     ) -> None:
         self._reader = Reader(folder)
         saved = self._reader.tensors()
         self._keys = {
-            key.removeprefix(PREFIX): widest_source(key, twin(key), wanted or entry.dtype, saved) or key
+            key.removeprefix(PREFIX): widest_source(key, twin(key), wanted or entry.dtype, saved)
+            or key
             for key, entry in saved.items()
             if key.startswith(PREFIX)
         }
         self.tensors = {name: saved[key] for name, key in self._keys.items()}
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved."""
+        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it
+        is saved."""
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
@@ -273,7 +317,8 @@ class SavedWeights:
 
 
 class LazyTensor(ShardedTensor):
-    """A tensor to be saved whose parts are computed when they are written, so that they are never all in memory."""
+    """A tensor to be saved whose parts are computed when they are written, so that they are never
+    all in memory."""
 
     make: Callable[[tuple[int, ...]], Tensor]
 
@@ -293,15 +338,18 @@ def lazy_tensor(
         parts: the shape of each part, by its offset in the global tensor.
         make: computes the values of the part at an offset.
     """
-    views = [(offset, torch.empty(extent, dtype=dtype, device="meta")) for offset, extent in parts.items()]
+    views = [
+        (offset, torch.empty(extent, dtype=dtype, device="meta"))
+        for offset, extent in parts.items()
+    ]
     tensor = LazyTensor(shape, views, dtype)
     tensor.make = make
     return tensor
 
 
 class SavedTensors:
-    """All tensors of a whole checkpoint, the optimiser's too. Raises ValueError: its index is damaged; names the
-    file."""
+    """All tensors of a whole checkpoint, the optimiser's too. Raises ValueError: its index is
+    damaged; names the file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, Reader(folder)
@@ -309,15 +357,20 @@ class SavedTensors:
         self.save = self._reader.save
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved. Raises
-        ValueError: a file is damaged; names it and the tensor. Raises OSError: a file cannot be read."""
+        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it
+        is saved. Raises
+        ValueError: a file is damaged; names it and the tensor. Raises OSError: a file cannot be
+            read."""
         saved = self.tensors[key]
         values = torch.empty(tuple(shape), dtype=saved.dtype)
-        self._reader.fill([{key: ShardedTensor(saved.size, [(tuple(offset), values)], saved.dtype)}])
+        self._reader.fill(
+            [{key: ShardedTensor(saved.size, [(tuple(offset), values)], saved.dtype)}]
+        )
         return values
 
     def files(self) -> dict[str, list[tuple[str, SavedItem]]]:
-        """Returns the items of each file of tensors in the order of its bytes, each with the key of its tensor."""
+        """Returns the items of each file of tensors in the order of its bytes, each with the key of
+        its tensor."""
         found: defaultdict[str, list[tuple[str, SavedItem]]] = defaultdict(list)
         for key, saved in self.tensors.items():
             for item in saved.items.values():
@@ -328,13 +381,22 @@ class SavedTensors:
         """Returns what is wrong outside the files of tensors: changed, foreign or missing files."""
         manifest, held = read_manifest(self.folder), self.files()
         there = {path.name for path in self.folder.iterdir()}
-        faults = [f"{self.folder / name} is not a file of this checkpoint" for name in there - {*manifest, MANIFEST}]
-        faults += [fault for name in manifest if not name.endswith(TENSORS) and (fault := changed(self.folder, name))]
+        faults = [
+            f"{self.folder / name} is not a file of this checkpoint"
+            for name in there - {*manifest, MANIFEST}
+        ]
+        faults += [
+            fault
+            for name in manifest
+            if not name.endswith(TENSORS) and (fault := changed(self.folder, name))
+        ]
         unheld = [name for name in manifest if name.endswith(TENSORS) and name not in held]
         faults += [f"{self.folder / name} is not in the index" for name in unheld]
         for key, saved in self.tensors.items():
             if sum(prod(item.extent) for item in saved.items.values()) != prod(saved.size):
-                faults.append(f"{self.folder}: the parts of {key} are not {list(saved.size)} elements together")
+                faults.append(
+                    f"{self.folder}: the parts of {key} are not {list(saved.size)} elements together"
+                )
         if (pickled := self.folder / METADATA).is_file():  # which other tools load, and may execute
             try:
                 read_pickled(pickled.read_bytes())

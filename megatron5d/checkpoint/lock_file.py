@@ -1,15 +1,18 @@
-"""A lock file: one run at a time writes to a directory or a log; the file names that run and shows that it is alive.
+"""A lock file: one run at a time writes to a directory or a log; the file names that run and shows
+that it is alive.
 
-File locks of the operating system are not used: over NFS and Lustre they are often switched off, or hold on one node
-only. Every file system can create a file only if it does not exist (O_EXCL), rename one, and tell when it was modified.
+File locks of the operating system are not used: over NFS and Lustre they are often switched off, or
+hold on one node only. Every file system can create a file only if it does not exist (O_EXCL),
+rename one, and tell when it was modified.
 
-A run that is killed leaves its lock file behind. Whoever starts it again should neither wait long nor clean up, so the
-file names its owner's process. Whether that process is alive is known at once on the same machine, and for a SLURM job
-that was requeued, which has ended before it starts again. Otherwise the new run watches the file for STALE_S: a living
-owner touches it every HEARTBEAT_S, whatever the clocks of the nodes say.
+A run that is killed leaves its lock file behind. Whoever starts it again should neither wait long
+nor clean up, so the file names its owner's process. Whether that process is alive is known at once
+on the same machine, and for a SLURM job that was requeued, which has ended before it starts again.
+Otherwise the new run watches the file for STALE_S: a living owner touches it every HEARTBEAT_S,
+whatever the clocks of the nodes say.
 
-A run that was suspended for longer than STALE_S counts as dead and loses its lock. It notices before it writes again
-(`check`).
+A run that was suspended for longer than STALE_S counts as dead and loses its lock. It notices
+before it writes again (`check`).
 """
 
 import json
@@ -28,10 +31,13 @@ from megatron5d.config.convert import read_json
 from megatron5d.topology.launcher import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner
-STALE_S = 60.0  # an owner on another machine that has not touched the file for so long while watched counts as dead
-LONG_STALE_S = 600.0  # last touched so long ago by the file system's clock: the owner counts as dead without a watch
+# an owner on another machine that has not touched the file for so long while watched counts as dead
+STALE_S = 60.0
+# last touched so long ago by the file system's clock: the owner counts as dead without a watch
+LONG_STALE_S = 600.0
 POLL_S = 0.5  # between two looks at a watched file
-SETTLE_S = 0.5  # after replacing a dead run's file: of several runs that do so at once, the last one has the lock
+# after replacing a dead run's file: of several runs that do so at once, the last one has the lock
+SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Owner:
 
     host: str = ""  # name of the machine, for messages
     pid: int = 0
-    system: str = ""  # kernel and process namespace that the pid belongs to; "" where they are not known
+    # kernel and process namespace that the pid belongs to; "" where they are not known
+    system: str = ""
     started: str = ""  # when the process started, in ticks of that kernel, because pids are reused
     job: str = ""  # id of the SLURM job; "" outside SLURM
     restarts: int = 0  # how often SLURM has requeued the job
@@ -49,7 +56,11 @@ class Owner:
 
     def __str__(self) -> str:
         job = f", SLURM job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, since {self.since}" if self.pid else "an unknown process"
+        return (
+            f"process {self.pid} on {self.host}{job}, since {self.since}"
+            if self.pid
+            else "an unknown process"
+        )
 
 
 def this_process() -> Owner:
@@ -81,7 +92,8 @@ def is_alive(owner: Owner, here: Owner) -> bool | None:
 
 
 def _system() -> str:
-    """Returns this machine's boot and this process's pid namespace: where a pid means the same process."""
+    """Returns this machine's boot and this process's pid namespace: where a pid means the same
+    process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -90,7 +102,8 @@ def _system() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """Returns state letter and start time of a process, from /proc; None where it is gone or there is no /proc."""
+    """Returns state letter and start time of a process, from /proc; None where it is gone or there
+    is no /proc."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -99,7 +112,8 @@ def _state_and_start(pid: int) -> tuple[str, str] | None:
 
 
 class LockFile:
-    """A lock that this process holds from its construction until `release`; a thread touches the file meanwhile.
+    """A lock that this process holds from its construction until `release`; a thread touches the
+    file meanwhile.
 
     Args:
         file: the lock file; its folder is made where it does not exist.
@@ -113,11 +127,14 @@ class LockFile:
         self.file, self.target, self.owner = file, target, this_process()
         self._acquire()
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._heartbeat, name=f"heartbeat of {file}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._heartbeat, name=f"heartbeat of {file}", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
-        """Makes sure that this run still holds the lock; takes it again if somebody has removed the file. Raises
+        """Makes sure that this run still holds the lock; takes it again if somebody has removed the
+        file. Raises
         OSError: another run has taken it, because this one did not touch the file for too long."""
         owner = _read(self.file)
         if owner is None:
@@ -131,7 +148,8 @@ class LockFile:
     def release(self) -> None:
         """Ends the heartbeat and removes the file, unless another run has taken it."""
         self._released.set()
-        self._thread.join(HEARTBEAT_S)  # not longer: the thread may hang in a file system that does not answer
+        # not longer: the thread may hang in a file system that does not answer
+        self._thread.join(HEARTBEAT_S)
         if self._is_ours():
             with suppress(OSError):
                 self.file.unlink()
@@ -141,8 +159,8 @@ class LockFile:
             pass
 
     def _try_to_acquire(self) -> bool:
-        """Makes the file, or replaces that of a dead run. Returns False where another process was quicker; the next
-        attempt then looks at that process."""
+        """Makes the file, or replaces that of a dead run. Returns False where another process was
+        quicker; the next attempt then looks at that process."""
         owner = _read(self.file)
         if owner is not None:
             self._refuse_living(owner)
@@ -200,7 +218,8 @@ class LockFile:
         return False
 
     def _now(self) -> float:
-        """Returns the time in seconds by the clock of the file system, which may differ from this machine's."""
+        """Returns the time in seconds by the clock of the file system, which may differ from this
+        machine's."""
         probe = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         probe.touch()
         try:
@@ -222,7 +241,8 @@ class LockFile:
 
 
 def _read(file: Path) -> Owner | None:
-    """Returns the owner that a lock file names: None without a file, an unknown one where it is damaged."""
+    """Returns the owner that a lock file names: None without a file, an unknown one where it is
+    damaged."""
     try:
         found = read_json(file)
         return Owner(**{each.name: found[each.name] for each in fields(Owner)})

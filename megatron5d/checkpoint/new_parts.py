@@ -1,10 +1,12 @@
-"""What a model has beyond the weights that it starts from: rows of a larger vocabulary, a head of its own, MTP blocks.
+"""What a model has beyond the weights that it starts from: rows of a larger vocabulary, a head of
+its own, MTP blocks.
 
-New rows of the embedding and the head are the mean of the old ones. A new token then gets about the average
-probability, and the loss hardly moves. Rows as in a new model give logits near 0, and where a trained model's other
-logits lie far below they take all probability. A head that was tied starts as the embedding, which it was. Blocks
-for multi-token prediction start as in a new run.
-Source: Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models; transformers' `mean_resizing`.
+New rows of the embedding and the head are the mean of the old ones. A new token then gets about the
+average probability, and the loss hardly moves. Rows as in a new model give logits near 0, and where
+a trained model's other logits lie far below they take all probability. A head that was tied starts
+as the embedding, which it was. Blocks for multi-token prediction start as in a new run.
+Source: Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models; transformers'
+    `mean_resizing`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,11 +31,15 @@ def new_parts(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
     """Returns a line for each kind of part that a model has and its source does not."""
     saved, told = set(saved), []
     if rows < model.vocab_size:
-        told.append(f"rows {rows} to {model.vocab_size - 1} of the vocabulary start as the mean of the {rows} old ones")
+        told.append(
+            f"rows {rows} to {model.vocab_size - 1} of the vocabulary start as the mean of the {rows} old ones"
+        )
     if not model.tie_embeddings and HEAD not in saved:
         told.append("the head, which was tied, starts as the embedding")
     if lacking := [i for i in blocks(model)[model.num_layers :] if not _of_block(i, saved)]:
-        told.append(f"multi-token prediction layers {', '.join(map(str, lacking))} start as in a new run")
+        told.append(
+            f"multi-token prediction layers {', '.join(map(str, lacking))} start as in a new run"
+        )
     return told
 
 
@@ -80,7 +86,11 @@ def _of_block(i: int, names: Iterable[str]) -> bool:
 
 def _starts_from(spec: ShardSpec, source: str, saved: Mapping[str, Sequence[int]]) -> bool:
     """Returns whether a table has other rows than its source, all of which it keeps."""
-    if source not in saved or tuple(saved[source][1:]) != spec.shape[1:] or saved[source][0] > spec.shape[0]:
+    if (
+        source not in saved
+        or tuple(saved[source][1:]) != spec.shape[1:]
+        or saved[source][0] > spec.shape[0]
+    ):
         return False
     return source != spec.name or saved[source][0] < spec.shape[0]
 

@@ -28,10 +28,11 @@ from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
 if TYPE_CHECKING:
     from megatron5d.checkpoint.index_writer import IndexWriter
 
-# How long a network file system may take to show a new file on other nodes. The checks have looked for the folder
-# before it was made, and NFS may answer from its cache for a minute.
+# How long a network file system may take to show a new file on other nodes. The checks have looked
+# for the folder before it was made, and NFS may answer from its cache for a minute.
 VISIBLE_S = 90.0
-_DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
+# first byte of a message that its rank has written its file; any other message is an error
+_DONE = b"\0"
 
 
 class Exporter(Protocol):
@@ -57,22 +58,30 @@ class Saver:
         timeout_s: seconds after which a save fails because a rank has not written its file.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
-        began: the step at which the run starts. Checkpoints of later steps are another run's, or of this one before
-            it went back: the first save renames them, so that it neither replaces nor counts them.
+        began: the step at which the run starts. Checkpoints of later steps are another run's, or of
+            this one before it went back: the first save renames them, so that it neither replaces
+            nor counts them.
         exporter: writes a checkpoint in another form too, where `save` is told so.
 
     Raises:
-        OSError: on every rank, if the directory cannot be written, or a rank sees another one under its name. So this
-            is known when the run starts, not at its first save hours later.
+        OSError: on every rank, if the directory cannot be written, or a rank sees another one under
+            its name. So this is known when the run starts, not at its first save hours later.
 
     Comm: a broadcast of a name over the world, and `first_failure`'s.
     """
 
     def __init__(
-        self, directory: str | Path, keep: Keep | int, background: bool = False, timeout_s: float = 1800.0,
-        lock: LockFile | None = None, pinned: Path | None = None, began: int | None = None, *,
+        self,
+        directory: str | Path,
+        keep: Keep | int,
+        background: bool = False,
+        timeout_s: float = 1800.0,
+        lock: LockFile | None = None,
+        pinned: Path | None = None,
+        began: int | None = None,
+        *,
         exporter: Exporter | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.directory, self.background, self._lock = Path(directory), background, lock
         self.keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._pinned, self._began, self._exporter = pinned, began, exporter
@@ -80,7 +89,8 @@ class Saver:
         self._group = StoreGroup(timeout_s)
         self._index: IndexWriter | None = None
         if self._group.rank == 0:
-            from megatron5d.checkpoint.index_writer import IndexWriter  # at the start of the run, not hours later
+            # at the start of the run, not hours later
+            from megatron5d.checkpoint.index_writer import IndexWriter
 
             self._index = IndexWriter()
         self._copies = HostCopies()
@@ -88,7 +98,13 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, ShardedTensor],
+        run: dict[str, Any],
+        exported: bool = False,
+    ) -> None:
         """Saves one step.
 
         Args:
@@ -107,7 +123,9 @@ class Saver:
             self._write(step, tensors, run, exported)
             return
         copies = self._copies.take(tensors)
-        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, copies, run, exported))
+        self._thread = threading.Thread(
+            target=self._write_noting_errors, args=(step, copies, run, exported)
+        )
         self._thread.start()
 
     @property
@@ -130,7 +148,9 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
 
-    def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool) -> None:
+    def _write(
+        self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool
+    ) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
         group = self._group
         self._num_saves += 1  # as on every other rank
@@ -146,11 +166,14 @@ class Saver:
 
         try:
             self._together(
-                lambda: self._begin(temporary, run), write_own, lambda told: self._finish(temporary, told, save)
+                lambda: self._begin(temporary, run),
+                write_own,
+                lambda told: self._finish(temporary, told, save),
             )
         except OSError as error:
             if group.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
+                # what is half written may be what fills the disk
+                shutil.rmtree(temporary, ignore_errors=True)
             told = f"the checkpoint of step {step} could not be written: {error}. {self._room()}"
             raise SaveFailed(told) from error
         self._written = written
@@ -166,12 +189,18 @@ class Saver:
                 lambda told: exporter.finish(checkpoint, told),
             )
         except OSError as error:
-            raise SaveFailed(f"{checkpoint} could not be exported: {error}. {self._room()}") from error
+            raise SaveFailed(
+                f"{checkpoint} could not be exported: {error}. {self._room()}"
+            ) from error
 
     def _together(
-        self, begin: Callable[[], None], write_own: Callable[[], bytes], finish: Callable[[list[bytes]], None]
+        self,
+        begin: Callable[[], None],
+        write_own: Callable[[], bytes],
+        finish: Callable[[list[bytes]], None],
     ) -> None:
-        """Begins on rank 0, writes on all ranks, and finishes on rank 0 with what each rank returned.
+        """Begins on rank 0, writes on all ranks, and finishes on rank 0 with what each rank
+        returned.
 
         Raises OSError: on every rank, if one of them fails.
 
@@ -186,7 +215,9 @@ class Saver:
 
         def finish_all() -> None:
             messages = self._group.receive_all()
-            failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
+            failed = failure_among(
+                [None if each.startswith(_DONE) else each.decode() for each in messages]
+            )
             if failed:
                 raise OSError(str(failed))
             finish([each.removeprefix(_DONE) for each in messages])
@@ -211,7 +242,10 @@ class Saver:
 
     def _room(self) -> str:
         """Says in an error how much space is free, and that older checkpoints are not affected."""
-        there = next((folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()), Path())
+        there = next(
+            (folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()),
+            Path(),
+        )
         return (
             f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, "
             "and the same command continues from them"
@@ -221,11 +255,11 @@ class Saver:
 def _check_shared(directory: Path) -> str:
     """Makes the directory, and makes sure that every rank sees the files that rank 0 writes there.
 
-    Otherwise each node would write to a folder of its own, and the one with the manifest, which lists the files beside
-    it, would pass for a whole checkpoint.
+    Otherwise each node would write to a folder of its own, and the one with the manifest, which
+    lists the files beside it, would pass for a whole checkpoint.
 
-    Returns a text that no other run has, the same on every rank. Raises OSError: on every rank, if rank 0 cannot write
-    there, or some ranks do not see what it has written.
+    Returns a text that no other run has, the same on every rank. Raises OSError: on every rank, if
+    rank 0 cannot write there, or some ranks do not see what it has written.
 
     Comm: a broadcast of a name over the world, and `first_failure`'s.
     """
@@ -254,7 +288,8 @@ def _make_probe(directory: Path) -> Path:
 
 
 def _unseen(probe: Path) -> str | None:
-    """Returns why this rank does not see a file of rank 0, in words; None where it does, after `VISIBLE_S` at most."""
+    """Returns why this rank does not see a file of rank 0, in words; None where it does, after
+    `VISIBLE_S` at most."""
     deadline = time.monotonic() + VISIBLE_S
     try:
         while not probe.exists():
@@ -267,7 +302,8 @@ def _unseen(probe: Path) -> str | None:
 
 
 def _described(error: BaseException) -> str:
-    """Returns an error in words: the file system's own where torch has raised another one because of it."""
+    """Returns an error in words: the file system's own where torch has raised another one because
+    of it."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -283,18 +319,21 @@ _numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()
 
 
 class StoreGroup:
-    """All ranks of the world as they coordinate a save: by messages to rank 0 in the default store, and its answers.
+    """All ranks of the world as they coordinate a save: by messages to rank 0 in the default store,
+    and its answers.
 
-    Every rank makes the same calls in the same order; one process without a process group forms a group by itself.
+    Every rank makes the same calls in the same order; one process without a process group forms a
+    group by itself.
 
-    A save does not use a process group, for three reasons. A thread that saves in the background must not use the
-    groups of the training. A gloo group of its own would make every rank ask the store twice for every other rank
-    (5·10⁸ requests for 16,384 ranks) and open as many connections. And a gather of objects needs the size of the
-    longest message times the number of ranks, under NCCL in GPU memory. Here each rank sends its message once and
-    polls for the answer.
+    A save does not use a process group, for three reasons. A thread that saves in the background
+    must not use the groups of the training. A gloo group of its own would make every rank ask the
+    store twice for every other rank (5·10⁸ requests for 16,384 ranks) and open as many connections.
+    And a gather of objects needs the size of the longest message times the number of ranks, under
+    NCCL in GPU memory. Here each rank sends its message once and polls for the answer.
 
     Args:
-        timeout_s: rank 0 waits this many seconds for messages, and the others twice as long for its answer.
+        timeout_s: rank 0 waits this many seconds for messages, and the others twice as long for its
+            answer.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -306,11 +345,14 @@ class StoreGroup:
         self._round = self._answers = self._deleted_answers = 0
 
     def send(self, message: bytes) -> None:
-        """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the message, once. Raises
+        """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the
+        message, once. Raises
         OSError: the store is gone."""
         self._round += 1
         key = self._message_key(self.rank)
-        parts = [message[at : at + _PART_BYTES] for at in range(0, len(message), _PART_BYTES)] or [b""]
+        parts = [message[at : at + _PART_BYTES] for at in range(0, len(message), _PART_BYTES)] or [
+            b""
+        ]
         with _store_errors_named():
             for number, part in enumerate(parts[1:], 1):
                 self._set(f"{key}/{number}", part)
@@ -318,31 +360,45 @@ class StoreGroup:
             self._store.add(f"{self._name}/count", 1)
 
     def receive_all(self) -> list[bytes]:
-        """Returns the messages that all ranks have sent since the last call, by rank. Called inside `on_rank_0`.
+        """Returns the messages that all ranks have sent since the last call, by rank. Called inside
+        `on_rank_0`.
 
-        Comm: the store; one request for every 1,024 ranks, and one for each further part of a long message.
+        Comm: the store; one request for every 1,024 ranks, and one for each further part of a long
+            message.
 
         Raises OSError: some ranks have sent none in time; names them.
         """
         total = self._round * self.world
-        if not wait_until(lambda: self._store.add(f"{self._name}/count", 0) == total, self._timeout_s):
+        if not wait_until(
+            lambda: self._store.add(f"{self._name}/count", 0) == total, self._timeout_s
+        ):
             missing = [rank for rank in range(self.world) if not self._has_sent(rank)]
-            raise OSError(f"ranks {ranks_text(missing)} of {self.world} were not ready within {self._timeout_s:g} s")
+            raise OSError(
+                f"ranks {ranks_text(missing)} of {self.world} were not ready within {self._timeout_s:g} s"
+            )
         messages = []
         for at in range(0, self.world, _MESSAGES_PER_REQUEST):
             ranks = range(at, min(at + _MESSAGES_PER_REQUEST, self.world))
-            for rank, value in zip(ranks, self._store.multi_get([self._message_key(rank) for rank in ranks])):
+            for rank, value in zip(
+                ranks, self._store.multi_get([self._message_key(rank) for rank in ranks])
+            ):
                 _, num_parts, first = value.split(b" ", 2)
-                more = [self._store.get(f"{self._message_key(rank)}/{number}") for number in range(1, int(num_parts))]
+                more = [
+                    self._store.get(f"{self._message_key(rank)}/{number}")
+                    for number in range(1, int(num_parts))
+                ]
                 messages.append(b"".join([first, *more]))
-        for answer in range(self._deleted_answers + 1, self._answers):  # all have read these: they sent a message since
+        # all have read these: they sent a message since
+        for answer in range(self._deleted_answers + 1, self._answers):
             self._store.delete_key(self._answer_key(answer))
         self._deleted_answers = self._answers - 1
         return messages
 
     def _has_sent(self, rank: int) -> bool:
         key = self._message_key(rank)
-        return self._store.check([key]) and int(self._store.get(key).split(b" ", 1)[0]) == self._round
+        return (
+            self._store.check([key]) and int(self._store.get(key).split(b" ", 1)[0]) == self._round
+        )
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # it also takes bytes
@@ -356,13 +412,13 @@ class StoreGroup:
     def on_rank_0(self, act: Callable[[], object]) -> None:
         """Calls `act` on rank 0, for which the others wait.
 
-        If it raises, rank 0 raises only after the others have read why: its process may be the one that serves the
-        store, and it is about to end.
+        If it raises, rank 0 raises only after the others have read why: its process may be the one
+        that serves the store, and it is about to end.
 
         Comm: the store; an answer of rank 0, for which each other rank polls.
 
-        Raises OSError: on every rank, if `act` raised one; on the others also if rank 0 has not answered in time, or
-        has failed in another way.
+        Raises OSError: on every rank, if `act` raised one; on the others also if rank 0 has not
+        answered in time, or has failed in another way.
         """
         self._answers += 1
         key = self._answer_key(self._answers)
@@ -377,7 +433,9 @@ class StoreGroup:
             finally:
                 self._set(key, fault)
                 if fault:
-                    wait_until(lambda: self._store.add(f"{key}/read", 0) >= self.world - 1, _READ_WITHIN_S)
+                    wait_until(
+                        lambda: self._store.add(f"{key}/read", 0) >= self.world - 1, _READ_WITHIN_S
+                    )
             return
         with _store_errors_named():
             answered = wait_until(lambda: self._store.check([key]), 2 * self._timeout_s)
@@ -385,7 +443,9 @@ class StoreGroup:
         if fault:
             with suppress(RuntimeError):  # rank 0 no longer waits, and the store is gone with it
                 self._store.add(f"{key}/read", 1)
-            raise OSError("rank 0 was stopped by a fault of its own" if fault == b"?" else fault.decode())
+            raise OSError(
+                "rank 0 was stopped by a fault of its own" if fault == b"?" else fault.decode()
+            )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Writes the tensors of one rank to its file, and reads what a rank holds from the files of all; reports damage."""
+"""Writes the tensors of one rank to its file, and reads what a rank holds from the files of all;
+reports damage."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from megatron5d.topology.all_ranks import first_failure, on_rank_0
 class RankWriter(FileWriter):
     """Writes a rank's parts of tensors to its own file. No communication.
 
-    No two ranks hold the same part (`writing` in train/state.py), so each rank's plan is final. Rank 0 checks in
-    `IndexWriter.write` that all plans together make whole tensors.
+    No two ranks hold the same part (`writing` in train/state.py), so each rank's plan is final.
+    Rank 0 checks in `IndexWriter.write` that all plans together make whole tensors.
 
     Args:
         rank: part of the file's name. A rank with nothing to write makes no file.
@@ -52,14 +53,15 @@ class RankWriter(FileWriter):
             self._rows.append([whole, [offset, extent, self._name, *place]])
 
     def told(self) -> bytes:
-        """Ends the file; returns where each part lies, as compressed JSON for `IndexWriter.write`. Raises OSError."""
+        """Ends the file; returns where each part lies, as compressed JSON for `IndexWriter.write`.
+        Raises OSError."""
         self.finish()
         return zlib.compress(json.dumps(self._rows, separators=(",", ":")).encode(), 1)
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save) -> bytes:
-    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication. Raises OSError: the
-    file cannot be written; names it."""
+    """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication.
+    Raises OSError: the file cannot be written; names it."""
     with RankWriter(folder, rank, save) as file:
         for key, tensor in tensors.items():
             file.add_tensor(key, tensor)
@@ -68,7 +70,8 @@ def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Switches Python's garbage collector off: with a million objects that all stay alive it takes most of the time."""
+    """Switches Python's garbage collector off: with a million objects that all stay alive it takes
+    most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,7 +88,8 @@ def read(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
         parts: tensors by key. A key that is read into two tensors is in two of the dicts.
 
     Raises:
-        ValueError: on every rank, if a file is damaged or cannot be read; names the first such rank, and the file.
+        ValueError: on every rank, if a file is damaged or cannot be read; names the first such
+            rank, and the file.
 
     Comm: as `first_failure` unless the reader is alone.
     """
@@ -110,8 +114,8 @@ class _Request(NamedTuple):
 class Reader:
     """Reads a checkpoint; checks what it reads, and reads the index only once.
 
-    A file names the save that wrote it, which must be that of the index: an archive of another save is sound by itself.
-    Damage in what is not read is not noticed.
+    A file names the save that wrote it, which must be that of the index: an archive of another save
+    is sound by itself. Damage in what is not read is not noticed.
 
     Args:
         alone: this process reads for itself; False = every rank of the world reads this checkpoint.
@@ -124,14 +128,18 @@ class Reader:
         self.save: Save | None = None  # which the index names, once it is read
 
     def tensors(self) -> dict[str, SavedTensor]:
-        """Returns shape, dtype and places of every tensor, by key. Rank 0 reads the file once, for all ranks.
+        """Returns shape, dtype and places of every tensor, by key. Rank 0 reads the file once, for
+        all ranks.
 
-        Raises ValueError: on every rank, if the file cannot be read, its checksum is wrong, or it is no index.
+        Raises ValueError: on every rank, if the file cannot be read, its checksum is wrong, or it
+        is no index.
 
         Comm: unless alone, a broadcast of the file over the world, once.
         """
         if self._tensors is None:
-            told, _, content = (self._content() if self.alone else on_rank_0(self._content)).partition(b"\n")
+            told, _, content = (
+                self._content() if self.alone else on_rank_0(self._content)
+            ).partition(b"\n")
             name = told.decode()
             with without_collection():
                 try:
@@ -140,11 +148,14 @@ class Reader:
                     else:
                         self._tensors = read_pickled(content)
                 except ValueError as error:
-                    raise ValueError(f"{self._folder / name} is refused: {error}. {self.advice()}") from error
+                    raise ValueError(
+                        f"{self._folder / name} is refused: {error}. {self.advice()}"
+                    ) from error
         return self._tensors
 
     def _content(self) -> bytes:
-        """Returns a line with the name of the index, ours or DCP's, and its content; raises as `tensors`."""
+        """Returns a line with the name of the index, ours or DCP's, and its content; raises as
+        `tensors`."""
         name = INDEX if (self._folder / INDEX).exists() else METADATA
         try:
             fault = changed(self._folder, name)
@@ -168,8 +179,9 @@ class Reader:
         )
 
     def fill(self, parts: Sequence[dict[str, ShardedTensor]]) -> None:
-        """Reads parts of tensors, file by file in the order of their bytes. No communication. Raises OSError: a file
-        cannot be read; names it. Raises ValueError: a file is damaged; names it."""
+        """Reads parts of tensors, file by file in the order of their bytes. No communication.
+        Raises OSError: a file cannot be read; names it. Raises ValueError: a file is damaged; names
+        it."""
         wanted: dict[str, list[_Request]] = {}
         for tensors in parts:
             for key, tensor in tensors.items():
@@ -181,7 +193,9 @@ class Reader:
                 with TensorFile(path, self._about.get(name)) as file:
                     self._check_save(file.about.save)
                     self._about[name] = file.about
-                    for item, key, offset, target in sorted(requests, key=lambda request: request.item.start):
+                    for item, key, offset, target in sorted(
+                        requests, key=lambda request: request.item.start
+                    ):
                         file.fill(key, self.tensors()[key].dtype, item, offset, target)
             except Damaged as error:
                 raise ValueError(f"{path} {error}") from error
@@ -192,7 +206,8 @@ class Reader:
                 raise ValueError(f"{path} cannot be read: {where}: {error}") from error
 
     def _requests(self, key: str, tensor: ShardedTensor) -> Iterator[_Request]:
-        """Yields what to read for the parts of a tensor; raises ValueError where some are missing."""
+        """Yields what to read for the parts of a tensor; raises ValueError where some are
+        missing."""
         saved = self.tensors()[key]
         for offset, view in tensor.parts.items():
             same = saved.items.get(offset)
@@ -203,16 +218,24 @@ class Reader:
             for item in saved.items.values():
                 if shared := overlap(offset, view.shape, item.offset, item.extent):
                     begin, end = shared
-                    target = view[tuple(slice(a - at, b - at) for a, b, at in zip(begin, end, offset))]
+                    target = view[
+                        tuple(slice(a - at, b - at) for a, b, at in zip(begin, end, offset))
+                    ]
                     found += target.numel()
-                    yield _Request(item, key, tuple(a - at for a, at in zip(begin, item.offset)), target)
+                    yield _Request(
+                        item, key, tuple(a - at for a, at in zip(begin, item.offset)), target
+                    )
             if found != view.numel():
-                raise ValueError(f"{self._folder} holds {found} of {view.numel()} elements of {key} at {offset}")
+                raise ValueError(
+                    f"{self._folder} holds {found} of {view.numel()} elements of {key} at {offset}"
+                )
 
     def _check_save(self, found: Save | None) -> None:
         """Makes sure that a file of tensors was written by the save that the index describes."""
         if found != self.save:
-            of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
+            of, rest = (
+                str(save) if save else "a save of an earlier version" for save in (found, self.save)
+            )
             raise Damaged(
                 f"is of another checkpoint, or its first {HEADER_BYTES} bytes are damaged: it is of {of}, and "
                 f"the folder of {rest}. Was the folder copied only in part? Copy all of it again"

@@ -1,10 +1,12 @@
-"""A file of tensors: the save that wrote it, an archive of torch.save for each part of a tensor, and their checksums.
+"""A file of tensors: the save that wrote it, an archive of torch.save for each part of a tensor,
+and their checksums.
 
-Each archive is one that torch.load reads, so that torch.distributed.checkpoint (DCP) does, too. It is written here
-rather than by torch.save, which copies the values twice. The checksum of every block is computed while the block is in
-the processor's cache, before it is written and after it is read: no byte is read twice. Checksums are CRC-32 over all
-bytes of the archive's values up to the end of the block, so that the last one is that of the archive, and a block
-can be checked without those before it.
+Each archive is one that torch.load reads, so that torch.distributed.checkpoint (DCP) does, too. It
+is written here rather than by torch.save, which copies the values twice. The checksum of every
+block is computed while the block is in the processor's cache, before it is written and after it is
+read: no byte is read twice. Checksums are CRC-32 over all bytes of the archive's values up to the
+end of the block, so that the last one is that of the archive, and a block can be checked without
+those before it.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ except ImportError:  # where it has no wheel: the same checksum at a fifth of th
     from zlib import crc32
 
 HEADER_BYTES = 256  # at the start of the file: JSON, then spaces
-BLOCK = 1 << 19  # bytes that are read or written at once, and have a checksum; a multiple of every element's size
+# bytes that are read or written at once, and have a checksum; a multiple of every element's size
+BLOCK = 1 << 19
 _FORMAT = 2  # 1: without a table of checksums
 
 
 class SavedItem(NamedTuple):
-    """A rectangle of a saved tensor: its place in the tensor, and the place of its archive in a file."""
+    """A rectangle of a saved tensor: its place in the tensor, and the place of its archive in a
+    file."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
@@ -71,7 +75,8 @@ class Part(NamedTuple):
 
 
 def _header(save: Save, *table: int) -> bytes:
-    """Returns the first bytes of a file; `table`: first byte, length and CRC-32 of the table of checksums."""
+    """Returns the first bytes of a file; `table`: first byte, length and CRC-32 of the table of
+    checksums."""
     text = json.dumps({"megatron5d": _FORMAT, "save": save.id, "step": save.step, "table": table})
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
@@ -123,7 +128,9 @@ class FileWriter:
         if self._file >= 0:
             with self._named():
                 _write_at(self._file, content, self._at)
-                _write_at(self._file, _header(self._save, self._at, len(content), crc32(content)), 0)
+                _write_at(
+                    self._file, _header(self._save, self._at, len(content), crc32(content)), 0
+                )
                 os.fsync(self._file)
 
     @contextmanager
@@ -131,16 +138,20 @@ class FileWriter:
         try:
             yield
         except OSError as error:
-            raise error if error.filename else OSError(error.errno, error.strerror, str(self._path)) from error
+            raise (
+                error if error.filename else OSError(error.errno, error.strerror, str(self._path))
+            ) from error
 
 
 def as_bytes(values: Tensor) -> memoryview:
-    """Returns the memory of a tensor, of which a copy is made only where it is not contiguous on the CPU."""
+    """Returns the memory of a tensor, of which a copy is made only where it is not contiguous on
+    the CPU."""
     return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_blocks(file: int, content: memoryview, at: int) -> list[int]:
-    """Writes bytes at a place of an open file; returns the CRC-32 of all bytes up to the end of each block."""
+    """Writes bytes at a place of an open file; returns the CRC-32 of all bytes up to the end of
+    each block."""
     checksums, running = [], 0
     for start in range(0, len(content), BLOCK):
         block = content[start : start + BLOCK]
@@ -176,7 +187,11 @@ class _Storage(NamedTuple):
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return ("storage", torch.UntypedStorage, "0", "cpu", obj.num_bytes) if isinstance(obj, _Storage) else None
+        return (
+            ("storage", torch.UntypedStorage, "0", "cpu", obj.num_bytes)
+            if isinstance(obj, _Storage)
+            else None
+        )
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -193,22 +208,41 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def _archive(pickled: bytes, num_bytes: int, checksum: int) -> tuple[bytes, bytes]:
-    """Returns what is before and after the values in an archive of torch.save (a zip without compression, in zip64)."""
+    """Returns what is before and after the values in an archive of torch.save (a zip without
+    compression, in zip64)."""
     small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
-    records = [(f"archive/{name}".encode(), len(content), zlib.crc32(content), content) for name, content in small]
+    records = [
+        (f"archive/{name}".encode(), len(content), zlib.crc32(content), content)
+        for name, content in small
+    ]
     records.append((b"archive/data/0", num_bytes, checksum, b""))
     before, directory, full = b"", b"", 0xFFFFFFFF
     for name, size, crc, content in records:
-        # version, flags, method, time, date (1 January 1980), CRC-32; then sizes, which stand in the zip64 field
+        # version, flags, method, time, date (1 January 1980), CRC-32; then sizes, which stand in
+        # the zip64 field
         about = pack("<5HI2I", 45, 0, 0, 0, 33, crc, full, full)
         extra = pack("<2H3Q", 1, 24, size, size, len(before))
-        directory += b"PK\1\2" + pack("<H", 45) + about + pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, full)
+        directory += (
+            b"PK\1\2"
+            + pack("<H", 45)
+            + about
+            + pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, full)
+        )
         directory += name + extra
-        before += b"PK\3\4" + about + pack("<2H", len(name), 20) + name + pack("<2H2Q", 1, 16, size, size) + content
+        before += (
+            b"PK\3\4"
+            + about
+            + pack("<2H", len(name), 20)
+            + name
+            + pack("<2H2Q", 1, 16, size, size)
+            + content
+        )
     at, num = len(before) + num_bytes, len(records)
     end = b"PK\6\6" + pack("<Q2H2I4Q", 44, 45, 45, 0, 0, num, num, len(directory), at)
     end += b"PK\6\7" + pack("<IQI", 0, at + len(directory), 1)
-    return before, directory + end + b"PK\5\6" + pack("<4H2IH", 0, 0, num, num, len(directory), full, 0)
+    return before, directory + end + b"PK\5\6" + pack(
+        "<4H2IH", 0, 0, num, num, len(directory), full, 0
+    )
 
 
 class Damaged(ValueError):
@@ -219,13 +253,16 @@ class Damaged(ValueError):
 class About:
     """What a file of tensors says about itself."""
 
-    save: Save | None = None  # which wrote it; None where the file does not say, as DCP's and those of early versions
+    # which wrote it; None where the file does not say, as DCP's and those of early versions
+    save: Save | None = None
     where: list[int] | None = None  # the table of checksums: first byte, length, CRC-32
-    table: dict[int, list[Any]] | None = None  # by first byte of the archive; read when it is needed
+    # by first byte of the archive; read when it is needed
+    table: dict[int, list[Any]] | None = None
 
 
 class TensorFile:
-    """A file of tensors, open for reading; a context manager. Raises OSError: it cannot be opened."""
+    """A file of tensors, open for reading; a context manager. Raises OSError: it cannot be
+    opened."""
 
     def __init__(self, path: Path, about: About | None = None) -> None:
         self._file = os.open(path, os.O_RDONLY)
@@ -245,8 +282,11 @@ class TensorFile:
     def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
-    def fill(self, key: str, dtype: torch.dtype, item: SavedItem, offset: Sequence[int], target: Tensor) -> None:
-        """Reads the rectangle at `offset` of an archive into a tensor of its shape, and no block beyond.
+    def fill(
+        self, key: str, dtype: torch.dtype, item: SavedItem, offset: Sequence[int], target: Tensor
+    ) -> None:
+        """Reads the rectangle at `offset` of an archive into a tensor of its shape, and no block
+        beyond.
 
         Args:
             key: of the tensor that the archive is part of.
@@ -267,7 +307,8 @@ class TensorFile:
             raise Damaged(f"is damaged: {where}, are not what was saved (CRC-32)") from None
 
     def check_around(self, key: str, dtype: torch.dtype, item: SavedItem) -> None:
-        """Compares every byte of the file's header and of an archive but its values, which `fill` checks.
+        """Compares every byte of the file's header and of an archive but its values, which `fill`
+        checks.
 
         Args:
             key, dtype, item: as in `fill`.
@@ -278,14 +319,21 @@ class TensorFile:
         if self.about.where is None:
             return  # `fill` has checked the archive
         *_, data, num_bytes, checksums = self._row(key, item)
-        before, after = _archive(_pickled(dtype, item.extent), num_bytes, checksums[-1] if checksums else 0)
+        before, after = _archive(
+            _pickled(dtype, item.extent), num_bytes, checksums[-1] if checksums else 0
+        )
         assert self.about.save is not None
         around = self._read(item.start, len(before)) + self._read(data + num_bytes, len(after))
-        if around != before + after or self._read(0, HEADER_BYTES) != _header(self.about.save, *self.about.where):
-            raise Damaged(f"is damaged: its header, or the archive of {key} from byte {item.start} on")
+        if around != before + after or self._read(0, HEADER_BYTES) != _header(
+            self.about.save, *self.about.where
+        ):
+            raise Damaged(
+                f"is damaged: its header, or the archive of {key} from byte {item.start} on"
+            )
 
     def _row(self, key: str, item: SavedItem) -> list[Any]:
-        """Returns an archive's row of the table: key, offset, first byte, the values' place, checksums."""
+        """Returns an archive's row of the table: key, offset, first byte, the values' place,
+        checksums."""
         if self.about.table is None:
             at, length, checksum = self.about.where or (0, 0, 0)
             content = self._read(at, length)
@@ -298,7 +346,12 @@ class TensorFile:
         return row
 
     def _fill(
-        self, row: list[Any], dtype: torch.dtype, extent: Sequence[int], offset: Sequence[int], target: Tensor
+        self,
+        row: list[Any],
+        dtype: torch.dtype,
+        extent: Sequence[int],
+        offset: Sequence[int],
+        target: Tensor,
     ) -> bool:
         """Returns `fill` for a file with a table; False where the file is damaged."""
         *_, data, num_bytes, checksums = row
@@ -307,7 +360,10 @@ class TensorFile:
             return False
         first = sum(at * stride for at, stride in zip(offset, strides))
         last = first + sum((size - 1) * stride for size, stride in zip(target.shape, strides))
-        begin, end = first * itemsize // BLOCK * BLOCK, min(num_bytes, -(-(last + 1) * itemsize // BLOCK) * BLOCK)
+        begin, end = (
+            first * itemsize // BLOCK * BLOCK,
+            min(num_bytes, -(-(last + 1) * itemsize // BLOCK) * BLOCK),
+        )
         direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
         if direct and target.nbytes == num_bytes:
             return self._read_blocks(data, 0, checksums, as_bytes(target))
@@ -315,11 +371,16 @@ class TensorFile:
             self._scratch = torch.empty(end - begin, dtype=torch.uint8)
         scratch = self._scratch[: end - begin]
         intact = self._read_blocks(data, begin, checksums, as_bytes(scratch))
-        target.copy_(scratch.view(dtype).as_strided(target.shape, strides, first - begin // itemsize))
+        target.copy_(
+            scratch.view(dtype).as_strided(target.shape, strides, first - begin // itemsize)
+        )
         return intact
 
-    def _read_blocks(self, data: int, begin: int, checksums: Sequence[int], target: memoryview) -> bool:
-        """Reads whole blocks of values, beginning `begin` bytes after `data`; False where one is damaged."""
+    def _read_blocks(
+        self, data: int, begin: int, checksums: Sequence[int], target: memoryview
+    ) -> bool:
+        """Reads whole blocks of values, beginning `begin` bytes after `data`; False where one is
+        damaged."""
         number = begin // BLOCK
         running = checksums[number - 1] if number else 0
         for at in range(0, len(target), BLOCK):
@@ -332,7 +393,8 @@ class TensorFile:
         return True
 
     def _fill_from_old(self, item: SavedItem, offset: Sequence[int], target: Tensor) -> None:
-        """Does `fill` for a file whose archives torch.save has written: checks their own checksums."""
+        """Does `fill` for a file whose archives torch.save has written: checks their own
+        checksums."""
         if self._old is None or self._old[0] != item.start:
             content = self._read(item.start, item.length)
             try:
@@ -342,7 +404,10 @@ class TensorFile:
                 intact = False
             if not intact:
                 raise Damaged
-            self._old = item.start, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            self._old = (
+                item.start,
+                torch.load(io.BytesIO(content), map_location="cpu", weights_only=True),
+            )
         values = self._old[1]
         if values.shape != item.extent:
             raise ValueError(f"{tuple(values.shape)} where {item.extent} is described")

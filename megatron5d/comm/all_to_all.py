@@ -1,16 +1,18 @@
 """All-to-all over an axis, uneven all-gather and reduce-scatter, and all-to-all between two phases.
 
-Shares along dim 0 that differ in size are gathered and reduce-scattered by one all-to-all, recorded as that: it takes
-uneven shares on every backend, and the terms are added in one fixed order. A rank sends as many bytes as in a ring.
+Shares along dim 0 that differ in size are gathered and reduce-scattered by one all-to-all, recorded
+as that: it takes uneven shares on every backend, and the terms are added in one fixed order. A rank
+sends as many bytes as in a ring.
 
-An `Exchange` starts in one phase and ends in a later one. Its gradient travels back in the same way.
+An `Exchange` starts in one phase and ends in a later one. Its gradient travels back in the same
+way.
 
             phase A                          phase B
 forward     start(x) -> handle               finish(handle) -> rows
 backward    waits for the gradient of x      starts sending the gradient of the rows
 
-A tensor that is still being received must not be in the autograd graph, whose engine could read it too early. So the
-graph holds a handle of one element, and the rows are kept in the Exchange.
+A tensor that is still being received must not be in the autograd graph, whose engine could read it
+too early. So the graph holds a handle of one element, and the rows are kept in the Exchange.
 """
 
 import math
@@ -26,7 +28,9 @@ from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.axis import Axis
 
 
-def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Pending:
+def start_all_to_all(
+    x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
+) -> Pending:
     """Starts sending rows of `x` to every rank of the axis and receiving rows from each.
 
     Args:
@@ -52,7 +56,8 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Sends equal shares of the rows to each rank of the axis, differentiable. Comm: all_to_all / all_to_all."""
+    """Sends equal shares of the rows to each rank of the axis, differentiable. Comm: all_to_all /
+    all_to_all."""
     return differentiable(x, axis, _all_to_all, _all_to_all)
 
 
@@ -67,7 +72,9 @@ def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     """
     if axis.size == 1:
         return x
-    return differentiable(x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts))
+    return differentiable(
+        x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts)
+    )
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
@@ -77,7 +84,9 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     """
     if axis.size == 1:
         return x
-    return differentiable(x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts))
+    return differentiable(
+        x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts)
+    )
 
 
 def _gather(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
@@ -105,10 +114,13 @@ class Exchange:
     Args:
         send: rows for each rank.
         receive: rows from each rank.
-        codec: of the rows that are sent, and also of those that stay here, for the same numbers on any layout.
+        codec: of the rows that are sent, and also of those that stay here, for the same numbers on
+            any layout.
     """
 
-    def __init__(self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None) -> None:
+    def __init__(
+        self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None
+    ) -> None:
         self.axis, self.send, self.receive, self.codec = axis, send, receive, codec
         self._is_identity = axis.size == 1 and codec is None
         self._dtype: torch.dtype | None = None  # of the rows
@@ -125,7 +137,8 @@ class Exchange:
         Returns:
             The handle for `finish`: one element; on an axis of size 1 without a codec x itself.
 
-        Comm: all_to_all of the rows that are not this rank's own / waits for the gradient of `finish`.
+        Comm: all_to_all of the rows that are not this rank's own / waits for the gradient of
+            `finish`.
         """
         return x if self._is_identity else _Start.apply(x, self)
 
@@ -148,7 +161,8 @@ class Exchange:
         return rows
 
     def repeat(self, x: Tensor) -> Tensor:
-        """Returns the rows of `finish` once more, from the input of `start`; no gradient. Comm: all_to_all."""
+        """Returns the rows of `finish` once more, from the input of `start`; no gradient. Comm:
+        all_to_all."""
         return self._decoded(self._sent(x).wait())
 
     def _start(self, x: Tensor) -> None:

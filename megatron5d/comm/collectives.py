@@ -8,9 +8,9 @@ reduce_scatter       all_gather           reduce_scatter_to
 slice                all_gather           split_to
 all_gather           slice                join_from
 
-All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the sequence of `[s, b, h]`.
-`start_shift` passes a tensor around a ring. On the meta device they allocate their outputs and send nothing
-(planning/memory_trace.py).
+All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the
+sequence of `[s, b, h]`. `start_shift` passes a tensor around a ring. On the meta device they
+allocate their outputs and send nothing (planning/memory_trace.py).
 """
 
 import weakref
@@ -38,7 +38,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class UnderWay:
-    """What a graph under capture has started and must have seen the end of before it ends itself."""
+    """What a graph under capture has started and must have seen the end of before it ends
+    itself."""
 
     def __init__(self) -> None:
         self._waits: list[weakref.WeakMethod] | None = None  # None = nothing is being captured
@@ -61,7 +62,8 @@ class UnderWay:
             self._waits = None
 
 
-UNDER_WAY = UnderWay()  # one in a process, whose threads share it: autograd runs backwards in threads of its own
+# one in a process, whose threads share it: autograd runs backwards in threads of its own
+UNDER_WAY = UnderWay()
 
 
 class Pending:
@@ -74,7 +76,11 @@ class Pending:
     """
 
     def __init__(
-        self, result: Tensor, work: Any = None, keep: Tensor | None = None, of: tuple[str, Axis] | None = None
+        self,
+        result: Tensor,
+        work: Any = None,
+        keep: Tensor | None = None,
+        of: tuple[str, Axis] | None = None,
     ) -> None:
         self._result = result
         self._work, self._of = work, of
@@ -83,7 +89,8 @@ class Pending:
             UNDER_WAY.note(self.wait)
 
     def wait(self) -> Tensor:
-        """Waits for the result; may be called again. Raises CollectiveError: a rank of the axis is dead or hangs."""
+        """Waits for the result; may be called again. Raises CollectiveError: a rank of the axis is
+        dead or hangs."""
         if self._work is not None:
             assert self._of is not None
             finish(self._work, *self._of)
@@ -161,7 +168,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(mine: Any, axis: Axis) -> list[Any]:
-    """Gathers what JSON holds from each rank of the axis, in their order, for set-up; without a group all are `mine`.
+    """Gathers what JSON holds from each rank of the axis, in their order, for set-up; without a
+    group all are `mine`.
 
     Comm: as `gather_json`, outside the ledger.
     """
@@ -186,7 +194,8 @@ def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> 
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Runs `start_all_reduce` to its end: `x`, overwritten. Comm: all_reduce, 2·(n-1)/n·numel elements per rank."""
+    """Runs `start_all_reduce` to its end: `x`, overwritten. Comm: all_reduce, 2·(n-1)/n·numel
+    elements per rank."""
     return start_all_reduce(x, axis, op).wait()
 
 
@@ -274,26 +283,29 @@ def split_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def join_from(x: Tensor, axis: Axis) -> Tensor:
-    """Gathers `[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather / none."""
+    """Gathers `[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather /
+    none."""
     return differentiable(x, axis, all_gather, _own_rows)
 
 
 class Shift:
-    """A pending ring shift: this rank's tensor is sent to the next rank, the previous rank's received."""
+    """A pending ring shift: this rank's tensor is sent to the next rank, the previous rank's
+    received."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list, axis: Axis) -> None:
         self._sent, self._received, self._works, self._axis = sent, received, works, axis
 
     def wait(self) -> Tensor:
-        """Waits for the previous rank's tensor; the one sent may be overwritten from now on. Raises CollectiveError: a
-        rank of the ring is dead or hangs."""
+        """Waits for the previous rank's tensor; the one sent may be overwritten from now on. Raises
+        CollectiveError: a rank of the ring is dead or hangs."""
         for work in self._works:
             finish(work, "shift", self._axis)
         return self._received
 
 
 def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift:
-    """Starts sending `x` to the rank `distance` ahead in the ring, and receiving that of the rank as far behind.
+    """Starts sending `x` to the rank `distance` ahead in the ring, and receiving that of the rank
+    as far behind.
 
     Args:
         x: contiguous, the same shape on every rank; must not change until `wait`.

@@ -1,4 +1,5 @@
-"""Failures of collectives and P2P messages, which name the ranks that do not answer: dead ones and those that hang."""
+"""Failures of collectives and P2P messages, which name the ranks that do not answer: dead ones and
+those that hang."""
 
 import zlib
 from datetime import timedelta
@@ -11,7 +12,8 @@ from megatron5d.topology.rendezvous import default_store, missing_ranks, ranks_t
 
 _KEY = "megatron5d/lost"  # in the store
 _ANSWERS = f"{_KEY}/answers"
-PATIENCE_S = 10.0  # for other ranks to notice the same: they began to wait within a step of each other
+# for other ranks to notice the same: they began to wait within a step of each other
+PATIENCE_S = 10.0
 
 
 class CollectiveError(ConnectionError):
@@ -54,7 +56,8 @@ def _described(silent: list[int] | None) -> str:
 
 
 def _first_gone(rank: int) -> int:
-    """Returns the rank that was missed first by any rank, if the default store is still alive, else this one."""
+    """Returns the rank that was missed first by any rank, if the default store is still alive, else
+    this one."""
     try:
         store = default_store()
         store.set_timeout(timedelta(seconds=5))
@@ -78,10 +81,11 @@ def silent_ranks(ranks: tuple[int, ...]) -> list[int] | None:
         ranks: global ranks of a process group.
 
     Returns:
-        Those of this group; if all of it answer, because they wait for other ranks in turn, those that another group
-        has found. None if the default store is gone.
+        Those of this group; if all of it answer, because they wait for other ranks in turn, those
+        that another group has found. None if the default store is gone.
 
-    Comm: the store; the first rank of the group that arrives checks all of it, the others wait for its result.
+    Comm: the store; the first rank of the group that arrives checks all of it, the others wait for
+        its result.
     """
     try:
         store, rank = default_store(), dist.get_rank()

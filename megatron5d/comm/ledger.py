@@ -1,4 +1,5 @@
-"""Counts what every collective sends, per axis and operation, and measures how long this rank waits for the others."""
+"""Counts what every collective sends, per axis and operation, and measures how long this rank waits
+for the others."""
 
 import time
 from collections import defaultdict, deque
@@ -13,13 +14,15 @@ T = TypeVar("T")
 
 
 class Exposure:
-    """Adds up how long its calls take: on a GPU the time of the stream, by events; elsewhere the host's."""
+    """Adds up how long its calls take: on a GPU the time of the stream, by events; elsewhere the
+    host's."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = torch.device(device).type == "cuda"
         self._host_s = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # used again: making one costs the host time
+        # used again: making one costs the host time
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -46,7 +49,8 @@ class Exposure:
         self._events.clear()
 
     def take(self) -> float:
-        """Returns the seconds since the last call or `clear`; on a GPU, unfinished work counts in the next call."""
+        """Returns the seconds since the last call or `clear`; on a GPU, unfinished work counts in
+        the next call."""
         seconds, self._host_s = self._host_s, 0.0
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
@@ -69,7 +73,8 @@ class Traffic:
 
 
 class Ledger:
-    """The recorder that axes are built with; `totals[axis, op]` is a Traffic. `timing` measures waits on `device`."""
+    """The recorder that axes are built with; `totals[axis, op]` is a Traffic. `timing` measures
+    waits on `device`."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.totals: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
@@ -85,7 +90,12 @@ class Ledger:
     @contextmanager
     def noted(self) -> Iterator[dict[tuple[str, str], Traffic]]:
         """Yields what is recorded inside the context, which is not counted; nothing is timed."""
-        held, self.totals, timing, self.timing = self.totals, defaultdict(Traffic), self.timing, False
+        held, self.totals, timing, self.timing = (
+            self.totals,
+            defaultdict(Traffic),
+            self.timing,
+            False,
+        )
         try:
             yield self.totals
         finally:
@@ -107,7 +117,8 @@ class Ledger:
         return dict(sums)
 
     def wait(self, axis: str, act: Callable[[], T]) -> T:
-        """Runs `act()`, which waits for other ranks of an axis, and times it while `timing` is set."""
+        """Runs `act()`, which waits for other ranks of an axis, and times it while `timing` is
+        set."""
         return self._waits[axis].during(act) if self.timing else act()
 
     def take_waits(self) -> dict[str, float]:

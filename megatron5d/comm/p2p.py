@@ -1,8 +1,9 @@
-"""Channels from one rank of an axis to another: messages arrive in the order in which they were sent.
+"""Channels from one rank of an axis to another: messages arrive in the order in which they were
+sent.
 
-Each channel is independent of all others, so no order between channels is ever needed. On gloo channels are tags of
-one group. NCCL knows no tags and runs all messages of a pair of ranks in one group in one order, so there
-channels between the same two ranks live in different groups.
+Each channel is independent of all others, so no order between channels is ever needed. On gloo
+channels are tags of one group. NCCL knows no tags and runs all messages of a pair of ranks in one
+group in one order, so there channels between the same two ranks live in different groups.
 """
 
 from collections import deque
@@ -24,7 +25,8 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, dtype and device of every message of a channel; sender and receiver know it beforehand."""
+    """Shape, dtype and device of every message of a channel; sender and receiver know it
+    beforehand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -103,8 +105,8 @@ class ReceiveChannel(_End):
         self._posted: deque[tuple[Any, Tensor]] = deque()
 
     def post(self, form: TensorMeta) -> None:
-        """Starts receiving the channel's next message into memory of its own. Raises P2PError: the peer is dead or
-        hangs; here, or in `take`."""
+        """Starts receiving the channel's next message into memory of its own. Raises P2PError: the
+        peer is dead or hangs; here, or in `take`."""
         x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         try:
             work = self._group.recv([x], self.peer, self._tag)
@@ -113,8 +115,8 @@ class ReceiveChannel(_End):
         self._posted.append((work, x))
 
     def take(self) -> Tensor:
-        """Waits for the oldest message that was posted and not yet taken, and returns it. Raises P2PError: the peer is
-        dead or hangs."""
+        """Waits for the oldest message that was posted and not yet taken, and returns it. Raises
+        P2PError: the peer is dead or hangs."""
         work, x = self._posted.popleft()
         try:
             self.axis.wait(work.wait)
@@ -124,11 +126,14 @@ class ReceiveChannel(_End):
 
     def finish(self) -> None:
         """Asserts that every posted message has been taken."""
-        assert not self._posted, f"{len(self._posted)} receives of {self} were posted and never taken"
+        assert not self._posted, (
+            f"{len(self._posted)} receives of {self} were posted and never taken"
+        )
 
 
 def colours(links: Sequence[Link]) -> list[int]:
-    """Returns a group number for every link, as few as possible: no two between the same ranks share one."""
+    """Returns a group number for every link, as few as possible: no two between the same ranks
+    share one."""
     used: dict[frozenset[int], int] = {}
     found = []
     for link in links:
@@ -139,12 +144,16 @@ def colours(links: Sequence[Link]) -> list[int]:
 
 
 def open_channels(
-    links: Sequence[Link], axis: Axis, device: torch.device | str = "cpu", timeout_s: float | None = None
+    links: Sequence[Link],
+    axis: Axis,
+    device: torch.device | str = "cpu",
+    timeout_s: float | None = None,
 ) -> list[SendChannel | ReceiveChannel | None]:
     """Opens this rank's end of every channel.
 
-    Every rank of the axis must call it with the same links. One element is sent over each channel, in the order of the
-    links, so that connections are made here and not in the middle of a step, where ranks could wait for each other.
+    Every rank of the axis must call it with the same links. One element is sent over each channel,
+    in the order of the links, so that connections are made here and not in the middle of a step,
+    where ranks could wait for each other.
 
     Args:
         axis: on which they run.
@@ -154,16 +163,18 @@ def open_channels(
     Returns:
         One entry per link; None if this rank is at neither end.
 
-    Comm: creation of one group (with NCCL, of as many as channels join the same two ranks); one element per channel.
+    Comm: creation of one group (with NCCL, of as many as channels join the same two ranks); one
+        element per channel.
     """
     if axis.size == 1 or not links:
         return [None] * len(links)
     tagged = dist.get_backend(axis.group) != "nccl"
     colour = [0] * len(links) if tagged else colours(links)
-    # groups of their own: torch's checks count messages and collectives of a group together, and ranks have unequally
-    # many messages
+    # groups of their own: torch's checks count messages and collectives of a group together, and
+    # ranks have unequally many messages
     groups = [
-        dist.new_group(list(axis.ranks), group_desc="p2p", **group_settings(timeout_s)) for _ in range(max(colour) + 1)
+        dist.new_group(list(axis.ranks), group_desc="p2p", **group_settings(timeout_s))
+        for _ in range(max(colour) + 1)
     ]
     ends: list[SendChannel | ReceiveChannel | None] = []
     first = TensorMeta((1,), torch.float32, device)

@@ -1,12 +1,16 @@
-"""Symmetric-memory buffers of an axis: a rank writes into another's memory, and a flag signals that the data arrived.
+"""Symmetric-memory buffers of an axis: a rank writes into another's memory, and a flag signals that
+the data arrived.
 
-In an exchange every rank fills a buffer at every rank and reads the buffers that were filled for it.
+In an exchange every rank fills a buffer at every rank and reads the buffers that were filled for
+it.
     sender r, to p      write p's buffer r; p: arrived[r] = epoch
     receiver p          wait until arrived[r] >= epoch; read buffer r
-Epochs count the exchanges from 1, and flags are never reset: one of an earlier exchange does not count.
+Epochs count the exchanges from 1, and flags are never reset: one of an earlier exchange does not
+count.
 
-Odd and even exchanges use different buffers, so no rank has to acknowledge that it has read one: r writes for exchange
-e + 2 after it has received the buffers of e + 1, which p sent after it had read those of e.
+Odd and even exchanges use different buffers, so no rank has to acknowledge that it has read one: r
+writes for exchange e + 2 after it has received the buffers of e + 1, which p sent after it had read
+those of e.
 
 The memory is that of GPUs' symmetric memory, or on the CPU files in shared memory.
 """
@@ -30,7 +34,13 @@ from torch import Tensor
 
 from megatron5d.comm.collectives import gather_objects
 from megatron5d.kernels.dispatch import HAS_TRITON
-from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
+from megatron5d.kernels.symm_mem_flags import (
+    Arrivals,
+    Patience,
+    addresses_of,
+    raise_flags,
+    wait_flag,
+)
 from megatron5d.topology.axis import Axis
 
 _KNOB = "parallel.tp_overlap=fused"
@@ -68,7 +78,8 @@ def _refuse(axis: Axis, reasons: list[str]) -> None:
 
 
 def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
-    """Maps files in shared memory on every rank and unlinks them at once: they are freed with the last process."""
+    """Maps files in shared memory on every rank and unlinks them at once: they are freed with the
+    last process."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, name = tempfile.mkstemp(prefix="megatron5d-segment-", dir=folder)
     try:
@@ -81,7 +92,10 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
         elif lost:
             reasons.append(f"{', '.join(lost)} is not seen from every rank")
         _refuse(axis, reasons)
-        segments = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for _, path in places]
+        segments = [
+            torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+            for _, path in places
+        ]
         dist.barrier(group=axis.group)
     finally:
         os.unlink(name)
@@ -91,7 +105,9 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
 def _without_room(handle: int, name: str, num_bytes: int) -> list[str]:
     """Allocates a new file and closes it; returns the reason if there is no room."""
     try:
-        os.posix_fallocate(handle, 0, num_bytes) if hasattr(os, "posix_fallocate") else os.truncate(handle, num_bytes)
+        os.posix_fallocate(handle, 0, num_bytes) if hasattr(os, "posix_fallocate") else os.truncate(
+            handle, num_bytes
+        )
     except OSError as error:
         return [f"{os.path.dirname(name)} gives no {num_bytes} bytes a rank ({error.strerror})"]
     finally:
@@ -103,9 +119,14 @@ def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
     """Maps one symmetric-memory allocation a rank on all of them, over NVLink or PCIe."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    mine, own = torch.empty(0), torch.cuda.current_device() if device.index is None else device.index
+    mine, own = (
+        torch.empty(0),
+        torch.cuda.current_device() if device.index is None else device.index,
+    )
     peers = gather_objects((socket.gethostname(), own), axis)
-    reasons = [] if HAS_TRITON else ["triton, whose kernels raise and await flags, is not installed"]
+    reasons = (
+        [] if HAS_TRITON else ["triton, whose kernels raise and await flags, is not installed"]
+    )
     if len({host for host, _ in peers}) == 1:
         blind = [peer for _, peer in peers if peer != own and not _sees(own, peer)]
         reasons += [f"GPUs {own} and {peer} cannot reach each other" for peer in blind]
@@ -123,18 +144,22 @@ def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
     torch.cuda.synchronize(device)
     dist.barrier(group=axis.group, device_ids=[own])
     others = {
-        rank: handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(axis.size) if rank != axis.rank
+        rank: handle.get_buffer(rank, (num_bytes,), torch.uint8)
+        for rank in range(axis.size)
+        if rank != axis.rank
     }
     return [others.get(rank, mine) for rank in range(axis.size)]  # `mine` owns the mapping of all
 
 
 def _sees(device: int, peer: int) -> bool:
-    """Says whether a peer can be accessed; one that this process does not see is left to the rendezvous."""
+    """Says whether a peer can be accessed; one that this process does not see is left to the
+    rendezvous."""
     return peer >= torch.cuda.device_count() or torch.cuda.can_device_access_peer(device, peer)
 
 
 _LISTEN_S, _GRACE_S = 1.0, 10.0
-_ALIGNED_BYTES = 256  # of each tensor in a buffer: alignment of the widest loads, and a cache line of any device
+# of each tensor in a buffer: alignment of the widest loads, and a cache line of any device
+_ALIGNED_BYTES = 256
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -147,8 +172,9 @@ class SymmetricBuffers:
 
     Args:
         axis: its ranks make the same exchanges in the same order.
-        timeout_s: `parallel.timeout_s`. A wait for a buffer ends after half of it: torch's collectives that are stuck
-            behind it end after the whole, and would not name the rank that has not sent.
+        timeout_s: `parallel.timeout_s`. A wait for a buffer ends after half of it: torch's
+            collectives that are stuck behind it end after the whole, and would not name the rank
+            that has not sent.
 
     Memory: 2·size buffers.
     """
@@ -179,7 +205,8 @@ class SymmetricBuffers:
 
         Comm: none, except for a buffer larger than all before: then `open_segments`.
 
-        Raises TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has not sent.
+        Raises TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has
+        not sent.
         """
         self.patience.check()
         wanted = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
@@ -189,11 +216,20 @@ class SymmetricBuffers:
         return BufferExchange(self, layout)
 
     def flags(self, holder: int, slot: int) -> Tensor:
-        """Views `[size]` int32 in a rank's memory: the last exchange for which each rank filled its buffer there."""
+        """Views `[size]` int32 in a rank's memory: the last exchange for which each rank filled its
+        buffer there."""
         every = self._segments[holder][: self._flag_bytes].view(torch.int32)
         return every.narrow(0, slot * self.axis.size, self.axis.size)
 
-    def tensor(self, holder: int, slot: int, writer: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def tensor(
+        self,
+        holder: int,
+        slot: int,
+        writer: int,
+        offset: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Views one tensor in the buffer that `writer` fills at `holder`."""
         start = self._flag_bytes + (slot * self.axis.size + writer) * self.buffer_bytes + offset
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -212,7 +248,8 @@ class SymmetricBuffers:
 
 
 class BufferExchange:
-    """One use of the buffers: fill one at every rank, and read those here before the next exchange."""
+    """One use of the buffers: fill one at every rank, and read those here before the next
+    exchange."""
 
     def __init__(self, buffers: SymmetricBuffers, layout: Layout) -> None:
         self._buffers, self._layout, self.epoch = buffers, layout, buffers.epoch
@@ -222,7 +259,8 @@ class BufferExchange:
         self.arrivals = Arrivals(buffers.flags(axis.rank, self._slot), self.epoch, buffers.patience)
 
     def _others(self) -> list[int]:
-        """Returns the other ranks in the order of sending: the next one reads this rank's chunk first after its own."""
+        """Returns the other ranks in the order of sending: the next one reads this rank's chunk
+        first after its own."""
         axis = self._buffers.axis
         return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
@@ -240,22 +278,30 @@ class BufferExchange:
         """Views `[1]` each: this rank's flag at each rank."""
         buffers = self._buffers
         rank = buffers.axis.rank
-        return [buffers.flags(holder, self._slot)[rank : rank + 1] for holder in range(buffers.axis.size)]
+        return [
+            buffers.flags(holder, self._slot)[rank : rank + 1]
+            for holder in range(buffers.axis.size)
+        ]
 
     def signal_addresses(self) -> Tensor:
         """Returns `[size]` int64: the addresses of `signals`."""
         return self._buffers.addresses((self._slot, "flags"), self.signals())
 
     def receive_buffer(self, part: int) -> Tensor:
-        """Views `[size, *shape]`: a part of every rank's buffer here; readable once the source's flag is raised."""
+        """Views `[size, *shape]`: a part of every rank's buffer here; readable once the source's
+        flag is raised."""
         buffers, (shape, dtype) = self._buffers, self._layout[part]
         rank = buffers.axis.rank
         first = buffers.tensor(rank, self._slot, 0, self._offsets[part], shape, dtype)
-        size, stride = (buffers.axis.size, *shape), (buffers.buffer_bytes // dtype.itemsize, *first.stride())
+        size, stride = (
+            (buffers.axis.size, *shape),
+            (buffers.buffer_bytes // dtype.itemsize, *first.stride()),
+        )
         return first.as_strided(size, stride, first.storage_offset())
 
     def push(self, operand: Sequence[Tensor]) -> None:
-        """Sends the same tensors to every rank, this one included, without holding up the current stream.
+        """Sends the same tensors to every rank, this one included, without holding up the current
+        stream.
 
         Comm: point to point, (size-1)·numel elements of each tensor.
         """
@@ -274,7 +320,9 @@ class BufferExchange:
                 self._write(operand, holder)
                 # Not by a kernel: GEMMs that wait for a flag may hold every processor.
                 flag = self.signals()[holder].view(torch.uint32)
-                torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flag, 0, self.epoch)
+                torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(
+                    flag, 0, self.epoch
+                )
         for tensor in operand:
             tensor.record_stream(copy_stream)
 
@@ -295,15 +343,17 @@ class BufferExchange:
 
     def _send(self, tensors: Sequence[Tensor], holder: int) -> None:
         self._write(tensors, holder)
-        raise_flags([self.signals()[holder]], self.signal_addresses()[holder : holder + 1], self.epoch)
+        raise_flags(
+            [self.signals()[holder]], self.signal_addresses()[holder : holder + 1], self.epoch
+        )
 
     def _write(self, tensors: Sequence[Tensor], holder: int) -> None:
         for part, tensor in enumerate(tensors):
             self.send_buffers(part)[holder].copy_(tensor)
 
     def wait(self, source: int) -> tuple[Tensor, ...]:
-        """Waits for the tensors of one rank; they may change after the next exchange has begun. Raises TimeoutError: as
-        in `wait_flag`."""
+        """Waits for the tensors of one rank; they may change after the next exchange has begun.
+        Raises TimeoutError: as in `wait_flag`."""
         self._buffers.axis.wait(partial(wait_flag, self.arrivals, source))
         return tuple(self.receive_buffer(part)[source] for part in range(len(self._layout)))
 
@@ -318,12 +368,15 @@ def _complaint(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
 
 
 def end_if_stuck(patience: Patience) -> None:
-    """Ends this process with the message of a kernel that has timed out, if the host does not raise it.
+    """Ends this process with the message of a kernel that has timed out, if the host does not raise
+    it.
 
-    It cannot where it waits for the device itself, and the device for a collective with the rank that is gone.
+    It cannot where it waits for the device itself, and the device for a collective with the rank
+    that is gone.
     """
     while (complaint := patience.given_up()) is None:
         time.sleep(_LISTEN_S)
-    time.sleep(_GRACE_S)  # raised where the host has come by, it ends the process with a trace and before this does
+    # raised where the host has come by, it ends the process with a trace and before this does
+    time.sleep(_GRACE_S)
     os.write(2, f"TimeoutError: {complaint}\n".encode())
     os._exit(1)

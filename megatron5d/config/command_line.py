@@ -1,8 +1,9 @@
-"""The command lines of pretrain.py (`parse_arguments`, `help_text`) and of the tools (`OptionParser`).
+"""The command lines of pretrain.py (`parse_arguments`, `help_text`) and of the tools
+(`OptionParser`).
 
-pretrain.py takes a few flags of our own, and Hydra overrides, which load.py reads. Its `--help` lists flags, the
-options of each group, and the YAML files with every key and its unit. Tools take options, and positional words such as
-overrides anywhere between them.
+pretrain.py takes a few flags of our own, and Hydra overrides, which load.py reads. Its `--help`
+lists flags, the options of each group, and the YAML files with every key and its unit. Tools take
+options, and positional words such as overrides anywhere between them.
 """
 
 import argparse
@@ -26,7 +27,13 @@ FLAGS = {
     "--config-dir": "DIR with groups of your own, beside ours: DIR/model/mine.yaml is model=mine; may be repeated",
     "--config-name": "NAME of the YAML that composition starts from, instead of pretrain",
 }
-_SHORT = {"-h": "--help", "--hydra-help": "--help", "-c": "--cfg", "-cd": "--config-dir", "-cn": "--config-name"}
+_SHORT = {
+    "-h": "--help",
+    "--hydra-help": "--help",
+    "-c": "--cfg",
+    "-cd": "--config-dir",
+    "-cn": "--config-name",
+}
 
 
 @dataclass
@@ -43,9 +50,10 @@ class Arguments:
 def print_anywhere(interrupted: str = "interrupted") -> None:
     """Prepares standard output and error for whatever they lead to, and the program for Ctrl-C.
 
-    A terminal that lacks a character shows its code, instead of ending the program that prints it. Where nobody reads
-    any more (`| head`), the program ends as shells expect it. On Ctrl-C it says `NAME: interrupted` in place of a
-    traceback, and Python ends it as SIGINT does: a shell shows exit code 130.
+    A terminal that lacks a character shows its code, instead of ending the program that prints it.
+    Where nobody reads any more (`| head`), the program ends as shells expect it. On Ctrl-C it says
+    `NAME: interrupted` in place of a traceback, and Python ends it as SIGINT does: a shell shows
+    exit code 130.
 
     Args:
         interrupted: what it says on Ctrl-C.
@@ -58,12 +66,16 @@ def print_anywhere(interrupted: str = "interrupted") -> None:
             raw = _Stream(stream.fileno(), "w", closefd=False)
             buffer = raw if stream.write_through else io.BufferedWriter(raw)
             shown, lines = "backslashreplace", stream.line_buffering
-            found = io.TextIOWrapper(buffer, stream.encoding, shown, None, lines, stream.write_through)
+            found = io.TextIOWrapper(
+                buffer, stream.encoding, shown, None, lines, stream.write_through
+            )
             setattr(sys, name, found)
             atexit.register(_flush, found)
 
 
-def _told(interrupted: str, otherwise: Callable[..., None], kind: type[BaseException], *error: Any) -> None:
+def _told(
+    interrupted: str, otherwise: Callable[..., None], kind: type[BaseException], *error: Any
+) -> None:
     """Shows an exception that nothing has caught."""
     if issubclass(kind, KeyboardInterrupt):
         print(interrupted, file=sys.stderr, flush=True)
@@ -78,7 +90,8 @@ class _Stream(io.FileIO):
         try:
             return super().write(content)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # where what is printed on the way out goes
+            # where what is printed on the way out goes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
 
 
@@ -91,7 +104,8 @@ def _flush(stream: io.TextIOWrapper) -> None:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Separates flags from overrides. Returns flags, overrides in their order, and a fault for each unknown flag."""
+    """Separates flags from overrides. Returns flags, overrides in their order, and a fault for each
+    unknown flag."""
     out = Arguments()
     rest = list(argv)
     while rest:
@@ -108,14 +122,23 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
                 equals, value = "=", rest.pop(0)
             if equals and value not in ("job", "all"):
-                out.faults.append(Fault("flag-value", (flag,), f"{flag} {value}: it takes only job", f"{flag} job"))
+                out.faults.append(
+                    Fault(
+                        "flag-value", (flag,), f"{flag} {value}: it takes only job", f"{flag} job"
+                    )
+                )
         elif flag in ("--config-dir", "--config-name"):
             value = value if equals else (rest.pop(0) if rest and "=" not in rest[0] else "")
             _take(out, flag, value)
         elif flag in ("-m", "--multirun"):
             fix = "for value in 1e-3 1e-4; do python pretrain.py optim.lr=$value log.dir=runs/lr-$value; done"
             out.faults.append(
-                Fault("sweep", (flag,), f"{flag}: one command is one run", f"leave it out; a sweep is {fix}")
+                Fault(
+                    "sweep",
+                    (flag,),
+                    f"{flag}: one command is one run",
+                    f"leave it out; a sweep is {fix}",
+                )
             )
         else:
             out.faults.append(_unknown_flag(flag))
@@ -126,7 +149,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 def _take(out: Arguments, flag: str, value: str) -> None:
     if not value:
-        out.faults.append(Fault("missing-flag-value", (flag,), f"{flag} has no value", f"{flag} {FLAGS[flag]}"))
+        out.faults.append(
+            Fault("missing-flag-value", (flag,), f"{flag} has no value", f"{flag} {FLAGS[flag]}")
+        )
     elif flag == "--config-dir":
         out.folders.append(value)
     else:
@@ -142,7 +167,9 @@ def _unknown_flag(flag: str) -> Fault:
     elif meant:
         fix = f"options are written key=value: {meant}=..."
     else:
-        fix = f"options are written key=value, such as train.gbs=8; the flags are {', '.join(FLAGS)}"
+        fix = (
+            f"options are written key=value, such as train.gbs=8; the flags are {', '.join(FLAGS)}"
+        )
     return Fault("unknown-flag", (meant or flag,), f"{flag} is no flag", fix)
 
 
@@ -169,17 +196,28 @@ def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
 def help_text(folders: Sequence[Path]) -> str:
     """Returns the text of `--help`."""
     groups = groups_in(folders)
-    parts = [_HEAD, "Flags:", *(f"    {flag:14} {what}" for flag, what in FLAGS.items()), "", "Groups:"]
+    parts = [
+        _HEAD,
+        "Flags:",
+        *(f"    {flag:14} {what}" for flag, what in FLAGS.items()),
+        "",
+        "Groups:",
+    ]
     parts += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]
     for group in groups:
         listing = folders[0] / group / "default.yaml"
         if listing.is_file():
-            parts += ["", f"{group}:", *("    " + line for line in listing.read_text().splitlines())]
+            parts += [
+                "",
+                f"{group}:",
+                *("    " + line for line in listing.read_text().splitlines()),
+            ]
     return "\n".join(parts) + "\n"
 
 
 class OptionParser(argparse.ArgumentParser):
-    """An ArgumentParser whose positional words may be anywhere on the command line; also with subcommands."""
+    """An ArgumentParser whose positional words may be anywhere on the command line; also with
+    subcommands."""
 
     _words: argparse.Action | None = None
     _takes_overrides = False
@@ -191,7 +229,11 @@ class OptionParser(argparse.ArgumentParser):
     def add_overrides(self) -> None:
         """Adds overrides of the configuration as pretrain.py takes them, and `--config-dir`."""
         self.add_argument(
-            "--config-dir", action="append", default=[], metavar="DIR", help=FLAGS["--config-dir"].removeprefix("DIR ")
+            "--config-dir",
+            action="append",
+            default=[],
+            metavar="DIR",
+            help=FLAGS["--config-dir"].removeprefix("DIR "),
         )
         self.add_words("overrides", nargs="*", metavar="key=value", help="of the configuration")
         self._takes_overrides = True
@@ -209,5 +251,7 @@ class OptionParser(argparse.ArgumentParser):
                 self.error(f"{word} is no option" + (f"; did you mean {near}?" if near else ""))
         words = [*getattr(found, self._words.dest), *map(self._words.type or str, left)]  # type: ignore[arg-type]
         folders = found.config_dir if self._takes_overrides else []
-        setattr(found, self._words.dest, [*(f"--config-dir={folder}" for folder in folders), *words])
+        setattr(
+            found, self._words.dest, [*(f"--config-dir={folder}" for folder in folders), *words]
+        )
         return found, []

@@ -1,6 +1,8 @@
-"""Converts between plain mappings and the frozen dataclasses; unknown keys and wrong types are collected as faults.
+"""Converts between plain mappings and the frozen dataclasses; unknown keys and wrong types are
+collected as faults.
 
-Reads JSON that somebody else may have written (a checkpoint's files, a Hugging Face folder's), and writes whole files.
+Reads JSON that somebody else may have written (a checkpoint's files, a Hugging Face folder's), and
+writes whole files.
 """
 
 import dataclasses
@@ -27,8 +29,8 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """Returns the configuration that `to_dict` wrote; missing keys keep their defaults, so old files stay readable.
-    Raises ConfigError: an unknown key or a value of the wrong type."""
+    """Returns the configuration that `to_dict` wrote; missing keys keep their defaults, so old
+    files stay readable. Raises ConfigError: an unknown key or a value of the wrong type."""
     faults: list[Fault] = []
     config = convert(data, faults)
     if faults:
@@ -48,18 +50,21 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def convert(data: Mapping[str, Any], faults: list[Fault]) -> Config:
-    """Returns a typed configuration; faults are appended to `faults`, and their fields have their defaults."""
+    """Returns a typed configuration; faults are appended to `faults`, and their fields have their
+    defaults."""
     return _group(Config, data, "", faults)
 
 
 def key_of(field: dataclasses.Field) -> str:
-    """Returns the key of a field in YAML; it differs from the name for `async`, which Python does not allow."""
+    """Returns the key of a field in YAML; it differs from the name for `async`, which Python does
+    not allow."""
     return field.metadata.get("key", field.name)
 
 
 @cache
 def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Returns every dotted key of the configuration with its type, groups included, in the order of the schema."""
+    """Returns every dotted key of the configuration with its type, groups included, in the order of
+    the schema."""
     found: dict[str, Any] = {}
     hints = _hints(cls)
     for field in dataclasses.fields(cls):
@@ -103,7 +108,8 @@ def groups_of_keys() -> list[str]:
 
 
 def kind_of(key: str) -> type:
-    """Returns the type of a dotted key, without None: int, float, bool, str or list; for a group its dataclass."""
+    """Returns the type of a dotted key, without None: int, float, bool, str or list; for a group
+    its dataclass."""
     kind = _without_none(keys()[key])
     return typing.cast(type, typing.get_origin(kind) or kind)
 
@@ -112,7 +118,9 @@ def unknown_key(key: str) -> Fault:
     """Returns the fault of a key that the schema does not have."""
     group = key.rpartition(".")[0]
     if key.rpartition(".")[2] in DATA_PARALLEL and group in ("", "parallel"):
-        reason = f"{key} is no key of the configuration: dp is what parallel.tp·cp·pp leave of the ranks"
+        reason = (
+            f"{key} is no key of the configuration: dp is what parallel.tp·cp·pp leave of the ranks"
+        )
         return Fault("unknown-key", (key,), reason, "leave it out, and start dp·tp·cp·pp ranks")
     meant = None if group else closest(key, groups_of_keys(), 0.8)
     if meant:
@@ -131,7 +139,11 @@ def unknown_key(key: str) -> Fault:
 def _nearest(key: str, siblings: list[str]) -> str:
     """Returns a fix that names the keys of a group with the most similar spelling."""
     alike = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
-    more = f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help" if len(siblings) > SHOWN_KEYS else ""
+    more = (
+        f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help"
+        if len(siblings) > SHOWN_KEYS
+        else ""
+    )
     return f"the nearest are {', '.join(alike[:SHOWN_KEYS])}{more}"
 
 
@@ -139,7 +151,12 @@ def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
     if not isinstance(data, Mapping):
         example = next(key for key in leaves() if key.startswith(path + "."))
         faults.append(
-            Fault("wrong-type", (path,), f"{path} = {data!r} is a group of keys", f"set its keys, such as {example}")
+            Fault(
+                "wrong-type",
+                (path,),
+                f"{path} = {data!r} is a group of keys",
+                f"set its keys, such as {example}",
+            )
         )
         return cls()
     old = {key: RENAMED[f"{path}.{key}"] for key in data if f"{path}.{key}" in RENAMED}
@@ -163,23 +180,35 @@ def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
 def _value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
     if dataclasses.is_dataclass(kind):
         return _group(typing.cast(type, kind), value, path, faults)
-    converted = _plain(kind, _counts(value) if path == "pipeline.layout" and isinstance(value, str) else value)
+    converted = _plain(
+        kind, _counts(value) if path == "pipeline.layout" and isinstance(value, str) else value
+    )
     if converted is _BAD:
         faults.append(_wrong_type(kind, value, path))
     return converted
 
 
 def _counts(text: str) -> list[int] | str:
-    """Returns blocks per stage of Megatron's `--pipeline-model-parallel-layout`; the text itself where it is none."""
+    """Returns blocks per stage of Megatron's `--pipeline-model-parallel-layout`; the text itself
+    where it is none."""
     flat = re.sub(r"[\s,]", "", text)
     while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", flat):
         group, times, letter, count = found.groups()
-        flat = flat[: found.start()] + (letter or group or "") * int(times or count or 1) + flat[found.end() :]
-    return [len(stage) for stage in flat[1:-1].split("|")] if re.fullmatch(r"E[t|]*[m|]*L", flat) else text
+        flat = (
+            flat[: found.start()]
+            + (letter or group or "") * int(times or count or 1)
+            + flat[found.end() :]
+        )
+    return (
+        [len(stage) for stage in flat[1:-1].split("|")]
+        if re.fullmatch(r"E[t|]*[m|]*L", flat)
+        else text
+    )
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """Returns `value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number; nothing else is bent.
+    """Returns `value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number;
+    nothing else is bent.
 
     An empty text is nothing: who wants none says null.
     """
@@ -228,9 +257,14 @@ def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
         (item,) = typing.get_args(kind)
         wanted = "a list of " + {int: "integers", float: "numbers", str: "texts"}[item]
     else:
-        wanted = ("a finite number" if kind is float else _KINDS[kind]) + (" or null" if optional else "")
+        wanted = ("a finite number" if kind is float else _KINDS[kind]) + (
+            " or null" if optional else ""
+        )
     return Fault(
-        "wrong-type", (path,), f"{path} = {value!r} is not {wanted}", f"{path}={_example(kind, value, path, optional)}"
+        "wrong-type",
+        (path,),
+        f"{path} = {value!r} is not {wanted}",
+        f"{path}={_example(kind, value, path, optional)}",
     )
 
 
@@ -259,7 +293,9 @@ def changed(config: Config, change: Change) -> Config:
     """Returns the configuration with some keys of one dot replaced."""
     for key, value in change.items():
         group, name = key.split(".")
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+        config = dataclasses.replace(
+            config, **{group: dataclasses.replace(getattr(config, group), **{name: value})}
+        )
     return config
 
 
@@ -269,8 +305,10 @@ def override_text(change: Change) -> str:
     return " ".join(f"{key}={value}" for key, value in said.items())
 
 
-MAX_DEPTH = 100  # of brackets; Python's parser and whatever walks the values later would overflow its stack
-MAX_BYTES = 256 << 20  # of a file; the largest that are common, tokenizer.json of big vocabularies, have 40 MB
+# of brackets; Python's parser and whatever walks the values later would overflow its stack
+MAX_DEPTH = 100
+# of a file; the largest that are common, tokenizer.json of big vocabularies, have 40 MB
+MAX_BYTES = 256 << 20
 
 
 def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
@@ -286,7 +324,9 @@ def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
     """
     size = file.stat().st_size
     if size > max_bytes:
-        raise ValueError(f"{file} has {size:,} bytes, and no file of its kind has more than {max_bytes:,}")
+        raise ValueError(
+            f"{file} has {size:,} bytes, and no file of its kind has more than {max_bytes:,}"
+        )
     try:
         return parse_json(file.read_bytes(), kind)
     except ValueError as error:
@@ -294,7 +334,8 @@ def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes a file in the place of an older one, at once: an interruption leaves the old content or the new."""
+    """Writes a file in the place of an older one, at once: an interruption leaves the old content
+    or the new."""
     part = file.with_name(file.name + ".part")
     part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.rename(file)
@@ -311,7 +352,11 @@ def parse_json(text: str | bytes, kind: type = dict) -> Any:
         raise ValueError(f"it holds {type(value).__name__} where {wanted} is expected")
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        inner = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        inner = (
+            each
+            for outer in level
+            for each in (outer.values() if isinstance(outer, dict) else outer)
+        )
         level = [each for each in inner if isinstance(each, (dict, list))]
         if not level:
             return value

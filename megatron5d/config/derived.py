@@ -1,7 +1,9 @@
-"""What follows from a configuration without being a key of it, for its checks and for the code that trains.
+"""What follows from a configuration without being a key of it, for its checks and for the code that
+trains.
 
-Which blocks are mixtures of experts or have a window, which matrices run in fp8 (by the global names that their weights
-carry, without `.weight`), what the strings that name data say, how many samples each step takes, and how cp is cut.
+Which blocks are mixtures of experts or have a window, which matrices run in fp8 (by the global
+names that their weights carry, without `.weight`), what the strings that name data say, how many
+samples each step takes, and how cp is cut.
 """
 
 import fnmatch
@@ -22,40 +24,52 @@ from megatron5d.config.schema import Config, ModelConfig
 def moe_layers(model: ModelConfig) -> list[int]:
     """Returns the global indices of the MoE layers, ascending.
 
-    `moe_layers` lists them; otherwise layer i is one if i >= first_k_dense and moe_interval divides i + 1 (as
-    Hugging Face's `decoder_sparse_step`).
+    `moe_layers` lists them; otherwise layer i is one if i >= first_k_dense and moe_interval divides
+    i + 1 (as Hugging Face's `decoder_sparse_step`).
     """
     if not model.num_experts:
         return []
     if model.moe_layers is not None:
         return sorted(model.moe_layers)
-    return [i for i in range(model.first_k_dense, model.num_layers) if (i + 1) % model.moe_interval == 0]
+    return [
+        i for i in range(model.first_k_dense, model.num_layers) if (i + 1) % model.moe_interval == 0
+    ]
 
 
 def blocks(model: ModelConfig) -> range:
-    """Returns the global indices of all blocks: the layers, then those of multi-token prediction."""
+    """Returns the global indices of all blocks: the layers, then those of multi-token
+    prediction."""
     return range(model.num_layers + model.num_mtp_layers)
 
 
 def is_moe(model: ModelConfig, block: int) -> bool:
-    """Returns whether a block is a mixture of experts; blocks of multi-token prediction are if the last layer is."""
+    """Returns whether a block is a mixture of experts; blocks of multi-token prediction are if the
+    last layer is."""
     return min(block, model.num_layers - 1) in moe_layers(model)
 
 
 def window_of(model: ModelConfig, block: int) -> int | None:
-    """Returns the attention window of a block in tokens; blocks of multi-token prediction have the last layer's."""
+    """Returns the attention window of a block in tokens; blocks of multi-token prediction have the
+    last layer's."""
     layers = model.window_layers
-    return model.attention_window if layers is None or min(block, model.num_layers - 1) in layers else None
+    return (
+        model.attention_window
+        if layers is None or min(block, model.num_layers - 1) in layers
+        else None
+    )
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """Returns the matrices that precision.fp8 may multiply in fp8, layer by layer; never embedding, head and routers.
+    """Returns the matrices that precision.fp8 may multiply in fp8, layer by layer; never embedding,
+    head and routers.
 
-    Nor the down-projections of latent attention where tp sums gradients before them: each rank has the gradient of its
-    own heads there, and the sum of what is rounded would depend on tp.
+    Nor the down-projections of latent attention where tp sums gradients before them: each rank has
+    the gradient of its own heads there, and the sum of what is rounded would depend on tp.
     """
     queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]
-    attention = [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
+    attention = (
+        [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
+    )
     if not model.latents_travel:
         attention = [name for name in attention if not name.endswith("_down")]
     mixtures = set(moe_layers(model))
@@ -78,7 +92,8 @@ def quantised_matrices(config: Config) -> list[str]:
     return [
         name
         for name in matrices(config.model)
-        if int(name.split(".")[1]) in layers and not any(fnmatch.fnmatch(name, glob) for glob in precision.fp8_exclude)
+        if int(name.split(".")[1]) in layers
+        and not any(fnmatch.fnmatch(name, glob) for glob in precision.fp8_exclude)
     ]
 
 
@@ -89,7 +104,8 @@ def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
         name: from `matrices`.
 
     Returns:
-        Formula of the dim, as text -> (local size, ranks over which it is cut); parts of a fused matrix separately.
+        Formula of the dim, as text -> (local size, ranks over which it is cut); parts of a fused
+        matrix separately.
     """
     model, tp = config.model, config.parallel.tp
     etp = config.parallel.etp or tp
@@ -97,14 +113,20 @@ def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
     if block != "attention":
         knob, over, size = {
             "mlp": ("model.ffn_hidden_size", "parallel.tp", model.ffn_hidden_size),
-            "shared_expert": ("model.shared_ffn_hidden_size", "parallel.tp", model.shared_ffn_hidden_size),
+            "shared_expert": (
+                "model.shared_ffn_hidden_size",
+                "parallel.tp",
+                model.shared_ffn_hidden_size,
+            ),
             "experts": ("model.moe_ffn_hidden_size", "etp", model.expert_hidden_size),
         }[block]
         ranks = etp if over == "etp" else tp
         return {f"{knob} / {over}": (size // ranks, ranks)}
     nope, turned, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
     queries, keys = model.num_heads // tp, max(1, model.num_kv_heads // tp)
-    out, out_knob = (value, "v_head_dim") if model.attention == "mla" else (model.head_dim, "head_dim")
+    out, out_knob = (
+        (value, "v_head_dim") if model.attention == "mla" else (model.head_dim, "head_dim")
+    )
     query_knobs = "model.num_heads·(qk_nope_head_dim + qk_rope_head_dim) / parallel.tp"
     return {
         "qkv": {
@@ -117,7 +139,10 @@ def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
         "q": {query_knobs: (queries * (nope + turned), tp)},
         "kv_down": {"model.kv_lora_rank + qk_rope_head_dim": (model.kv_lora_rank + turned, 1)},
         "kv_up": {
-            "model.num_heads·(qk_nope_head_dim + v_head_dim) / parallel.tp": (queries * (nope + value), tp),
+            "model.num_heads·(qk_nope_head_dim + v_head_dim) / parallel.tp": (
+                queries * (nope + value),
+                tp,
+            ),
             "model.kv_lora_rank": (model.kv_lora_rank, 1),
         },
     }[matrix]
@@ -138,9 +163,11 @@ class Source:
 
 
 def source_of(entry: str) -> Source:
-    """Parses an entry of `data.train`, such as "0.3 /data/wiki"; of a prefix alone the weight is not written.
+    """Parses an entry of `data.train`, such as "0.3 /data/wiki"; of a prefix alone the weight is
+    not written.
 
-    A prefix may begin with a number and a space: "2024 crawl/x" is one where its .idx is there and crawl/x.idx is not.
+    A prefix may begin with a number and a space: "2024 crawl/x" is one where its .idx is there and
+    crawl/x.idx is not.
     """
     whole = Source(entry.strip(), 1.0, False)
     first, rest = [*whole.prefix.split(None, 1), "", ""][:2]
@@ -152,26 +179,32 @@ def source_of(entry: str) -> Source:
 
 
 def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns (name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7 /data/c"."""
+    """Returns (name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7
+    /data/c"."""
     pairs = [[*text.split(None, 1), "", ""][:2] for text in entries]
     return [(name, entry.strip()) for name, entry in pairs]
 
 
 def resumed_folder(config: Config) -> Path | None:
-    """Returns the checkpoint from which the run will resume, going by the names of folders; None where it begins anew.
+    """Returns the checkpoint from which the run will resume, going by the names of folders; None
+    where it begins anew.
 
-    Where that checkpoint is not whole, or there is none, the run resumes from an earlier one, or begins anew.
+    Where that checkpoint is not whole, or there is none, the run resumes from an earlier one, or
+    begins anew.
     """
     c = config.checkpoint
     named = {"auto": c.dir, "none": None}.get(c.resume, c.resume)
     if named is None:
         return None
-    numbers = {int(path.name[5:]): path for path in Path(named).glob("step-*") if path.name[5:].isdecimal()}
+    numbers = {
+        int(path.name[5:]): path for path in Path(named).glob("step-*") if path.name[5:].isdecimal()
+    }
     return numbers[max(numbers)] if numbers else Path(named)
 
 
 def resumed_progress(config: Config) -> dict[str, Any]:
-    """Returns `progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
+    """Returns `progress` in the run.json of the checkpoint from which the run will resume; {} where
+    it begins anew.
 
     It is read without checks, and what is no count is left out.
     """
@@ -198,8 +231,10 @@ def sample_len(config: Config) -> int:
 def batch_schedule(config: Config) -> BatchSchedule:
     """Returns the stages of train.gbs_ramp; one of train.gbs where there is none.
 
-    Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers, and step schedules
-    such as "0:768 250B:1536". A stage begins with the first step before which this many samples have been taken.
+    Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers,
+        and step schedules
+    such as "0:768 250B:1536". A stage begins with the first step before which this many samples
+    have been taken.
 
     Raises ValueError: a stage does not begin after the one before it.
     """
@@ -223,7 +258,9 @@ def batch_schedule(config: Config) -> BatchSchedule:
         else:
             steps = -(-(int(float(number) * _MULTIPLES[unit]) // sample_len(config) - taken) // gbs)
         if bool(stages) != (steps > 0):
-            raise ValueError(f"{word} does not begin {'after the stage before it' if stages else 'with the run'}")
+            raise ValueError(
+                f"{word} does not begin {'after the stage before it' if stages else 'with the run'}"
+            )
         step, taken, gbs = step + steps, taken + steps * gbs, int(size)
         stages.append((taken, gbs))
     return stages
@@ -235,7 +272,8 @@ def global_batch_size(consumed_samples: int, schedule: BatchSchedule) -> int:
 
 
 def samples_of_steps(steps: int, schedule: BatchSchedule, consumed: int = 0) -> int:
-    """Returns the sequences that are taken after `steps` more steps, those `consumed` before included."""
+    """Returns the sequences that are taken after `steps` more steps, those `consumed` before
+    included."""
     for begin, _ in schedule[1:]:
         size = global_batch_size(consumed, schedule)
         before = min(steps, max(0, -(-(begin - consumed) // size)))
@@ -252,20 +290,26 @@ def batch_sizes(config: Config) -> list[int]:
 
 
 def left_out_steps(config: Config, done: int) -> Iterator[int]:
-    """Yields the steps of data.skip_steps, such as ["300", "120-169"], that a run which has done some still has."""
+    """Yields the steps of data.skip_steps, such as ["300", "120-169"], that a run which has done
+    some still has."""
     for text in config.data.skip_steps:
         first, _, last = text.partition("-")
         yield from range(max(int(first), done + 1), min(int(last or first), config.train.steps) + 1)
 
 
 def split_shares(split: str | None) -> list[float]:
-    """Returns the shares of train, valid and test in a split such as "969,30,1", not normalised; missing ones are 0.
-    Raises ValueError: the string is not one to three numbers of positive sum."""
+    """Returns the shares of train, valid and test in a split such as "969,30,1", not normalised;
+    missing ones are 0. Raises ValueError: the string is not one to three numbers of positive
+    sum."""
     if split is None:
         return [1.0, 0.0, 0.0]
     numbers = split.split(",")
-    if len(numbers) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", number) for number in numbers):
-        raise ValueError(f"data.split={split!r}: one to three numbers 'train,valid,test', such as '969,30,1'")
+    if len(numbers) > 3 or not all(
+        re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", number) for number in numbers
+    ):
+        raise ValueError(
+            f"data.split={split!r}: one to three numbers 'train,valid,test', such as '969,30,1'"
+        )
     shares = [float(number) for number in numbers] + [0.0] * (3 - len(numbers))
     if sum(shares) == 0:
         raise ValueError(f"data.split={split!r} sums to 0; '1,0,0' gives everything to train")
@@ -273,7 +317,8 @@ def split_shares(split: str | None) -> list[float]:
 
 
 def split_of(c: Config) -> tuple[int, int]:
-    """Returns (outer, inner): the cp axis as rings of keys and values over groups that exchange heads."""
+    """Returns (outer, inner): the cp axis as rings of keys and values over groups that exchange
+    heads."""
     method, cp = c.parallel.cp_method, c.parallel.cp
     inner = {"ulysses": cp, "two_level": c.parallel.cp_inner}.get(method, 1)
     return cp // inner, inner

@@ -1,4 +1,5 @@
-"""Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
+"""Faults of a configuration, with the key, the numbers and a legal value; and the messages about
+them."""
 
 import re
 import sys
@@ -45,7 +46,14 @@ _THEIRS = {
 ELSEWHERE = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 
 # Keys of other code bases for dp, which follows from the number of ranks here.
-DATA_PARALLEL = ("dp", "dp_size", "data", "data_parallel", "data_parallel_size", "data_parallel_degree")
+DATA_PARALLEL = (
+    "dp",
+    "dp_size",
+    "data",
+    "data_parallel",
+    "data_parallel_size",
+    "data_parallel_degree",
+)
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,13 @@ class ConfigError(ValueError):
 
 
 class Refused(ValueError):
-    """A file that the configuration names is not what it should be; ends a run that has not begun with exit code 2."""
+    """A file that the configuration names is not what it should be; ends a run that has not begun
+    with exit code 2."""
 
 
 def with_options(faults: Iterable[Fault], ranks: str, **options: str) -> list[Fault]:
-    """Returns faults whose fixes are written as a tool takes them, which no launcher starts with overrides.
+    """Returns faults whose fixes are written as a tool takes them, which no launcher starts with
+    overrides.
 
     Args:
         ranks: what stands before their number, such as `--world`.
@@ -90,7 +100,8 @@ def with_options(faults: Iterable[Fault], ranks: str, **options: str) -> list[Fa
 
 
 def in_options(text: str, options: Mapping[str, str]) -> str:
-    """Returns a message with a tool's options in place of keys: `--pp 4` for `parallel.pp=4` or `parallel.pp = 4`.
+    """Returns a message with a tool's options in place of keys: `--pp 4` for `parallel.pp=4` or
+    `parallel.pp = 4`.
 
     Args:
         text: the message.
@@ -98,13 +109,19 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
     """
     keys = "|".join(map(re.escape, options))
     pattern = rf"(?<![\w.])({keys})(?![\w.])( ?= ?)?"
-    return re.sub(pattern, lambda key: options[key[1]] + (" " if key[2] else ""), text) if keys else text
+    return (
+        re.sub(pattern, lambda key: options[key[1]] + (" " if key[2] else ""), text)
+        if keys
+        else text
+    )
 
 
 def message(faults: Sequence[Fault]) -> str:
     """Returns all faults as one text, in the order found."""
     count = f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"
-    return "\n".join([f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)])
+    return "\n".join(
+        [f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)]
+    )
 
 
 def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
@@ -115,7 +132,8 @@ def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
 
 
 def names_file(error: Exception, written: object) -> str:
-    """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written."""
+    """Returns the text of an error; to one of the system that names no file (a full disk), it adds
+    what was written."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     file = written if error.filename is None else error.filename
@@ -124,15 +142,19 @@ def names_file(error: Exception, written: object) -> str:
 
 @contextmanager
 def names_option(option: str, done: str = "read") -> Iterator[None]:
-    """Raises ValueError in place of an OSError: it names the option whose file cannot be read, or what is `done`."""
+    """Raises ValueError in place of an OSError: it names the option whose file cannot be read, or
+    what is `done`."""
     try:
         yield
     except OSError as error:
         raise ValueError(f"{option} cannot be {done}: {error.strerror or error}") from error
 
 
-def exit_code(tool: str, run: Callable[[], int | None], written: object = None, *, quiet: bool = False) -> int:
-    """Runs a tool and returns its exit code: 2 for bad input, which it names unless it is `quiet`."""
+def exit_code(
+    tool: str, run: Callable[[], int | None], written: object = None, *, quiet: bool = False
+) -> int:
+    """Runs a tool and returns its exit code: 2 for bad input, which it names unless it is
+    `quiet`."""
     try:
         return run() or 0
     except (ValueError, OSError) as error:
@@ -142,14 +164,16 @@ def exit_code(tool: str, run: Callable[[], int | None], written: object = None, 
 
 
 def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:
-    """Returns the legal word that was probably meant; None where no similarity (0 to 1) reaches `likeness`."""
+    """Returns the legal word that was probably meant; None where no similarity (0 to 1) reaches
+    `likeness`."""
     folded = {word.lower(): word for word in legal}
     matches = get_close_matches(written.lower(), folded, n=1, cutoff=likeness)
     return folded[matches[0]] if matches else None
 
 
 def closest_key(written: str, legal: Iterable[str]) -> str | None:
-    """Returns the key that was probably meant: another code base's name, the same name in another group, or a typo."""
+    """Returns the key that was probably meant: another code base's name, the same name in another
+    group, or a typo."""
     keys = list(legal)
     name = written.rpartition(".")[2].replace("-", "_")
     if ELSEWHERE.get(name) in keys:
@@ -159,7 +183,9 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
         return closest(written, same_name) or same_name[0]
     if "." in written:
         group = written[: written.rindex(".") + 1]
-        near = closest(name, [key.removeprefix(group) for key in keys if key.startswith(group)], 0.6)
+        near = closest(
+            name, [key.removeprefix(group) for key in keys if key.startswith(group)], 0.6
+        )
         return group + near if near else closest(written, keys, 0.75)
     matched = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
     return next((key for key in keys if matched and key.rpartition(".")[2] == matched), None)

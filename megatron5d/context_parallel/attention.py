@@ -7,14 +7,16 @@ q, k, v [s/cp, b, heads, d]
 
 ring and allgather have inner = 1, ulysses has outer = 1, two_level has both (zigzag.py).
 
-Ring attention: blocks of keys and values travel around the outer ranks while attention to the block at hand runs.
+Ring attention: blocks of keys and values travel around the outer ranks while attention to the block
+at hand runs.
 
 forward    each block makes outer-1 hops: (outer-1)·(s/outer)·b·g'·(d+dv) elements per rank
 backward   each block makes the same hops again, and its gradient (fp32) follows one hop behind, collecting what every
            rank adds, until it is back at its owner: twice as many transfers as forward
-If a window or document masks hide everything beyond fewer hops, no more are made, and gradients go straight home.
-Where latents travel instead (block_attention.py), each way takes (outer-1)·(s/outer)·b·(r+dr) elements.
-a' and g' are the query and KV heads of one inner rank; without inner ranks outer is cp, a' is a/tp and g' is g/tp.
+If a window or document masks hide everything beyond fewer hops, no more are made, and gradients go
+straight home. Where latents travel instead (block_attention.py), each way takes
+(outer-1)·(s/outer)·b·(r+dr) elements. a' and g' are the query and KV heads of one inner rank;
+without inner ranks outer is cp, a' is a/tp and g' is g/tp.
 Source: Liu et al. 2023 (arXiv:2310.01889).
 
 All-gather attention: every outer rank collects all keys and values, one group of heads at a time.
@@ -38,7 +40,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.comm.all_to_all import all_to_all
-from megatron5d.comm.collectives import Pending, gather_from, reduce_scatter, start_all_gather, start_shift
+from megatron5d.comm.collectives import (
+    Pending,
+    gather_from,
+    reduce_scatter,
+    start_all_gather,
+    start_shift,
+)
 from megatron5d.context_parallel.block_attention import (
     ConcatenatedKV,
     ContextPlan,
@@ -57,17 +65,29 @@ _KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once
 class RingAttention(FirstOrderFunction):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
-    q `[s/outer, b, a', d]`, this rank's block `[s/outer, b, ...]` of keys and values -> `[s/outer, b, a', dv]`.
-    `axis` is cp_outer, which is all of cp unless inner ranks have exchanged heads for sequence.
+    q `[s/outer, b, a', d]`, this rank's block `[s/outer, b, ...]` of keys and values -> `[s/outer,
+    b, a', dv]`. `axis` is cp_outer, which is all of cp unless inner ranks have exchanged heads for
+    sequence.
     """
 
     @staticmethod
-    def forward(ctx, q, own, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
+    def forward(
+        ctx,
+        q,
+        own,
+        sinks,
+        kv_format: KVFormat,
+        plan: ContextPlan,
+        axis: Axis,
+        score: dict[str, Any],
+    ):
         merge = Merge(q, kv_format.value_dim, sinks)
         block = own
         for step in range(plan.hops + 1):
-            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # [s/outer, b, ...]  shift cp_outer
-            k, v = kv_format.unpack(block)  # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
+            # [s/outer, b, ...]  shift cp_outer
+            shift = start_shift(block, axis, _KV) if step < plan.hops else None
+            # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
+            k, v = kv_format.unpack(block)
             attend_block(merge, plan, (axis.rank - step) % axis.size, q, k, v, **score)
             if shift is not None:
                 block = shift.wait()
@@ -85,7 +105,8 @@ class RingAttention(FirstOrderFunction):
 
         def gradient(block: Tensor, step: int) -> Tensor:
             source = (axis.rank - step) % axis.size
-            k, v = kv_format.unpack(block)  # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
+            # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
+            k, v = kv_format.unpack(block)
             dk, dv = block_gradients(plan, source, (q, out, lse), dout, k, v, dq, **score)
             return kv_format.unpack_backward(block, dk, dv)  # [s/outer, b, ...] fp32
 
@@ -96,12 +117,15 @@ class RingAttention(FirstOrderFunction):
         for step in range(1, hops + 1):
             assert shift is not None
             block = shift.wait()
-            shift = start_shift(block, axis, _KV) if step < hops else None  # [s/outer, b, ...]  shift cp_outer
+            # [s/outer, b, ...]  shift cp_outer
+            shift = start_shift(block, axis, _KV) if step < hops else None
             grad = gradient(block, step)
             if travelling is not None:
-                grad += travelling.wait()  # what the ranks before this one have added for the same block
+                # what the ranks before this one have added for the same block
+                grad += travelling.wait()
             distance = 1 if step < hops else -hops  # after the last hop, straight home
-            travelling = start_shift(grad, axis, _DKV, distance)  # [s/outer, b, ...]  shift cp_outer
+            # [s/outer, b, ...]  shift cp_outer
+            travelling = start_shift(grad, axis, _DKV, distance)
         if travelling is not None:
             own += travelling.wait()
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
@@ -118,7 +142,8 @@ def _groups(num_kv_heads: int) -> list[slice]:
 
 
 def _gathered(block: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is attended to.
+    """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is
+    attended to.
 
     The heads of a group are gᵢ.
     """
@@ -139,16 +164,30 @@ def _gathered(block: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]
 class AllGatherAttention(FirstOrderFunction):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
-    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`. `axis` is cp_outer, here all of cp.
+    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`. `axis` is
+    cp_outer, here all of cp.
     """
 
     @staticmethod
-    def forward(ctx, q, block, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
+    def forward(
+        ctx,
+        q,
+        block,
+        sinks,
+        kv_format: KVFormat,
+        plan: ContextPlan,
+        axis: Axis,
+        score: dict[str, Any],
+    ):
         queries_per_kv = q.shape[2] // block.shape[2]
         outs, lses = [], []
         for heads, blocks in _gathered(block, axis):
             query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
-            merge = Merge(q[:, :, query_heads], kv_format.value_dim, None if sinks is None else sinks[query_heads])
+            merge = Merge(
+                q[:, :, query_heads],
+                kv_format.value_dim,
+                None if sinks is None else sinks[query_heads],
+            )
             for source, each in enumerate(blocks):
                 k, v = kv_format.unpack(each)
                 attend_block(merge, plan, source, q[:, :, query_heads], k, v, **score)
@@ -183,7 +222,8 @@ class AllGatherAttention(FirstOrderFunction):
 
 
 def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """Maps `[s/n, b, a, d]` -> `[s, b, a/n, d]`: all rows, in rank order, of this rank's share of the heads.
+    """Maps `[s/n, b, a, d]` -> `[s, b, a/n, d]`: all rows, in rank order, of this rank's share of
+    the heads.
 
     Comm: all_to_all / all_to_all.
     """
@@ -191,13 +231,15 @@ def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
     if n == 1:
         return x
     rows, b, heads, d = x.shape  # s/n, b, a, d
-    by_rank = x.view(rows, b, n, heads // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
+    # [n (heads), s/n, b, a/n, d]
+    by_rank = x.view(rows, b, n, heads // n, d).permute(2, 0, 1, 3, 4)
     collected = all_to_all(by_rank, axis)  # -> [n (sequence), s/n, b, a/n, d]  all_to_all
     return collected.reshape(n * rows, b, heads // n, d)
 
 
 def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
-    """Maps `[s, b, a/n, d]` -> `[s/n, b, a, d]`: this rank's rows of all heads. Comm: all_to_all / all_to_all."""
+    """Maps `[s, b, a/n, d]` -> `[s/n, b, a, d]`: this rank's rows of all heads. Comm: all_to_all /
+    all_to_all."""
     n = axis.size
     if n == 1:
         return x
@@ -208,7 +250,8 @@ def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
 
 
 def shared_heads(x: Tensor, axis: Axis) -> Tensor:
-    """Repeats KV heads until there is one for every rank: `[s, b, g, d]` -> `[s, b, max(g, n), d]`."""
+    """Repeats KV heads until there is one for every rank: `[s, b, g, d]` -> `[s, b, max(g, n),
+    d]`."""
     n, g = axis.size, x.shape[2]
     if g >= n:
         return x
@@ -225,9 +268,16 @@ class ContextAttention:
     inner: Axis  # ranks that exchange heads for sequence
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: ContextPlan,
+        *,
+        scale: float,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """
         Args:
             q: `[s/cp, b, a/tp, d]`.
@@ -240,16 +290,28 @@ class ContextAttention:
 
         Comm: as above for each method.
         """
-        both = shared_heads(torch.cat((k, v), -1), self.inner)  # [s/cp, b, g', d+dv]; g' = g/tp, at least inner
-        block = heads_for_sequence(both, self.inner)  # -> [s/outer, b, g'/inner, d+dv]  all_to_all cp_inner
+        # [s/cp, b, g', d+dv]; g' = g/tp, at least inner
+        both = shared_heads(torch.cat((k, v), -1), self.inner)
+        # -> [s/outer, b, g'/inner, d+dv]  all_to_all cp_inner
+        block = heads_for_sequence(both, self.inner)
         core = AllGatherAttention if self.method == "allgather" else RingAttention
-        return self._attend(core, q, block, ConcatenatedKV(k.shape[-1], v.shape[-1]), plan, sinks, scale, softcap)
+        return self._attend(
+            core, q, block, ConcatenatedKV(k.shape[-1], v.shape[-1]), plan, sinks, scale, softcap
+        )
 
     def compressed(
-        self, q: Tensor, latents: Tensor, kv_format: KVFormat, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
+        self,
+        q: Tensor,
+        latents: Tensor,
+        kv_format: KVFormat,
+        plan: ContextPlan,
+        *,
+        scale: float,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Returns the same where latents travel, from which every rank computes the keys and values of its heads.
+    ) -> Tensor:
+        """Returns the same where latents travel, from which every rank computes the keys and values
+        of its heads.
 
         Args:
             q, plan, scale, softcap, sinks: as above.
@@ -259,11 +321,12 @@ class ContextAttention:
         Returns:
             `[s/cp, b, a/tp, dv]`.
 
-        Comm: all_gather cp_inner of the latents / reduce_scatter; all_to_all cp_inner of q and of the output / the same
-            back; the ring over cp_outer.
+        Comm: all_gather cp_inner of the latents / reduce_scatter; all_to_all cp_inner of q and of
+            the output / the same back; the ring over cp_outer.
         """
         assert self.method != "allgather", "it gathers groups of heads, and latents have no heads"
-        block = gather_from(latents, self.inner)  # [s/cp, b, r+dr] -> [s/outer, b, r+dr]  all_gather cp_inner
+        # [s/cp, b, r+dr] -> [s/outer, b, r+dr]  all_gather cp_inner
+        block = gather_from(latents, self.inner)
         kv_format = kv_format.for_heads(self.inner.rank, self.inner.size)
         return self._attend(RingAttention, q, block, kv_format, plan, sinks, scale, softcap)
 
@@ -272,7 +335,9 @@ class ContextAttention:
         if sinks is not None and inner.size > 1:
             share = sinks.shape[0] // inner.size
             sinks = sinks[inner.rank * share : (inner.rank + 1) * share]
-        q = heads_for_sequence(q, inner)  # [s/cp, b, a/tp, d] -> [s/outer, b, a/tp/inner, d]  all_to_all cp_inner
+        # [s/cp, b, a/tp, d] -> [s/outer, b, a/tp/inner, d]  all_to_all cp_inner
+        q = heads_for_sequence(q, inner)
         score = {"scale": scale, "softcap": softcap}
-        out = core.apply(q, block, sinks, kv_format, plan, self.outer, score)  # [s/outer, b, a/tp/inner, dv]
+        # [s/outer, b, a/tp/inner, dv]
+        out = core.apply(q, block, sinks, kv_format, plan, self.outer, score)
         return sequence_for_heads(out, inner)  # -> [s/cp, b, a/tp, dv]  all_to_all cp_inner

@@ -2,10 +2,11 @@
 
     out = Σᵢ exp(lseᵢ - lse)·outᵢ,   lse = log Σᵢ exp(lseᵢ)        (Liu et al. 2023, arXiv:2310.01889)
 
-In the backward the gradients of each block follow from the merged out and lse alone, so blocks may come in any order.
+In the backward the gradients of each block follow from the merged out and lse alone, so blocks may
+come in any order.
 
-A block that travels holds keys and values, or something smaller that they are computed from. What this rank computes
-for one micro-batch is planned once, on the CPU, for all layers.
+A block that travels holds keys and values, or something smaller that they are computed from. What
+this rank computes for one micro-batch is planned once, on the CPU, for all layers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class ContextPlan:
         return self.whole if self.whole is not None and window is None else self
 
     def options(self, call: Call, source: int) -> dict[str, Any]:
-        """Returns the mask arguments of one call of the attention kernel, to keys of outer rank `source`."""
+        """Returns the mask arguments of one call of the attention kernel, to keys of outer rank
+        `source`."""
         if not call.masked:
             return {"causal": call.causal}
         q_rows = self.outer_rows[self.outer_rank][slice(*call.queries)]
@@ -60,7 +62,10 @@ class ContextPlan:
         if self.window is not None:
             options |= {"q_positions": q_rows, "k_positions": k_rows, "causal": self.causal}
         if self.documents is not None:
-            options |= {"documents": self.documents[:, q_rows], "k_documents": self.documents[:, k_rows]}
+            options |= {
+                "documents": self.documents[:, q_rows],
+                "k_documents": self.documents[:, k_rows],
+            }
         return options
 
 
@@ -68,33 +73,52 @@ class Planner:
     """Makes the plans of all micro-batches of a run.
 
     Args:
-        layout: how the sequence is cut; the documents of a micro-batch decide anew which rank holds which chunk.
+        layout: how the sequence is cut; the documents of a micro-batch decide anew which rank holds
+            which chunk.
         rank: this rank's position on the whole cp axis.
         some_whole: some layers have no window (model.window_layers).
         device: where the plans' index tensors will be used.
     """
 
     def __init__(
-        self, layout: SequenceLayout, rank: int, *, causal: bool = True, window: int | None = None,
-        some_whole: bool = False, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
-        self.layout, self.rank, self.causal, self.window, self.device = layout, rank, causal, window, device
+        self,
+        layout: SequenceLayout,
+        rank: int,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        some_whole: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layout, self.rank, self.causal, self.window, self.device = (
+            layout,
+            rank,
+            causal,
+            window,
+            device,
+        )
         self.some_whole = some_whole
         self._undivided = self._plan(None)
 
     def __call__(self, documents: Tensor | None) -> ContextPlan:
-        """Plans a micro-batch. `documents` int64 `[b, s]` must be on the CPU: its values say which blocks are empty."""
+        """Plans a micro-batch. `documents` int64 `[b, s]` must be on the CPU: its values say which
+        blocks are empty."""
         return self._undivided if documents is None else self._plan(documents)
 
     def _plan(self, documents: Tensor | None) -> ContextPlan:
         ids = None if documents is None else documents.numpy()
         windowed, unlimited = Mask(self.causal, self.window, ids), Mask(self.causal, None, ids)
-        layout = even_layout(self.layout, unlimited if self.some_whole else windowed)  # all layers share it
+        # all layers share it
+        layout = even_layout(self.layout, unlimited if self.some_whole else windowed)
         whole = self._of_mask(layout, unlimited, documents, None) if self.some_whole else None
         return self._of_mask(layout, windowed, documents, whole)
 
     def _of_mask(
-        self, layout: SequenceLayout, mask: Mask, documents: Tensor | None, whole: ContextPlan | None
+        self,
+        layout: SequenceLayout,
+        mask: Mask,
+        documents: Tensor | None,
+        whole: ContextPlan | None,
     ) -> ContextPlan:
         outer_rank = self.rank // layout.inner
         return ContextPlan(
@@ -103,7 +127,10 @@ class Planner:
             plan_calls(layout, outer_rank, mask),
             num_hops(layout, mask),
             visible_pairs(layout, mask),
-            [torch.from_numpy(layout.outer_rows(outer)).to(self.device) for outer in range(layout.outer)],
+            [
+                torch.from_numpy(layout.outer_rows(outer)).to(self.device)
+                for outer in range(layout.outer)
+            ],
             torch.from_numpy(layout.rows(self.rank)).to(self.device),
             None if documents is None else documents.to(self.device),
             self.causal,
@@ -113,10 +140,11 @@ class Planner:
 
 
 def imbalance(plans: Iterable[ContextPlan]) -> float:
-    """Returns how much longer attention takes than if all cp ranks had equally much to do; 1 = even.
+    """Returns how much longer attention takes than if all cp ranks had equally much to do; 1 =
+    even.
 
-    The ranks wait for each other in every layer, so the busiest one decides: the sum over micro-batches of the busiest
-    rank's query-key pairs, divided by the sum of the mean.
+    The ranks wait for each other in every layer, so the busiest one decides: the sum over
+    micro-batches of the busiest rank's query-key pairs, divided by the sum of the mean.
     """
     plans = list(plans)
     busiest = sum(max(plan.visible_pairs) for plan in plans)
@@ -124,7 +152,8 @@ def imbalance(plans: Iterable[ContextPlan]) -> float:
 
 
 class Merge:
-    """What local queries have collected so far: `out` `[s, b, a, dv]` and `lse` `[b, a, s]`, in fp32 (fp64 for fp64).
+    """What local queries have collected so far: `out` `[s, b, a, dv]` and `lse` `[b, a, s]`, in
+    fp32 (fp64 for fp64).
 
     Args:
         q: `[s, b, a, d]`.
@@ -144,15 +173,19 @@ class Merge:
         span = slice(*queries)
         old = self.lse[..., span]
         new = torch.logaddexp(old, lse)
-        finite = new > float("-inf")  # a query that has seen nothing yet stays at weight 0, not at inf - inf
+        # a query that has seen nothing yet stays at weight 0, not at inf - inf
+        finite = new > float("-inf")
         for_old = torch.where(finite, torch.exp(old - new), 0).permute(2, 0, 1).unsqueeze(-1)
         for_new = torch.where(finite, torch.exp(lse - new), 0).permute(2, 0, 1).unsqueeze(-1)
         self.out[span] = self.out[span] * for_old + out * for_new  # [s, b, a, dv]
         self.lse[..., span] = new
 
 
-def attend_block(merge: Merge, plan: ContextPlan, source: int, q: Tensor, k: Tensor, v: Tensor, **score: Any) -> None:
-    """Merges in the attention of local q to the k and v of outer rank `source`; `score` is scale and softcap."""
+def attend_block(
+    merge: Merge, plan: ContextPlan, source: int, q: Tensor, k: Tensor, v: Tensor, **score: Any
+) -> None:
+    """Merges in the attention of local q to the k and v of outer rank `source`; `score` is scale
+    and softcap."""
     for call in plan.calls[source]:
         queries, keys = slice(*call.queries), slice(*call.keys)
         out, lse = attention(q[queries], k[keys], v[keys], **score, **plan.options(call, source))
@@ -160,9 +193,15 @@ def attend_block(merge: Merge, plan: ContextPlan, source: int, q: Tensor, k: Ten
 
 
 def block_gradients(
-    plan: ContextPlan, source: int, saved: tuple[Tensor, ...], dout: Tensor, k: Tensor, v: Tensor, dq: Tensor,
+    plan: ContextPlan,
+    source: int,
+    saved: tuple[Tensor, ...],
+    dout: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
     **score: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Adds the share of dq that comes from one block, in place, and returns the block's dk and dv.
 
     Args:
@@ -177,9 +216,15 @@ def block_gradients(
     for call in plan.calls[source]:
         queries, keys = slice(*call.queries), slice(*call.keys)
         dq_part, dk_part, dv_part = attention_backward(
-            dout[queries], q[queries], k[keys], v[keys], out[queries], lse[..., queries].contiguous(),
-            **score, **plan.options(call, source),
-        )  # fmt: skip
+            dout[queries],
+            q[queries],
+            k[keys],
+            v[keys],
+            out[queries],
+            lse[..., queries].contiguous(),
+            **score,
+            **plan.options(call, source),
+        )
         dq[queries] += dq_part
         dk[keys] += dk_part
         dv[keys] += dv_part
@@ -187,7 +232,8 @@ def block_gradients(
 
 
 class KVFormat(Protocol):
-    """Turns a block into keys and values, and their gradients into that of the block; runs outside of autograd."""
+    """Turns a block into keys and values, and their gradients into that of the block; runs outside
+    of autograd."""
 
     value_dim: int  # dv
 
@@ -195,10 +241,12 @@ class KVFormat(Protocol):
         """Maps `[t, b, ...]` -> k `[t, b, g, d]`, v `[t, b, g, dv]`."""
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Maps dk, dv in fp32 (fp64) -> the gradient of the block, in their dtype and the block's shape."""
+        """Maps dk, dv in fp32 (fp64) -> the gradient of the block, in their dtype and the block's
+        shape."""
 
     def for_heads(self, rank: int, size: int) -> KVFormat:
-        """Returns the format for the heads of one rank, where `size` ranks hold equal shares of them."""
+        """Returns the format for the heads of one rank, where `size` ranks hold equal shares of
+        them."""
 
 
 class ConcatenatedKV:

@@ -1,14 +1,16 @@
-"""Which rows of a sequence each cp rank holds, and which blocks of queries and keys meet; integers only.
+"""Which rows of a sequence each cp rank holds, and which blocks of queries and keys meet; integers
+only.
 
-A cp axis is outer × inner ranks, inner fastest. The inner ranks exchange heads for sequence (Ulysses); over the outer
-ranks keys and values travel (ring, allgather):
+A cp axis is outer × inner ranks, inner fastest. The inner ranks exchange heads for sequence
+(Ulysses); over the outer ranks keys and values travel (ring, allgather):
 
     ring, allgather   outer = cp, inner = 1         ulysses   outer = 1, inner = cp         two_level   both
 
-The sequence is cut into 2·outer chunks, and every outer rank gets two, chosen so that all have about the same number of
-visible query-key pairs (`even_layout`). Under a causal mask rank r gets chunks r and 2·outer-1-r (zigzag; Brandon et
-al. 2023, arXiv:2311.09431). Where all chunks are equally much work, as under a window or a full mask, it gets
-neighbours. The rows of an outer rank are cut contiguously over its inner ranks.
+The sequence is cut into 2·outer chunks, and every outer rank gets two, chosen so that all have
+about the same number of visible query-key pairs (`even_layout`). Under a causal mask rank r gets
+chunks r and 2·outer-1-r (zigzag; Brandon et al. 2023, arXiv:2311.09431). Where all chunks are
+equally much work, as under a window or a full mask, it gets neighbours. The rows of an outer rank
+are cut contiguously over its inner ranks.
 """
 
 from collections.abc import Sequence
@@ -24,15 +26,17 @@ class Mask:
     """Which keys a query sees."""
 
     causal: bool = True  # only keys at or before its own position
-    window: int | None = None  # only keys less than this many rows away, itself included; None = any
-    # `[b, s]`, the number of each row's document, rising along a sequence: only keys of its own document; None = one
-    # document
+    # only keys less than this many rows away, itself included; None = any
+    window: int | None = None
+    # `[b, s]`, the number of each row's document, rising along a sequence: only keys of its own
+    # document; None = one document
     documents: Documents | None = None
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a valid sequence is cut; `config.derived.split_of` says into how many outer and inner ranks."""
+    """How a valid sequence is cut; `config.derived.split_of` says into how many outer and inner
+    ranks."""
 
     seq_len: int  # rows of the whole sequence
     outer: int = 1  # ranks among which keys and values travel
@@ -52,7 +56,8 @@ class SequenceLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Equal pieces that the outer ranks share: two each, or one where there is a single outer rank."""
+        """Equal pieces that the outer ranks share: two each, or one where there is a single outer
+        rank."""
         return 2 * self.outer if self.outer > 1 else 1
 
     def held(self, outer_rank: int) -> tuple[int, ...]:
@@ -65,7 +70,8 @@ class SequenceLayout:
         return [(c * n, (c + 1) * n) for c in self.held(outer_rank)]
 
     def outer_rows(self, outer_rank: int) -> np.ndarray:
-        """Returns rows of an outer rank, those of all its inner ranks, in the order in which it holds them."""
+        """Returns rows of an outer rank, those of all its inner ranks, in the order in which it
+        holds them."""
         return np.concatenate([np.arange(start, stop) for start, stop in self.chunks(outer_rank)])
 
     def rows(self, rank: int) -> np.ndarray:
@@ -82,11 +88,12 @@ def zigzag(outer: int) -> tuple[int, ...]:
 
 
 def even_layout(layout: SequenceLayout, mask: Mask) -> SequenceLayout:
-    """Returns the same cut, dealt out so that the busiest outer rank has as few visible pairs as two chunks a rank
-    allow.
+    """Returns the same cut, dealt out so that the busiest outer rank has as few visible pairs as
+    two chunks a rank allow.
 
-    The heaviest chunk goes with the lightest, the next with the next: no other pairs are better. Of deals that are as
-    good, neighbours come first, whose keys have the shortest way, and then zigzag.
+    The heaviest chunk goes with the lightest, the next with the next: no other pairs are better. Of
+    deals that are as good, neighbours come first, whose keys have the shortest way, and then
+    zigzag.
 
     Args:
         layout: says how the sequence is cut.
@@ -98,7 +105,9 @@ def even_layout(layout: SequenceLayout, mask: Mask) -> SequenceLayout:
     heaviest = np.argsort(-pairs, kind="stable").tolist()
     paired = [c for two in zip(heaviest[: layout.outer], reversed(heaviest)) for c in sorted(two)]
     deals = [tuple(range(layout.num_chunks)), zigzag(layout.outer), tuple(paired)]
-    return replace(layout, order=min(deals, key=lambda order: pairs[list(order)].reshape(-1, 2).sum(1).max()))
+    return replace(
+        layout, order=min(deals, key=lambda order: pairs[list(order)].reshape(-1, 2).sum(1).max())
+    )
 
 
 @dataclass(frozen=True)
@@ -107,9 +116,10 @@ class Call:
 
     Args:
         queries, keys: spans within the local rows of the two ranks.
-        causal: the two spans are the same positions, under a causal mask: the kernel hides later keys. False: no key is
-            later than a query, or later ones are seen too.
-        masked: some, but not all, pairs are hidden by a window or by documents: pass positions and documents.
+        causal: the two spans are the same positions, under a causal mask: the kernel hides later
+            keys. False: no key is later than a query, or later ones are seen too.
+        masked: some, but not all, pairs are hidden by a window or by documents: pass positions and
+            documents.
     """
 
     queries: tuple[int, int]
@@ -119,7 +129,8 @@ class Call:
 
 
 def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]]:
-    """Returns what an outer rank computes with each outer rank's keys; pairs of chunks that see nothing are left out.
+    """Returns what an outer rank computes with each outer rank's keys; pairs of chunks that see
+    nothing are left out.
 
     Args:
         rank: outer rank of the queries.
@@ -127,11 +138,20 @@ def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]
     Returns:
         For each outer rank of keys, the calls.
     """
-    n, meets, whole = layout.seq_len // layout.num_chunks, _meets(layout, mask), _whole(layout, mask)
+    n, meets, whole = (
+        layout.seq_len // layout.num_chunks,
+        _meets(layout, mask),
+        _whole(layout, mask),
+    )
     plan = []
     for other in range(layout.outer):
         calls = [
-            Call((i * n, (i + 1) * n), (j * n, (j + 1) * n), causal=mask.causal and q == k, masked=not whole[q, k])
+            Call(
+                (i * n, (i + 1) * n),
+                (j * n, (j + 1) * n),
+                causal=mask.causal and q == k,
+                masked=not whole[q, k],
+            )
             for i, q in enumerate(layout.held(rank))
             for j, k in enumerate(layout.held(other))
             if meets[q, k]
@@ -141,7 +161,8 @@ def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]
 
 
 def num_hops(layout: SequenceLayout, mask: Mask) -> int:
-    """Returns how many outer ranks keys travel until all who see them have met them; at most outer - 1."""
+    """Returns how many outer ranks keys travel until all who see them have met them; at most outer
+    - 1."""
     if layout.outer == 1:
         return 0
     owner = np.argsort(layout.order) // 2  # outer rank that holds each chunk
@@ -159,7 +180,9 @@ def _meets(layout: SequenceLayout, mask: Mask) -> np.ndarray:
     if mask.documents is not None:
         numbers = np.asarray(mask.documents)
         first, last = numbers[:, c * n], numbers[:, c * n + n - 1]  # [b, chunks]
-        seen = seen & ((first[:, :, None] <= last[:, None]) & (first[:, None] <= last[:, :, None])).any(0)
+        seen = seen & (
+            (first[:, :, None] <= last[:, None]) & (first[:, None] <= last[:, :, None])
+        ).any(0)
     return seen
 
 
@@ -172,7 +195,9 @@ def _whole(layout: SequenceLayout, mask: Mask) -> np.ndarray:
     if mask.documents is not None:
         numbers = np.asarray(mask.documents)
         first, last = numbers[:, c * n], numbers[:, c * n + n - 1]
-        whole &= ((first[:, :, None] == last[:, None]) & (first[:, None] == last[:, :, None])).all(0)
+        whole &= ((first[:, :, None] == last[:, None]) & (first[:, None] == last[:, :, None])).all(
+            0
+        )
     return whole
 
 
@@ -195,13 +220,18 @@ def _joined(calls: list[Call]) -> list[Call]:
 def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
     """Returns the query-key pairs that no mask hides, of each chunk's queries: int64 `[chunks]`."""
     rows = np.arange(layout.seq_len)
-    first, end = np.zeros((1, rows.size), rows.dtype), np.full((1, rows.size), rows.size)  # of each row's document
+    # of each row's document
+    first, end = np.zeros((1, rows.size), rows.dtype), np.full((1, rows.size), rows.size)
     if mask.documents is not None:
         numbers = np.asarray(mask.documents)
-        begins = np.concatenate((np.ones_like(numbers[:, :1], bool), numbers[:, 1:] != numbers[:, :-1]), 1)
+        begins = np.concatenate(
+            (np.ones_like(numbers[:, :1], bool), numbers[:, 1:] != numbers[:, :-1]), 1
+        )
         first = np.maximum.accumulate(np.where(begins, rows, 0), 1)
         later = np.where(begins, rows, rows.size)[:, :0:-1]
-        end = np.concatenate((np.minimum.accumulate(later, 1)[:, ::-1], np.full_like(first[:, :1], rows.size)), 1)
+        end = np.concatenate(
+            (np.minimum.accumulate(later, 1)[:, ::-1], np.full_like(first[:, :1], rows.size)), 1
+        )
     if mask.causal:
         end = np.minimum(end, rows + 1)
     if mask.window is not None:

@@ -1,8 +1,9 @@
-"""From samples to the micro-batches of one rank: inputs, labels, the loss mask, positions and documents.
+"""From samples to the micro-batches of one rank: inputs, labels, the loss mask, positions and
+documents.
 
-Under context parallelism they are cut to this rank's positions, beside the plan of the attention that reaches all
-others (`SequenceSharding`). A thread reads steps ahead. The loader's whole state is `consumed_samples`: a new one that
-starts there continues as the old one.
+Under context parallelism they are cut to this rank's positions, beside the plan of the attention
+that reaches all others (`SequenceSharding`). A thread reads steps ahead. The loader's whole state
+is `consumed_samples`: a new one that starts there continues as the old one.
 """
 
 import queue
@@ -28,14 +29,22 @@ from megatron5d.topology.mesh import Mesh
 
 
 def make_micro_batch(
-    rows: Tensor, *, seq_len: int | None = None, document_mask: bool = False, eod: int | None = None,
-    eod_mask_loss: bool = False, document_starts: Sequence[np.ndarray] | None = None, causal: bool = True,
-) -> MicroBatch:  # fmt: skip
+    rows: Tensor,
+    *,
+    seq_len: int | None = None,
+    document_mask: bool = False,
+    eod: int | None = None,
+    eod_mask_loss: bool = False,
+    document_starts: Sequence[np.ndarray] | None = None,
+    causal: bool = True,
+) -> MicroBatch:
     """Cuts rows of a sample's length + 1 tokens into inputs and labels.
 
-    The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
-    unless `eod_mask_loss` is set. A prediction made at padding, or of padding, never counts. Attention leaves padding
-    out: where a token could see it, a run of padding is a document of its own, and what follows it another.
+    The label of a document's last token is the first token of the next document. Its loss counts,
+    as in Megatron, unless `eod_mask_loss` is set. A prediction made at padding, or of padding,
+    never counts. Attention leaves padding
+    out: where a token could see it, a run of padding is a document of its own, and what follows it
+        another.
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.
@@ -43,8 +52,10 @@ def make_micro_batch(
         document_mask: number the documents of each row and restart positions in each document.
         eod: id of the end-of-document token; a new document begins after each.
         eod_mask_loss: do not count the prediction made at an end-of-document token.
-        document_starts: where documents begin, one array of offsets per row; used when there is no `eod`.
-        causal: tokens see none after them (model.attention_causal), so padding at the end of a row is never seen.
+        document_starts: where documents begin, one array of offsets per row; used when there is no
+            `eod`.
+        causal: tokens see none after them (model.attention_causal), so padding at the end of a row
+            is never seen.
 
     Returns:
         A micro-batch of `[b, s]`; tokens of padding are 0.
@@ -54,32 +65,48 @@ def make_micro_batch(
     """
     assert rows.ndim == 2 and rows.dtype == torch.int64, (rows.shape, rows.dtype)
     if eod_mask_loss and eod is None:
-        raise ValueError("data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod")
-    padded = 0 if seq_len is None else seq_len + 1 - rows.shape[1]  # not by IGNORED in rows: a label would be an input
-    inputs, labels = (F.pad(part, (0, padded), value=IGNORED) for part in (rows[:, :-1], rows[:, 1:]))
+        raise ValueError(
+            "data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod"
+        )
+    # not by IGNORED in rows: a label would be an input
+    padded = 0 if seq_len is None else seq_len + 1 - rows.shape[1]
+    inputs, labels = (
+        F.pad(part, (0, padded), value=IGNORED) for part in (rows[:, :-1], rows[:, 1:])
+    )
     ignored = inputs == IGNORED
     silent = ignored | (inputs == eod) if eod_mask_loss else ignored  # no prediction is made here
     loss_mask = ((labels != IGNORED) & ~silent).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
-    begins = _document_begins(inputs, eod, document_starts) if document_mask else torch.zeros_like(ignored)
-    seen = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored  # a token comes after it
+    begins = (
+        _document_begins(inputs, eod, document_starts)
+        if document_mask
+        else torch.zeros_like(ignored)
+    )
+    # a token comes after it
+    seen = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored
     begins[:, 1:] |= seen[:, 1:] != seen[:, :-1]
     positions = positions_from_begins(begins & document_mask)
     documents = begins.long().cumsum(1) if document_mask or seen.any() else None
     return MicroBatch(tokens, labels, loss_mask, positions, documents, padding)
 
 
-def _document_begins(inputs: Tensor, eod: int | None, starts: Sequence[np.ndarray] | None) -> Tensor:
-    """Returns where documents begin inside rows, bool `[b, s]`: after each `eod`, or at the offsets of `starts`."""
+def _document_begins(
+    inputs: Tensor, eod: int | None, starts: Sequence[np.ndarray] | None
+) -> Tensor:
+    """Returns where documents begin inside rows, bool `[b, s]`: after each `eod`, or at the offsets
+    of `starts`."""
     begins = torch.zeros(inputs.shape, dtype=torch.bool)
     if eod is not None:
-        begins[:, 1:] = inputs[:, :-1] == eod  # not of tokens, where padding is 0, which may be the same id
+        # not of tokens, where padding is 0, which may be the same id
+        begins[:, 1:] = inputs[:, :-1] == eod
     elif starts is not None:
         for row, offsets in enumerate(starts):
             begins[row, torch.from_numpy(offsets[offsets < inputs.shape[1]])] = True
     else:
-        raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
+        raise ValueError(
+            "data.document_mask=true, but nothing says where documents begin; set data.eod"
+        )
     return begins
 
 
@@ -98,18 +125,27 @@ def positions_from_begins(begins: Tensor) -> Tensor:
 
 
 _SEQUENCES = (  # fields of a micro-batch whose last dim is the sequence
-    "tokens", "labels", "loss_mask", "positions", "padding", "ahead_tokens", "ahead_labels", "ahead_mask",
-)  # fmt: skip
+    "tokens",
+    "labels",
+    "loss_mask",
+    "positions",
+    "padding",
+    "ahead_tokens",
+    "ahead_labels",
+    "ahead_mask",
+)
 
 
 class SequenceSharding:
-    """Turns a micro-batch of whole sequences into what this cp rank's model reads; the loader calls it.
+    """Turns a micro-batch of whole sequences into what this cp rank's model reads; the loader calls
+    it.
 
-    Multi-token prediction looks ahead while sequences are whole; then attention is planned, and this rank's positions
-    are taken.
+    Multi-token prediction looks ahead while sequences are whole; then attention is planned, and
+    this rank's positions are taken.
 
     Args:
-        config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).
+        config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and
+            num_mtp_layers).
         device: where the plan's index tensors will be used.
     """
 
@@ -134,26 +170,33 @@ class SequenceSharding:
         if self.cp.size == 1:
             return batch
         plan = self._plan(batch.documents)
-        held = torch.from_numpy(plan.layout.rows(self.cp.rank))  # [s/cp]: the positions that this rank holds
+        # [s/cp]: the positions that this rank holds
+        held = torch.from_numpy(plan.layout.rows(self.cp.rank))
         whole = {name: getattr(batch, name) for name in _SEQUENCES}
         # each [b, s] -> [b, s/cp]; what looks ahead [D, b, s] -> [D, b, s/cp]
-        local: dict[str, Any] = {name: None if values is None else values[..., held] for name, values in whole.items()}
+        local: dict[str, Any] = {
+            name: None if values is None else values[..., held] for name, values in whole.items()
+        }
         return replace(batch, **local, documents=None, context=plan)
 
 
 def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
-    """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes its rows.
+    """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes
+    its rows.
 
-    A prediction of depth k counts where the main prediction k tokens later counts, none of the tokens before that is
-    padding and, if documents are told apart, all are in the same document.
+    A prediction of depth k counts where the main prediction k tokens later counts, none of the
+    tokens before that is padding and, if documents are told apart, all are in the same document.
 
-    Returns the batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
+    Returns the batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end
+    of a sequence.
     """
     if depths == 0:
         return batch
     tokens, labels, masks = [], [], []
     following = batch.labels.clamp(min=0)  # token i+1; padding is 0, as in tokens
-    padding = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.padding is None else batch.padding
+    padding = (
+        torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.padding is None else batch.padding
+    )
     real = torch.ones_like(batch.loss_mask)
     for k in range(1, depths + 1):
         tokens.append(F.pad(following[:, k - 1 :], (0, k - 1)))
@@ -173,15 +216,16 @@ Step = tuple[int, list[MicroBatch]]  # consumed_samples after the step, its micr
 class Loader:
     """Yields, for each step, the list of micro-batches of this rank.
 
-    A thread reads up to `prefetch` steps ahead. It starts with the first step, so the process may fork before that. An
-    error in the thread is raised when the step is asked for.
+    A thread reads up to `prefetch` steps ahead. It starts with the first step, so the process may
+    fork before that. An error in the thread is raised when the step is asked for.
 
     Args:
         batches: the run's schedule of global batches, as of `batch_schedule`.
         dp_rank: this rank's position on the data-parallel axis.
         vocab_size: ids must be below it; None = not checked.
         knob: config key of the files, for errors.
-        left_out: the samples consumed before each step that has no micro-batch, of which nothing is read.
+        left_out: the samples consumed before each step that has no micro-batch, of which nothing is
+            read.
         prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
         transform: applied to each micro-batch when it is read (takes this cp rank's rows).
@@ -189,11 +233,22 @@ class Loader:
     """
 
     def __init__(
-        self, samples: Samples, *, batches: BatchSchedule, mbs: int, dp_rank: int = 0, dp_size: int = 1,
-        consumed_samples: int = 0, vocab_size: int | None = None, knob: str = "data.train", prefetch: int = 2,
-        left_out: Container[int] = (), pin_memory: bool = False,
-        transform: Callable[[MicroBatch], MicroBatch] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        samples: Samples,
+        *,
+        batches: BatchSchedule,
+        mbs: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        consumed_samples: int = 0,
+        vocab_size: int | None = None,
+        knob: str = "data.train",
+        prefetch: int = 2,
+        left_out: Container[int] = (),
+        pin_memory: bool = False,
+        transform: Callable[[MicroBatch], MicroBatch] | None = None,
+        **options: Any,
+    ) -> None:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make: Callable[..., MicroBatch] = partial(make_micro_batch, **options)
@@ -208,17 +263,20 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """Returns the micro-batches of the next step; `consumed_samples` counts that step from then on.
+        """Returns the micro-batches of the next step; `consumed_samples` counts that step from then
+        on.
 
-        Raises ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
-        Raises IndexError: there are no more samples (data.order=megatron).
+        Raises ValueError: a token id is not in the vocabulary, or a file cannot be read any more;
+        names key and file. Raises IndexError: there are no more samples (data.order=megatron).
         """
         if self._prefetch == 0:
             self.consumed_samples, batches = self._read_step(self.consumed_samples)
             return batches
         if self._thread is None:
             assert not self._stop.is_set(), "the loader was closed"
-            self._thread = threading.Thread(target=self._read_ahead, args=(self.consumed_samples,), daemon=True)
+            self._thread = threading.Thread(
+                target=self._read_ahead, args=(self.consumed_samples,), daemon=True
+            )
             self._thread.start()
         item = self._queue.get()
         if isinstance(item, BaseException):
@@ -235,7 +293,8 @@ class Loader:
             self._thread = None
 
     def _read_ahead(self, consumed: int) -> None:
-        """Runs as the thread: puts one step after another, or the error that ends it, into the queue."""
+        """Runs as the thread: puts one step after another, or the error that ends it, into the
+        queue."""
         item: Step | BaseException
         while not self._stop.is_set():
             try:
@@ -263,17 +322,20 @@ class Loader:
             raise ValueError(f"{self._knob}: {error}") from error
 
     def _read_micro_batch(self, numbers: range) -> MicroBatch:
-        rows = np.stack([self.samples[i] for i in numbers])  # int64 [b, s+1]: labels are one ahead of tokens
+        # int64 [b, s+1]: labels are one ahead of tokens
+        rows = np.stack([self.samples[i] for i in numbers])
         self._check_vocab(numbers, rows)
         starts = [self.samples.document_starts(i) for i in numbers] if self._wants_starts else None
-        batch = self._make(torch.from_numpy(rows), document_starts=starts)  # [b, s+1] -> tokens, labels [b, s]
+        # [b, s+1] -> tokens, labels [b, s]
+        batch = self._make(torch.from_numpy(rows), document_starts=starts)
         batch = replace(batch, samples=torch.tensor(numbers))
         if self._transform is not None:
             batch = self._transform(batch)  # [b, s] -> [b, s/cp]
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:
-        """Refuses ids outside the vocabulary: an embedding that is cut over tp would return zeros for them."""
+        """Refuses ids outside the vocabulary: an embedding that is cut over tp would return zeros
+        for them."""
         limit = self._vocab_size
         if limit is None or (int(rows.max()) < limit and int(rows.min()) >= 0):
             return

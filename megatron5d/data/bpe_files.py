@@ -1,9 +1,12 @@
-"""Byte-level BPE: tiktoken's lists of base64 tokens, tekken.json, vocab.json with merges.txt; tiktoken as their engine.
+"""Byte-level BPE: tiktoken's lists of base64 tokens, tekken.json, vocab.json with merges.txt;
+tiktoken as their engine.
 
-A tiktoken file holds ranks alone. The pattern that splits text and the special tokens follow from the number of ranks
-of the published vocabularies; for any other number, tokenizer_config.json beside the file has to say them.
+A tiktoken file holds ranks alone. The pattern that splits text and the special tokens follow from
+the number of ranks of the published vocabularies; for any other number, tokenizer_config.json
+beside the file has to say them.
 
-Source: openai/tiktoken, tiktoken_ext/openai_public.py; meta-llama/llama-models, llama3/tokenizer.py and
+Source: openai/tiktoken, tiktoken_ext/openai_public.py; meta-llama/llama-models, llama3/tokenizer.py
+    and
 llama4/tokenizer.py; QwenLM/Qwen, tokenization_qwen.py; MoonshotAI/Kimi-K2, tokenization_kimi.py;
 mistralai/mistral-common, tokens/tokenizers/tekken.py.
 """
@@ -23,13 +26,15 @@ from megatron5d.data.special_tokens import FilesBeside, read_object
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 CL100K_PATTERN = (
-    CONTRACTIONS + r"""|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+    CONTRACTIONS
+    + r"""|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
 QWEN2_PATTERN = CL100K_PATTERN.replace("{1,3}", "")
 
 
 def _cased_pattern(not_han: str, first: str, after_signs: str) -> str:
-    """Returns a pattern that begins a new piece where small letters are followed by a capital one."""
+    """Returns a pattern that begins a new piece where small letters are followed by a capital
+    one."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
     words = [rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{CONTRACTIONS}?" for a, b in ("*+", "+*")]
@@ -77,30 +82,73 @@ def _reserved(kind: str, *numbers: int) -> list[str]:
 
 _TEXT = ["<|begin_of_text|>", "<|end_of_text|>"]
 LLAMA3_SPECIAL = [
-    *_TEXT, *_reserved("", 2), "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>", *_reserved("", 2, 246),
-]  # fmt: skip
+    *_TEXT,
+    *_reserved("", 2),
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+    *_reserved("", 2, 246),
+]
 LLAMA4_SPECIAL = [
-    *_TEXT, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|header_start|>", "<|header_end|>", "<|eom|>",
-    "<|eot|>", "<|step|>", *_reserved("text_post_train_", 6), "<|python_start|>", "<|python_end|>",
-    "<|finetune_right_pad|>", *_reserved("text_post_train_", 8, 69), "<|image_start|>", "<|image_end|>",
-    *_reserved("vision_", 2), "<|tile_x_separator|>", "<|tile_y_separator|>", *_reserved("vision_", 2, 6),
-    "<|image|>", *_reserved("vision_", 6, 7), "<|patch|>", *_reserved("vision_", 7, 1048),
-    *_reserved("reasoning_", 8), "<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>", *_reserved("", 904),
-]  # fmt: skip
-QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
+    *_TEXT,
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|header_start|>",
+    "<|header_end|>",
+    "<|eom|>",
+    "<|eot|>",
+    "<|step|>",
+    *_reserved("text_post_train_", 6),
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|finetune_right_pad|>",
+    *_reserved("text_post_train_", 8, 69),
+    "<|image_start|>",
+    "<|image_end|>",
+    *_reserved("vision_", 2),
+    "<|tile_x_separator|>",
+    "<|tile_y_separator|>",
+    *_reserved("vision_", 2, 6),
+    "<|image|>",
+    *_reserved("vision_", 6, 7),
+    "<|patch|>",
+    *_reserved("vision_", 7, 1048),
+    *_reserved("reasoning_", 8),
+    "<|reasoning_thinking_start|>",
+    "<|reasoning_thinking_end|>",
+    *_reserved("", 904),
+]
+QWEN_SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|extra_{i}|>" for i in range(205)),
+]
 KIMI_SPECIAL = ["[BOS]", "[EOS]", *(f"<|reserved_token_{163_584 + i}|>" for i in range(2, 256))]
 _CL100K_SPECIAL = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
 
 # ranks in the file -> vocabulary
 PUBLISHED: dict[int, Published] = {
     50_256: Published("GPT-2", GPT2_PATTERN, {"<|endoftext|>": 50_256}),
-    50_280: Published("p50k_base", GPT2_PATTERN, {"<|endoftext|>": 50_256}),  # the file leaves a gap at 50256
-    100_256: Published("cl100k_base", CL100K_PATTERN, {**_from(100_257, _CL100K_SPECIAL), "<|endofprompt|>": 100_276}),
+    # the file leaves a gap at 50256
+    50_280: Published("p50k_base", GPT2_PATTERN, {"<|endoftext|>": 50_256}),
+    100_256: Published(
+        "cl100k_base",
+        CL100K_PATTERN,
+        {**_from(100_257, _CL100K_SPECIAL), "<|endofprompt|>": 100_276},
+    ),
     128_000: Published("Llama 3", CL100K_PATTERN, _from(128_000, LLAMA3_SPECIAL)),
     151_643: Published("Qwen", QWEN2_PATTERN, _from(151_643, QWEN_SPECIAL), normal_form=True),
     163_584: Published("Kimi K2", KIMI_PATTERN, _from(163_584, KIMI_SPECIAL)),
-    199_998: Published("o200k_base", O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}),
+    199_998: Published(
+        "o200k_base", O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}
+    ),
     200_000: Published("Llama 4", O200K_PATTERN, _from(200_000, LLAMA4_SPECIAL)),
 }
 
@@ -113,11 +161,13 @@ def looks_like_ranks(head: bytes) -> bool:
 def read_ranks(path: Path) -> Ranks:
     """Reads a tiktoken file.
 
-    The `pattern` in tokenizer_config.json beside it (a regular expression, or a name of PATTERNS) replaces the
-    published one and nothing else; the special tokens that the files beside it add go before the published ones.
+    The `pattern` in tokenizer_config.json beside it (a regular expression, or a name of PATTERNS)
+    replaces the published one and nothing else; the special tokens that the files beside it add go
+    before the published ones.
 
-    Raises ValueError: a line is not a base64 token and a rank (names the line), two tokens have the same rank, a single
-    byte is not a token, or the vocabulary is none of PUBLISHED and no pattern is given.
+    Raises ValueError: a line is not a base64 token and a rank (names the line), two tokens have the
+    same rank, a single byte is not a token, or the vocabulary is none of PUBLISHED and no pattern
+    is given.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -136,13 +186,23 @@ def read_ranks(path: Path) -> Ranks:
     known = published or Published("", "", {})
     added = {token: number for token, number in beside.added().items() if number not in taken}
     pattern = known.pattern if pattern is None else PATTERNS.get(str(pattern), str(pattern))
-    return Ranks(ranks, pattern, {**known.special, **added}, known.normal_form, adds_bos=published is not None)
+    return Ranks(
+        ranks,
+        pattern,
+        {**known.special, **added},
+        known.normal_form,
+        adds_bos=published is not None,
+    )
 
 
 def _unknown(path: Path, count: int, after: int) -> str:
     known = ", ".join(f"{size} {found.name}" for size, found in PUBLISHED.items())
     eod = "<|endoftext|>"
-    example = {"pattern": "cl100k", "added_tokens_decoder": {str(after): {"content": eod}}, "eos_token": eod}
+    example = {
+        "pattern": "cl100k",
+        "added_tokens_decoder": {str(after): {"content": eod}},
+        "eos_token": eod,
+    }
     return (
         f"{path}: a vocabulary of {count} ranks is none of those known here ({known}), and a rank file says neither "
         "which pattern splits text nor which special tokens there are. Put the model's tokenizer.json beside it and "
@@ -165,23 +225,51 @@ def _check_whole(path: Path, ranks: dict[bytes, int]) -> None:
 
 # of a tekken.json that lists none, versions 1 and 2
 TEKKEN_SPECIAL = [
-    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
-    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
-]  # fmt: skip
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[IMG]",
+    "<pad>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+]
 
 
 def read_tekken(path: Path, content: dict[str, Any]) -> Ranks:
-    """Reads a tekken.json: special tokens have the first ids, the rank r has id r + number of special tokens. Raises
+    """Reads a tekken.json: special tokens have the first ids, the rank r has id r + number of
+    special tokens. Raises
     ValueError: something is missing or of the wrong kind."""
     try:
         config, listed = content["config"], content.get("special_tokens")
-        num_special, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
-        special = {token["token_str"]: int(token["rank"]) for token in listed} if listed else _from(0, TEKKEN_SPECIAL)
+        num_special, size = (
+            int(config["default_num_special_tokens"]),
+            int(config["default_vocab_size"]),
+        )
+        special = (
+            {token["token_str"]: int(token["rank"]) for token in listed}
+            if listed
+            else _from(0, TEKKEN_SPECIAL)
+        )
         taken = set(special.values())
         special |= {f"<SPECIAL_{i}>": i for i in range(num_special) if i not in taken}
         tokens = content["vocab"][: size - num_special]  # more are in the file than are in use
-        ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) + num_special for token in tokens}
+        ranks = {
+            base64.b64decode(token["token_bytes"]): int(token["rank"]) + num_special
+            for token in tokens
+        }
         pattern = str(config["pattern"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a tekken.json: {type(error).__name__} {error}") from error
@@ -196,7 +284,8 @@ QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """Returns the (vocabulary, merges) to which a file belongs by its name; None = neither, or one is missing."""
+    """Returns the (vocabulary, merges) to which a file belongs by its name; None = neither, or one
+    is missing."""
     for ends in PAIRS:
         for end in ends:
             if path.name.endswith(end):
@@ -207,8 +296,11 @@ def pair_of(path: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def byte_level(model: Any, pattern: str | None, *, normal_form: bool = False, add_prefix_space: bool = False) -> Any:
-    """Returns a `tokenizers.Tokenizer` that splits text by a pattern and writes bytes as GPT-2 does.
+def byte_level(
+    model: Any, pattern: str | None, *, normal_form: bool = False, add_prefix_space: bool = False
+) -> Any:
+    """Returns a `tokenizers.Tokenizer` that splits text by a pattern and writes bytes as GPT-2
+    does.
 
     Args:
         model: a `tokenizers.models.BPE`.
@@ -220,7 +312,9 @@ def byte_level(model: Any, pattern: str | None, *, normal_form: bool = False, ad
 
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC() if normal_form else None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=pattern is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=add_prefix_space, use_regex=pattern is None
+    )
     if pattern is not None:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
@@ -231,16 +325,19 @@ def byte_level(model: Any, pattern: str | None, *, normal_form: bool = False, ad
 def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
     """Returns the `tokenizers.Tokenizer` of a pair.
 
-    Text is split as the folder's `tokenizer_class` does, GPT-2's or Qwen2's; where none is named, the number of tokens
-    says whether it is Qwen's.
+    Text is split as the folder's `tokenizer_class` does, GPT-2's or Qwen2's; where none is named,
+    the number of tokens says whether it is Qwen's.
 
-    Raises ValueError: a file is damaged, the class is another, or an added token cannot have its id.
+    Raises ValueError: a file is damaged, the class is another, or an added token cannot have its
+    id.
     """
     from tokenizers import AddedToken, models
 
     named = str(beside.config.get("tokenizer_class") or "")
     tokens = read_object(vocab)
-    qwen2 = named in QWEN2_CLASSES or (not named and len(tokens) in (n for n in PUBLISHED if PUBLISHED[n].normal_form))
+    qwen2 = named in QWEN2_CLASSES or (
+        not named and len(tokens) in (n for n in PUBLISHED if PUBLISHED[n].normal_form)
+    )
     if not qwen2 and named not in GPT2_CLASSES:
         raise ValueError(
             f"{vocab}: tokenizer_class {named} may split text in its own way; write its tokenizer.json beside it: "
@@ -251,10 +348,15 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
     except Exception as error:  # the package raises bare Exception
         raise ValueError(f"{vocab} and {merges.name} are no byte-level BPE: {error}") from error
     space = bool(beside.config.get("add_prefix_space"))
-    model = byte_level(bpe, QWEN2_PATTERN if qwen2 else None, normal_form=qwen2, add_prefix_space=space)
+    model = byte_level(
+        bpe, QWEN2_PATTERN if qwen2 else None, normal_form=qwen2, add_prefix_space=space
+    )
     added = {token: number for token, number in beside.added().items() if token not in tokens}
     if qwen2 and not added:
-        added = {token: len(tokens) + i for i, token in enumerate(t for t in QWEN_SPECIAL[:3] if t not in tokens)}
+        added = {
+            token: len(tokens) + i
+            for i, token in enumerate(t for t in QWEN_SPECIAL[:3] if t not in tokens)
+        }
     for token, number in sorted(added.items(), key=lambda item: item[1]):
         model.add_tokens([AddedToken(token, normalized=False)])
         if model.token_to_id(token) != number:
@@ -268,7 +370,9 @@ def byte_signs() -> dict[int, str]:
     """Returns the character with which GPT-2's vocabularies write each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
 
 
 RUN = 25_000  # characters, as in Llama 3's own tokenizer
@@ -278,19 +382,23 @@ _CLASSES = re.compile(r"\\p\{\w+\}|\\s|\(\?i:")
 
 
 def may_hold_long_run(text: str) -> bool:
-    """Returns False where no RUN characters in a row are all blank or all not, for which tiktoken's stack may end."""
-    half = re.compile(rf"\s{{{RUN // 2}}}|\S{{{RUN // 2}}}")  # each such run fills one of these windows
+    """Returns False where no RUN characters in a row are all blank or all not, for which tiktoken's
+    stack may end."""
+    # each such run fills one of these windows
+    half = re.compile(rf"\s{{{RUN // 2}}}|\S{{{RUN // 2}}}")
     return any(half.match(text, at) for at in range(0, len(text), RUN // 2))
 
 
 class TiktokenEngine:
-    """Encodes as a `tokenizers.Tokenizer` of byte-level BPE does, with tiktoken, which takes a fifth of its time.
+    """Encodes as a `tokenizers.Tokenizer` of byte-level BPE does, with tiktoken, which takes a
+    fifth of its time.
 
-    The first merges pairs of tokens that a list names, in its order; the second any pair whose bytes are a token, the
-    lowest id first. No merge crosses the ends of a token that comes of it, so inside a text its bytes go through the
-    states that they go through alone. If, alone, they end as this token, then only one pair ever makes it, and that
-    pair is in the list. So the ids are the same if ids rise along the list and tokens that are not reached alone are
-    left out. All of it is checked here. Which characters are letters, numbers or blanks is asked of both engines for
+    The first merges pairs of tokens that a list names, in its order; the second any pair whose
+    bytes are a token, the lowest id first. No merge crosses the ends of a token that comes of it,
+    so inside a text its bytes go through the states that they go through alone. If, alone, they end
+    as this token, then only one pair ever makes it, and that pair is in the list. So the ids are
+    the same if ids rise along the list and tokens that are not reached alone are left out. All of
+    it is checked here. Which characters are letters, numbers or blanks is asked of both engines for
     each character when a text first holds it.
 
     Raises ValueError: the ids may differ, or tiktoken is not installed; says why.
@@ -306,19 +414,29 @@ class TiktokenEngine:
         self._normal_form = content["normalizer"] is not None
         self._added = [each["content"] for each in content["added_tokens"] if not each["special"]]
         self._encoding = tiktoken.Encoding(
-            "tokenizer.json", pat_str=pattern, mergeable_ranks=_reached(content["model"]), special_tokens={}
+            "tokenizer.json",
+            pat_str=pattern,
+            mergeable_ranks=_reached(content["model"]),
+            special_tokens={},
         )
         alone = {bytes([byte]): byte for byte in range(256)}
-        classes = ["(?i:[a-z])" if each == "(?i:" else each for each in sorted({*_CLASSES.findall(pattern)})]
+        classes = [
+            "(?i:[a-z])" if each == "(?i:" else each
+            for each in sorted({*_CLASSES.findall(pattern)})
+        ]
         self._classes = [
-            (each, tiktoken.Encoding("class", pat_str=each, mergeable_ranks=alone, special_tokens={}))
+            (
+                each,
+                tiktoken.Encoding("class", pat_str=each, mergeable_ranks=alone, special_tokens={}),
+            )
             for each in classes
         ]
         self._alike: set[str] = set()  # characters whose classes are the same in both
         self._differ: set[str] = set()
 
     def encode(self, text: str) -> list[int] | None:
-        """Returns the ids of a text; None = they may differ, as in a text with an added token or a very long run."""
+        """Returns the ids of a text; None = they may differ, as in a text with an added token or a
+        very long run."""
         if may_hold_long_run(text) or any(token in text for token in self._added):
             return None
         if not text.isascii():
@@ -332,7 +450,8 @@ class TiktokenEngine:
         return self._encoding.encode_ordinary(text)
 
     def _compare(self, letters: str) -> None:
-        """Finds the characters that are of a class for one engine alone, or whose normal form Python does not know."""
+        """Finds the characters that are of a class for one engine alone, or whose normal form
+        Python does not know."""
         from tokenizers import Regex, pre_tokenizers
 
         for pattern, encoding in self._classes:
@@ -345,7 +464,8 @@ class TiktokenEngine:
 
 
 def _splitting(content: dict[str, Any]) -> str:
-    """Returns the pattern by which a tokenizer.json splits text; a ValueError where that and merging is not all."""
+    """Returns the pattern by which a tokenizer.json splits text; a ValueError where that and
+    merging is not all."""
     if content["normalizer"] not in (None, {"type": "NFC"}):
         raise ValueError(f"it changes text first ({content['normalizer']['type']})")
     steps = content["pre_tokenizer"] or {}
@@ -355,19 +475,26 @@ def _splitting(content: dict[str, Any]) -> str:
     pattern = GPT2_PATTERN if last.get("use_regex") else None
     if len(steps) == 2 and pattern is None and split.items() <= steps[0].items():
         pattern = steps[0]["pattern"].get("Regex")
-    if last.get("type") != "ByteLevel" or last["add_prefix_space"] or len(steps) > 2 or pattern is None:
+    if (
+        last.get("type") != "ByteLevel"
+        or last["add_prefix_space"]
+        or len(steps) > 2
+        or pattern is None
+    ):
         raise ValueError("its way of splitting text is another than that of byte-level BPE")
     if not _ALIKE.fullmatch(pattern):
         raise ValueError(f"its pattern {pattern!r} may be read in two ways")
     if model["type"] != "BPE" or any(
-        model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+        model.get(key)
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     ):
         raise ValueError("its model is no plain BPE")
     return pattern
 
 
 def _reached(model: dict[str, Any]) -> dict[bytes, int]:
-    """Returns the tokens to which merges lead, with their ids; a ValueError where tiktoken may merge otherwise."""
+    """Returns the tokens to which merges lead, with their ids; a ValueError where tiktoken may
+    merge otherwise."""
     from tokenizers import models
 
     vocab: dict[str, int] = model["vocab"]

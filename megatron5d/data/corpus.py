@@ -1,8 +1,10 @@
-"""The files of a corpus (jsonl, parquet, text; plain or compressed), divided into units of work in one fixed order.
+"""The files of a corpus (jsonl, parquet, text; plain or compressed), divided into units of work in
+one fixed order.
 
-A unit is cheap to make and expensive to process: raw lines, names of text files, or the number of a row group. One
-process makes units, and many parse and tokenise them. Each unit has the position behind it, where a run can resume:
-files, plain or compressed, are read in pieces of whole lines from any offset in their content (`open_stream`).
+A unit is cheap to make and expensive to process: raw lines, names of text files, or the number of a
+row group. One process makes units, and many parse and tokenise them. Each unit has the position
+behind it, where a run can resume: files, plain or compressed, are read in pieces of whole lines
+from any offset in their content (`open_stream`).
 """
 
 import bz2
@@ -30,15 +32,18 @@ class LineStream:
         self.path, self._disk, self._content = path, disk, content
 
     def read_lines(self, num_bytes: int) -> bytes:
-        """Returns about `num_bytes` of whole lines; b"" at the end. Raises ValueError: the compressed file is damaged
-        or ends early."""
+        """Returns about `num_bytes` of whole lines; b"" at the end. Raises ValueError: the
+        compressed file is damaged or ends early."""
         try:
             return self._content.read(num_bytes) + self._content.readline()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            raise ValueError(f"{self.path}: byte {self._disk.tell()}: cannot be decompressed: {error}") from error
+            raise ValueError(
+                f"{self.path}: byte {self._disk.tell()}: cannot be decompressed: {error}"
+            ) from error
 
     def read_all(self) -> bytes:
-        """Returns the rest of the content. Raises ValueError: the compressed file is damaged or ends early."""
+        """Returns the rest of the content. Raises ValueError: the compressed file is damaged or
+        ends early."""
         return b"".join(iter(lambda: self.read_lines(CHUNK), b""))
 
     def disk_position(self) -> int:
@@ -48,16 +53,19 @@ class LineStream:
 
 @contextmanager
 def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
-    """Opens a file; one that is compressed (gzip, zstd, xz, bzip2) is recognised by its first bytes.
+    """Opens a file; one that is compressed (gzip, zstd, xz, bzip2) is recognised by its first
+    bytes.
 
     Args:
-        offset: bytes of its uncompressed content to skip; compressed files are decompressed up to there.
+        offset: bytes of its uncompressed content to skip; compressed files are decompressed up to
+            there.
 
     Yields:
         The stream.
 
     Raises:
-        ValueError: the package for zstd is not installed, or the content is not compressed as the name says.
+        ValueError: the package for zstd is not installed, or the content is not compressed as the
+            name says.
     """
     with path.open("rb") as disk:
         head = disk.read(_MAGIC_BYTES)
@@ -71,10 +79,14 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
             content = lzma.LZMAFile(disk)  # noqa: SIM115 (closed with the disk's file)
         elif re.match(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", head):
             content = bz2.BZ2File(disk)
-        elif re.match(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", head):  # a frame, or one to skip
+        elif re.match(
+            rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", head
+        ):  # a frame, or one to skip
             content = io.BufferedReader(_ZstdReader(path, disk), CHUNK)
         elif path.name.lower().endswith(COMPRESSED):
-            raise ValueError(f"{path}: byte 0: neither gzip nor zstd nor xz nor bzip2, though its name says so")
+            raise ValueError(
+                f"{path}: byte 0: neither gzip nor zstd nor xz nor bzip2, though its name says so"
+            )
         else:
             content = disk
             disk.seek(offset)
@@ -86,13 +98,16 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
 
 
 class _ZstdReader(io.RawIOBase):
-    """The content of all frames of a `.zst` file; unlike zstandard's own reader it notices a frame that is cut off."""
+    """The content of all frames of a `.zst` file; unlike zstandard's own reader it notices a frame
+    that is cut off."""
 
     def __init__(self, path: Path, disk: BinaryIO) -> None:
         try:
             import zstandard
         except ImportError as error:
-            raise ValueError(f"{path} needs the package zstandard: pip install 'megatron5d[data]'") from error
+            raise ValueError(
+                f"{path} needs the package zstandard: pip install 'megatron5d[data]'"
+            ) from error
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self._frame = self._new_frame()
@@ -141,7 +156,8 @@ NO_TEXT_MAGIC = (b"ARRO", b"PK\3\4", b"\x93NUM", b"MMID")
 ABOUT_DATA = re.compile(
     r"(readme(_[a-z]{2})?|licen[sc]e|notice|changelog|citation|dataset_?(card|infos?)|state)(\W.*)?"
 )
-JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")  # of preprocessing itself (preprocess.py)
+# of preprocessing itself (preprocess.py)
+JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")
 
 
 @dataclass(frozen=True)
@@ -168,15 +184,18 @@ class Unit:
 
 
 def kind_of(path: Path) -> str:
-    """Returns "jsonl", "parquet" or "text", by the file's name; where that says neither of the first two, by its lines.
-    Raises ValueError: it is a table, an array or an archive that is not read here."""
+    """Returns "jsonl", "parquet" or "text", by the file's name; where that says neither of the
+    first two, by its lines. Raises ValueError: it is a table, an array or an archive that is not
+    read here."""
     name = _plain_name(path.name)
     with path.open("rb") as file:
         magic = file.read(4)
     if name.endswith(PARQUET) or magic == b"PAR1":
         return "parquet"
     if NO_TEXT.search(name) or magic in NO_TEXT_MAGIC:
-        raise ValueError(f"{path} is no text by its name or first bytes: write it as jsonl or parquet, or --kind text")
+        raise ValueError(
+            f"{path} is no text by its name or first bytes: write it as jsonl or parquet, or --kind text"
+        )
     if name.endswith(JSONL):
         return "jsonl"
     with open_stream(path) as stream:
@@ -184,7 +203,9 @@ def kind_of(path: Path) -> str:
     return "jsonl" if lines and all(map(_is_object, lines)) else "text"
 
 
-def kinds_of(files: Sequence[Path], kind: str | None = None, keys: Sequence[str] = ("text",)) -> list[str]:
+def kinds_of(
+    files: Sequence[Path], kind: str | None = None, keys: Sequence[str] = ("text",)
+) -> list[str]:
     """Returns the kind of each file.
 
     Args:
@@ -206,13 +227,16 @@ def kinds_of(files: Sequence[Path], kind: str | None = None, keys: Sequence[str]
 
 def _is_object(line: bytes) -> bool:
     try:
-        return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(json.loads(line), dict)
+        return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(
+            json.loads(line), dict
+        )
     except (ValueError, RecursionError):
         return False
 
 
 def _plain_name(name: str) -> str:
-    """Returns a file name in lower case, without the suffixes of compression and of parts (`.jsonl.1`, `.zst`)."""
+    """Returns a file name in lower case, without the suffixes of compression and of parts
+    (`.jsonl.1`, `.zst`)."""
     return re.sub(r"(\.(gz|gzip|zst|zstd|xz|bz2|\d+))+$", "", name.lower())
 
 
@@ -222,14 +246,17 @@ def list_files(
     excludes: Sequence[str] = (),
     passed_over: list[Path] | None = None,
 ) -> list[Path]:
-    """Returns the files of a corpus, in the order of the inputs and sorted inside each folder, each once.
+    """Returns the files of a corpus, in the order of the inputs and sorted inside each folder, each
+    once.
 
     Args:
         inputs: files and folders (searched recursively, through symbolic links too).
-        globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl and parquet, and of
-            text where there is neither, without the files that describe a dataset and without hidden ones.
-        excludes: patterns; a file is left out if its path below the input, or any part of that path, matches. So are
-            the journals and summaries of preprocessing, which may be written among the texts.
+        globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl
+            and parquet, and of text where there is neither, without the files that describe a
+            dataset and without hidden ones.
+        excludes: patterns; a file is left out if its path below the input, or any part of that
+            path, matches. So are the journals and summaries of preprocessing, which may be written
+            among the texts.
         passed_over: to which the files are added that are neither taken nor excluded.
 
     Returns:
@@ -243,11 +270,15 @@ def list_files(
     for each in inputs:
         path = Path(each)
         if path.is_dir():
-            found = [(n, f) for n, f in _files_below(path) if not _excluded(n, [*excludes, *JOURNALS])]
+            found = [
+                (n, f) for n, f in _files_below(path) if not _excluded(n, [*excludes, *JOURNALS])
+            ]
             unused -= {g for g in unused if any(_matches(name, g) for name, _ in found)}
             taken = _taken([name for name, _ in found], globs)
             if lost := [f for name, f in found if name in taken and not f.exists()]:
-                raise ValueError(f"--input {each}: {lost[0]} is a link to nothing; --exclude leaves it out")
+                raise ValueError(
+                    f"--input {each}: {lost[0]} is a link to nothing; --exclude leaves it out"
+                )
             files += [f for name, f in found if name in taken]
             if passed_over is not None:
                 passed_over += [f for name, f in found if name not in taken]
@@ -256,7 +287,9 @@ def list_files(
         else:
             raise ValueError(f"--input {each}: no such file or folder")
     if unused and any(Path(each).is_dir() for each in inputs):
-        raise ValueError(f"--input {' '.join(inputs)}: no files that match --glob {' '.join(sorted(unused))}")
+        raise ValueError(
+            f"--input {' '.join(inputs)}: no files that match --glob {' '.join(sorted(unused))}"
+        )
     if not files:
         raise ValueError(
             f"--input {' '.join(inputs)}: no files that end in {', '.join(JSONL + PARQUET + TEXT)}, compressed or not; "
@@ -269,15 +302,18 @@ def list_files(
 
 
 def _files_below(folder: Path) -> list[tuple[str, Path]]:
-    """Returns (path below it, path) of all files in a folder, sorted; links are followed, a folder once on a way."""
+    """Returns (path below it, path) of all files in a folder, sorted; links are followed, a folder
+    once on a way."""
     found, trail = [], {os.fspath(folder): {folder.resolve()}}
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         entered = trail.pop(place)
         below = {name: Path(place, name).resolve() for name in folders}
-        folders[:] = [name for name in folders if below[name] not in entered]  # a link to a folder above has no end
+        # a link to a folder above has no end
+        folders[:] = [name for name in folders if below[name] not in entered]
         trail |= {os.path.join(place, name): entered | {below[name]} for name in folders}
         files = [Path(place, name) for name in names]
-        found += [file for file in files if file.is_file() or not file.exists()]  # no pipes; links to nothing are told
+        # no pipes; links to nothing are told
+        found += [file for file in files if file.is_file() or not file.exists()]
     return sorted((file.relative_to(folder).as_posix(), file) for file in found)
 
 
@@ -290,12 +326,15 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _taken(names: Sequence[str], globs: Sequence[str]) -> set[str]:
-    """Returns the files of a folder that are read; text beside jsonl or parquet describes them and is left out, and
-    hidden files and folders hold what programs keep for themselves, copies of the others too."""
+    """Returns the files of a folder that are read; text beside jsonl or parquet describes them and
+    is left out, and hidden files and folders hold what programs keep for themselves, copies of the
+    others too."""
     if globs:
         return {name for name in names if any(_matches(name, glob) for glob in globs)}
     plain = {name: _plain_name(name.rpartition("/")[2]) for name in names if "/." not in f"/{name}"}
-    about = {n for n, p in plain.items() if p.endswith((".json", *TEXT)) and ABOUT_DATA.fullmatch(p)}
+    about = {
+        n for n, p in plain.items() if p.endswith((".json", *TEXT)) and ABOUT_DATA.fullmatch(p)
+    }
     records = {name for name, end in plain.items() if end.endswith(JSONL + PARQUET)} - about
     return records or {name for name, end in plain.items() if end.endswith(TEXT)} - about
 
@@ -305,7 +344,10 @@ def _excluded(name: str, excludes: Sequence[str]) -> bool:
 
 
 def units(
-    files: Sequence[Path], text_per: str = "file", start: Cursor | None = None, kinds: Sequence[str] | None = None
+    files: Sequence[Path],
+    text_per: str = "file",
+    start: Cursor | None = None,
+    kinds: Sequence[str] | None = None,
 ) -> Iterator[Unit]:
     """Divides a corpus into units.
 
@@ -362,17 +404,25 @@ def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator
         for group in range(at.offset, num_groups):
             first, row = row + 1, row + parquet.metadata.row_group(group).num_rows
             done = done_before + size * (group + 1) // num_groups
-            yield Unit(Cursor(at.file, group + 1, row), done, path=str(path), row_group=group, first_line=first)
+            yield Unit(
+                Cursor(at.file, group + 1, row),
+                done,
+                path=str(path),
+                row_group=group,
+                first_line=first,
+            )
 
 
 def open_parquet(path: Path):
-    """Opens a parquet file as a `pyarrow.parquet.ParquetFile`, which checks the checksum of each page that has one.
-    Raises ValueError: it is no parquet file, or pyarrow is not installed."""
+    """Opens a parquet file as a `pyarrow.parquet.ParquetFile`, which checks the checksum of each
+    page that has one. Raises ValueError: it is no parquet file, or pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{path} needs the package pyarrow: pip install 'megatron5d[data]'") from error
+        raise ValueError(
+            f"{path} needs the package pyarrow: pip install 'megatron5d[data]'"
+        ) from error
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:

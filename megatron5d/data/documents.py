@@ -1,4 +1,5 @@
-"""The texts in the units of a corpus, and their tokens, made by many processes in the order of the units.
+"""The texts in the units of a corpus, and their tokens, made by many processes in the order of the
+units.
 
 What is not a text is reported with file and line, never repaired.
 """
@@ -49,7 +50,8 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
         keys: fields of a jsonl line or columns of a parquet file that hold text.
 
     Yields:
-        For each document one text per key (text files: one text), or a BadLine. Blank lines are skipped.
+        For each document one text per key (text files: one text), or a BadLine. Blank lines are
+        skipped.
     """
     if unit.files:
         for path in unit.files:
@@ -61,16 +63,23 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
         for number, raw in enumerate(unit.lines.split(b"\n"), unit.first_line):
             if raw.strip():
                 line = raw.removesuffix(b"\r")
-                yield (_json_texts(unit.path, number, line, keys) if unit.as_json else _text(unit.path, number, line))
+                yield (
+                    _json_texts(unit.path, number, line, keys)
+                    if unit.as_json
+                    else _text(unit.path, number, line)
+                )
 
 
 def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
     """Returns the document of a text file or of a line, whose first line has the number `line`."""
     try:
-        return (raw.decode("utf-8-sig" if line == 1 else "utf-8"),)  # a file may begin with a byte-order mark
+        # a file may begin with a byte-order mark
+        return (raw.decode("utf-8-sig" if line == 1 else "utf-8"),)
     except UnicodeDecodeError as error:
         line += raw.count(b"\n", 0, error.start)
-        return BadLine(path, line, f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8")
+        return BadLine(
+            path, line, f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8"
+        )
 
 
 def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Document | BadLine:
@@ -78,15 +87,27 @@ def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Docume
     try:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
-        return BadLine(path, line, f"byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8")
+        return BadLine(
+            path, line, f"byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8"
+        )
     except json.JSONDecodeError as error:
-        hint = "" if raw.strip()[:-1] else "; a file holds one object a line, with no list or object around them"
+        hint = (
+            ""
+            if raw.strip()[:-1]
+            else "; a file holds one object a line, with no list or object around them"
+        )
         return BadLine(path, line, f"not JSON: {error.msg} at column {error.colno}{hint}")
     except (ValueError, RecursionError) as error:
         return BadLine(path, line, f"not readable as JSON: {error}")
     if not isinstance(record, dict):
-        return BadLine(path, line, f"a JSON {type(record).__name__}, not an object; a file holds one object a line")
-    return _checked_texts(path, line, [record.get(key, _MISSING) for key in keys], keys, list(record))
+        return BadLine(
+            path,
+            line,
+            f"a JSON {type(record).__name__}, not an object; a file holds one object a line",
+        )
+    return _checked_texts(
+        path, line, [record.get(key, _MISSING) for key in keys], keys, list(record)
+    )
 
 
 _MISSING = object()
@@ -95,21 +116,30 @@ _MISSING = object()
 def _checked_texts(
     path: str, line: int, texts: list, keys: Sequence[str], present: Sequence[str] = ()
 ) -> Document | BadLine:
-    """Returns the values of the keys, if all are strings that UTF-8 can encode; `present` is for the message."""
+    """Returns the values of the keys, if all are strings that UTF-8 can encode; `present` is for
+    the message."""
     for key, text in zip(keys, texts):
         if text is _MISSING:
             return BadLine(
-                path, line, f"no field {key!r} (--json-keys); it has {', '.join(map(repr, present)) or 'none'}"
+                path,
+                line,
+                f"no field {key!r} (--json-keys); it has {', '.join(map(repr, present)) or 'none'}",
             )
         if isinstance(text, UnicodeDecodeError):
             byte = text.object[text.start]
-            return BadLine(path, line, f"field {key!r}: byte 0x{byte:02x} at offset {text.start} is not UTF-8")
+            return BadLine(
+                path, line, f"field {key!r}: byte 0x{byte:02x} at offset {text.start} is not UTF-8"
+            )
         if not isinstance(text, str):
             return BadLine(path, line, f"field {key!r} is a {type(text).__name__}, not a string")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            return BadLine(path, line, f"field {key!r} has half a surrogate pair at character {error.start + 1}")
+            return BadLine(
+                path,
+                line,
+                f"field {key!r} has half a surrogate pair at character {error.start + 1}",
+            )
     return tuple(texts)
 
 
@@ -118,21 +148,30 @@ def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
     with open_parquet(Path(unit.path)) as parquet:
         columns = parquet.schema_arrow.names
         if twice := [key for key in keys if columns.count(key) > 1]:
-            raise ValueError(f"{unit.path}: {columns.count(twice[0])} columns are called {twice[0]!r}")
+            raise ValueError(
+                f"{unit.path}: {columns.count(twice[0])} columns are called {twice[0]!r}"
+            )
         if missing := [key for key in keys if key not in columns]:
-            raise ValueError(f"{unit.path}: no column {missing[0]!r} (--json-keys); it has {', '.join(columns)}")
+            raise ValueError(
+                f"{unit.path}: no column {missing[0]!r} (--json-keys); it has {', '.join(columns)}"
+            )
         number = unit.first_line
         try:
-            for batch in parquet.iter_batches(1024, row_groups=[unit.row_group], columns=list(keys)):
+            for batch in parquet.iter_batches(
+                1024, row_groups=[unit.row_group], columns=list(keys)
+            ):
                 for texts in zip(*(_values(batch.column(key)) for key in keys)):
                     yield _checked_texts(unit.path, number, list(texts), keys)
                     number += 1
         except (OSError, ValueError) as error:  # pyarrow's own names no file
-            raise ValueError(f"{unit.path}: row group {unit.row_group} cannot be read: {error}") from error
+            raise ValueError(
+                f"{unit.path}: row group {unit.row_group} cannot be read: {error}"
+            ) from error
 
 
 def _values(column) -> list:
-    """Returns the values of a column; a UnicodeDecodeError stands for a string that is not UTF-8."""
+    """Returns the values of a column; a UnicodeDecodeError stands for a string that is not
+    UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -146,7 +185,8 @@ def _value(scalar):
         return error
 
 
-UNITS_IN_FLIGHT = 4  # per process: enough that no process waits for the writer, few enough to limit memory
+# per process: enough that no process waits for the writer, few enough to limit memory
+UNITS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -197,15 +237,18 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, eod: str | int | None, bos: str | int | None) -> Tokenizer:
-    """Returns the tokenizer, loaded once in each process: loading takes longer than tokenising many units."""
+    """Returns the tokenizer, loaded once in each process: loading takes longer than tokenising many
+    units."""
     return load_tokenizer(path, eod, bos)
 
 
-def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[tuple[Unit, Tokenized]]:
+def ordered_map(
+    todo: Iterable[Unit], recipe: Recipe, workers: int
+) -> Iterator[tuple[Unit, Tokenized]]:
     """Tokenises units on several processes and yields the results in the order of the units.
 
-    The processes are spawned, not forked: they inherit no threads, locks or open files of the caller, and importing
-    what they need takes a third of a second.
+    The processes are spawned, not forked: they inherit no threads, locks or open files of the
+    caller, and importing what they need takes a third of a second.
 
     Yields (unit, its tokens). Raises ValueError: a process died, or a file is broken.
     """
@@ -213,9 +256,12 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
         for unit in todo:
             yield unit, tokenize_unit(unit, recipe)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(recipe,))
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(recipe,)
+    )
     waiting: deque[tuple[Unit, Future[Tokenized]]] = deque()
-    resource_tracker.ensure_running()  # else its start, within that of the first process, lets interrupts in again
+    # else its start, within that of the first process, lets interrupts in again
+    resource_tracker.ensure_running()
     try:
         for unit in todo:
             with _held_interrupts():
@@ -237,7 +283,8 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
 
 @contextmanager
 def _held_interrupts() -> Iterator[None]:
-    """Keeps SIGINT from processes that are started, for good: their parent handles it. To this one it comes later."""
+    """Keeps SIGINT from processes that are started, for good: their parent handles it. To this one
+    it comes later."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,7 +1,7 @@
 """The bytes of a Megatron `.idx` file: how one is written, and how one is read without trusting it.
 
-Every error names the file and the byte of the fault. A broken index is nearly always a broken copy, and the byte tells
-whether the copy was cut off, mixed up with another file or never an index.
+Every error names the file and the byte of the fault. A broken index is nearly always a broken copy,
+and the byte tells whether the copy was cut off, mixed up with another file or never an index.
 """
 
 import struct
@@ -23,17 +23,23 @@ CHECK_CHUNK = 1 << 15  # entries checked at a time: they stay in the cache
 
 @dataclass(frozen=True)
 class Index:
-    """A checked `.idx` file; the arrays are views into the memory-mapped file and are not aligned."""
+    """A checked `.idx` file; the arrays are views into the memory-mapped file and are not
+    aligned."""
 
     dtype: np.dtype  # of the ids in `.bin`
     lengths: np.ndarray  # [S] int32, tokens of each sequence
     pointers: np.ndarray  # [S] int64, byte offset of each sequence in `.bin`
-    document_indices: np.ndarray  # [documents + 1] int64, sequences before each document, and their total
+    # [documents + 1] int64, sequences before each document, and their total
+    document_indices: np.ndarray
 
     @property
     def bin_bytes(self) -> int:
         """Size that `.bin` must have, in bytes."""
-        return int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self.lengths) else 0
+        return (
+            int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+            if len(self.lengths)
+            else 0
+        )
 
 
 def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
@@ -52,12 +58,14 @@ def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> byt
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype:
-    """Returns the id type Megatron's builder chooses: u16 below 65,500 ids (not 65,536), else i32."""
+    """Returns the id type Megatron's builder chooses: u16 below 65,500 ids (not 65,536), else
+    i32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def file_error(path: Path, byte: int, what: str) -> ValueError:
-    """Returns the error to raise about a data file, in the same form for all: file, byte, what is wrong."""
+    """Returns the error to raise about a data file, in the same form for all: file, byte, what is
+    wrong."""
     return ValueError(f"{path}: byte {byte}: {what}")
 
 
@@ -71,7 +79,8 @@ def read_index(path: Path) -> Index:
         The checked index.
 
     Raises:
-        ValueError: the file is missing, truncated, foreign or inconsistent; names the file and the byte.
+        ValueError: the file is missing, truncated, foreign or inconsistent; names the file and the
+            byte.
     """
     index = map_index(path)
     pointers_at = HEADER_BYTES + index.lengths.nbytes
@@ -81,13 +90,16 @@ def read_index(path: Path) -> Index:
 
 
 def map_index(path: Path) -> Index:
-    """Maps an `.idx` file and checks only its header and size, which takes no time however long the index is.
+    """Maps an `.idx` file and checks only its header and size, which takes no time however long the
+    index is.
 
-    Returns the index; the numbers after the header are not checked. Raises ValueError: the file is missing, truncated
-    or foreign; names the file and the byte.
+    Returns the index; the numbers after the header are not checked. Raises ValueError: the file is
+    missing, truncated or foreign; names the file and the byte.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file (data.train and data.valid name the path without .bin/.idx)")
+        raise ValueError(
+            f"{path}: no such file (data.train and data.valid name the path without .bin/.idx)"
+        )
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
@@ -103,13 +115,20 @@ def map_index(path: Path) -> Index:
     ]:
         if size < stop:
             raise file_error(
-                path, size, f"the file ends, but its {name} (from byte {start}) reach to byte {stop}: truncated?"
+                path,
+                size,
+                f"the file ends, but its {name} (from byte {start}) reach to byte {stop}: truncated?",
             )
     if size == end + num_sequences and num_sequences:
-        raise file_error(path, end, f"{num_sequences} bytes of multimodal modes follow; only plain text is supported")
+        raise file_error(
+            path,
+            end,
+            f"{num_sequences} bytes of multimodal modes follow; only plain text is supported",
+        )
     if size > end:
         raise file_error(path, end, f"the index ends here, but the file has {size} bytes")
-    raw = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)  # a plain view, because indexing a memmap is slow
+    # a plain view, because indexing a memmap is slow
+    raw = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     return Index(
         dtype,
         lengths=raw[lengths_at:pointers_at].view("<i4"),
@@ -119,34 +138,50 @@ def map_index(path: Path) -> Index:
 
 
 def _read_header(path: Path, head: bytes) -> tuple[np.dtype, int, int]:
-    """Returns the id dtype, number of sequences and number of document indices, from the first bytes of a file."""
+    """Returns the id dtype, number of sequences and number of document indices, from the first
+    bytes of a file."""
     if head.startswith(MAGIC_OF_OLD_FILES):
-        raise file_error(path, 0, "this is a TNTIDX file of the old format; write it again with tools/preprocess.py")
+        raise file_error(
+            path,
+            0,
+            "this is a TNTIDX file of the old format; write it again with tools/preprocess.py",
+        )
     if not MAGIC.startswith(head[: len(MAGIC)]):
-        raise file_error(path, 0, f"{head[: len(MAGIC)]!r} instead of {MAGIC!r}: not a Megatron index")
+        raise file_error(
+            path, 0, f"{head[: len(MAGIC)]!r} instead of {MAGIC!r}: not a Megatron index"
+        )
     if len(head) < HEADER_BYTES:
-        raise file_error(path, len(head), f"the file ends inside its header of {HEADER_BYTES} bytes: truncated?")
+        raise file_error(
+            path, len(head), f"the file ends inside its header of {HEADER_BYTES} bytes: truncated?"
+        )
     version, code, num_sequences, num_boundaries = struct.unpack_from("<QBQQ", head, len(MAGIC))
     if version != VERSION:
         raise file_error(path, 9, f"version {version}, only version {VERSION} is known")
     if code not in DTYPES:
         raise file_error(path, 17, f"dtype code {code} is unknown (1 to {max(DTYPES)})")
     if DTYPES[code].kind == "f":
-        raise file_error(path, 17, f"dtype code {code} is {DTYPES[code].name}, which holds no token ids")
+        raise file_error(
+            path, 17, f"dtype code {code} is {DTYPES[code].name}, which holds no token ids"
+        )
     if num_boundaries < 1:
-        raise file_error(path, 26, "0 document indices; there is always one more than there are documents")
+        raise file_error(
+            path, 26, "0 document indices; there is always one more than there are documents"
+        )
     return DTYPES[code], num_sequences, num_boundaries
 
 
 def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int) -> None:
-    """Checks that lengths are not negative and that each sequence starts where the one before it ends."""
+    """Checks that lengths are not negative and that each sequence starts where the one before it
+    ends."""
     expected = 0
     for start in range(0, len(index.lengths), CHECK_CHUNK):
         lengths = index.lengths[start : start + CHECK_CHUNK]
         pointers = index.pointers[start : start + CHECK_CHUNK]
         if lengths.min() < 0:
             i = start + int(np.argmax(lengths < 0))
-            raise file_error(path, lengths_at + 4 * i, f"sequence {i} has length {index.lengths[i]}")
+            raise file_error(
+                path, lengths_at + 4 * i, f"sequence {i} has length {index.lengths[i]}"
+            )
         sizes = lengths * np.int64(index.dtype.itemsize)
         if pointers[0] != expected or not np.array_equal(np.diff(pointers), sizes[:-1]):
             starts = expected + np.cumsum(sizes) - sizes
@@ -163,14 +198,20 @@ def _check_documents(path: Path, index: Index, documents_at: int) -> None:
     """Checks that document boundaries rise from 0 to the number of sequences."""
     boundaries, num_sequences = index.document_indices, len(index.lengths)
     if boundaries[0] != 0:
-        raise file_error(path, documents_at, f"the first document starts at sequence {boundaries[0]}, not 0")
+        raise file_error(
+            path, documents_at, f"the first document starts at sequence {boundaries[0]}, not 0"
+        )
     for start in range(0, len(boundaries) - 1, CHECK_CHUNK):
         falls = np.diff(boundaries[start : start + CHECK_CHUNK + 1]) < 0
         if falls.any():
             i = start + int(np.argmax(falls)) + 1
             raise file_error(
-                path, documents_at + 8 * i, f"document index {boundaries[i]} after {boundaries[i - 1]}: not rising"
+                path,
+                documents_at + 8 * i,
+                f"document index {boundaries[i]} after {boundaries[i - 1]}: not rising",
             )
     if boundaries[-1] != num_sequences:
         last = documents_at + 8 * (len(boundaries) - 1)
-        raise file_error(path, last, f"the last document ends at sequence {boundaries[-1]} of {num_sequences}")
+        raise file_error(
+            path, last, f"the last document ends at sequence {boundaries[-1]} of {num_sequences}"
+        )

@@ -1,8 +1,10 @@
-"""Token files in Megatron's format: `prefix.bin` holds the ids of all documents, `prefix.idx` where each one begins.
+"""Token files in Megatron's format: `prefix.bin` holds the ids of all documents, `prefix.idx` where
+each one begins.
 
-Opening a terabyte costs nothing: the index is mapped into memory, and tokens are read where they are asked for, so that
-a file that is cut short under way is an error with its name and not the end of the process (SIGBUS).
-Writing appends to `*.partial` files and renames them at the end, so a file named `.idx` is always whole.
+Opening a terabyte costs nothing: the index is mapped into memory, and tokens are read where they
+are asked for, so that a file that is cut short under way is an error with its name and not the end
+of the process (SIGBUS). Writing appends to `*.partial` files and renames them at the end, so a file
+named `.idx` is always whole.
 """
 
 import os
@@ -17,7 +19,8 @@ from megatron5d.data.index_format import DTYPES, file_error, index_header, map_i
 
 
 def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """Returns `prefix` with `suffix` appended; unlike Path.with_suffix it keeps what follows a dot in the prefix."""
+    """Returns `prefix` with `suffix` appended; unlike Path.with_suffix it keeps what follows a dot
+    in the prefix."""
     return Path(f"{os.fspath(prefix)}{suffix}")
 
 
@@ -29,11 +32,12 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin` and `.idx`.
-        checked: check every number of the index, which takes seconds for 10⁹ documents; False where only the size of
-            the data is needed.
+        checked: check every number of the index, which takes seconds for 10⁹ documents; False where
+            only the size of the data is needed.
 
     Raises:
-        ValueError: a file is missing, truncated, foreign or inconsistent; names the file and the byte.
+        ValueError: a file is missing, truncated, foreign or inconsistent; names the file and the
+            byte.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, checked: bool = True) -> None:
@@ -44,7 +48,8 @@ class IndexedDataset:
         if not self.bin_path.is_file():
             raise ValueError(f"{self.bin_path}: no such file, though {self.idx_path} is there")
         self._check_size(self.bin_path.stat().st_size)
-        self._file = self.bin_path.open("rb", buffering=0)  # no buffer and no position: ranks that were forked share it
+        # no buffer and no position: ranks that were forked share it
+        self._file = self.bin_path.open("rb", buffering=0)
         self._idx_bytes = self.idx_path.stat().st_size
 
     def _check_size(self, size: int) -> None:
@@ -52,7 +57,9 @@ class IndexedDataset:
         if size != expected:
             what = "truncated?" if size < expected else "not the .bin of this .idx?"
             raise file_error(
-                self.bin_path, min(size, expected), f"the file has {size} bytes, its .idx says {expected}: {what}"
+                self.bin_path,
+                min(size, expected),
+                f"the file has {size} bytes, its .idx says {expected}: {what}",
             )
 
     @property
@@ -74,21 +81,29 @@ class IndexedDataset:
         return self.index.lengths
 
     def sequence_start(self, i: int) -> int:
-        """Returns where sequence `i` begins in the concatenated stream, in tokens; num_sequences gives the end."""
-        return int(self.index.pointers[i]) // self.dtype.itemsize if i < self.num_sequences else self.num_tokens
+        """Returns where sequence `i` begins in the concatenated stream, in tokens; num_sequences
+        gives the end."""
+        return (
+            int(self.index.pointers[i]) // self.dtype.itemsize
+            if i < self.num_sequences
+            else self.num_tokens
+        )
 
     def document_start(self, i: int) -> int:
-        """Returns where document `i` begins in the concatenated stream, in tokens; `i` = num_documents gives the end.
-        Raises ValueError: the index is damaged."""
+        """Returns where document `i` begins in the concatenated stream, in tokens; `i` =
+        num_documents gives the end. Raises ValueError: the index is damaged."""
         first = int(self.index.document_indices[i])
         if not 0 <= first <= self.num_sequences:
-            raise ValueError(f"{self.prefix}.idx: document {i} begins at sequence {first} of {self.num_sequences}")
+            raise ValueError(
+                f"{self.prefix}.idx: document {i} begins at sequence {first} of {self.num_sequences}"
+            )
         return self.sequence_start(first)
 
     def document(self, i: int) -> np.ndarray:
         """Returns the ids of document `i`.
 
-        Returns `[tokens]` in the file's dtype, read-only. Raises IndexError: there is no such document. Raises
+        Returns `[tokens]` in the file's dtype, read-only. Raises IndexError: there is no such
+        document. Raises
         ValueError: the file has become shorter since it was opened.
         """
         if not 0 <= i < self.num_documents:
@@ -99,11 +114,14 @@ class IndexedDataset:
     def tokens(self, start: int, count: int) -> np.ndarray:
         """Returns a stretch of the concatenated documents.
 
-        Returns `[count]` in the file's dtype, read-only. Raises IndexError: the stretch leaves the file. Raises
+        Returns `[count]` in the file's dtype, read-only. Raises IndexError: the stretch leaves the
+        file. Raises
         ValueError: the file has become shorter since it was opened.
         """
         if start < 0 or count < 0 or start + count > self.num_tokens:
-            raise IndexError(f"{self.prefix}: tokens {start} to {start + count} of {self.num_tokens}")
+            raise IndexError(
+                f"{self.prefix}: tokens {start} to {start + count} of {self.num_tokens}"
+            )
         offset, end = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
         pieces = []  # one, unless it has 2 GiB or more
         while offset < end:
@@ -115,38 +133,53 @@ class IndexedDataset:
         return np.frombuffer(b"".join(pieces), self.dtype)
 
     def check_index(self) -> None:
-        """Reads nothing; to be called before the mapped index is read, of which pages that are gone end the process.
-        Raises ValueError: the `.idx` has become shorter since it was opened."""
+        """Reads nothing; to be called before the mapped index is read, of which pages that are gone
+        end the process. Raises ValueError: the `.idx` has become shorter since it was opened."""
         if (size := self.idx_path.stat().st_size) < self._idx_bytes:
-            raise file_error(self.idx_path, size, f"the file has {size} bytes, and had {self._idx_bytes}: truncated?")
+            raise file_error(
+                self.idx_path,
+                size,
+                f"the file has {size} bytes, and had {self._idx_bytes}: truncated?",
+            )
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Returns where documents begin inside a stretch of the concatenated documents.
 
-        Returns int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning is not listed).
+        Returns int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning
+        is not listed).
         """
         self.check_index()
-        # bisect touches log2(documents) entries; numpy's searchsorted would copy the whole unaligned array
+        # bisect touches log2(documents) entries; numpy's searchsorted would copy the whole
+        # unaligned array
         first = bisect_right(range(self.num_documents), start, key=self.document_start)
-        last = bisect_left(range(self.num_documents), start + count, lo=first, key=self.document_start)
-        starts = np.array([self.document_start(i) - start for i in range(first, last)], dtype=np.int64)
+        last = bisect_left(
+            range(self.num_documents), start + count, lo=first, key=self.document_start
+        )
+        starts = np.array(
+            [self.document_start(i) - start for i in range(first, last)], dtype=np.int64
+        )
         return np.unique(starts)  # an empty document starts where its successor does
 
 
 class IndexedWriter:
-    """Writes a Megatron token file with one sequence per document, byte for byte as Megatron's own builder does.
+    """Writes a Megatron token file with one sequence per document, byte for byte as Megatron's own
+    builder does.
 
     Args:
         prefix: path without `.bin` and `.idx`; its folder is made where it does not exist.
         dtype: of the ids; `dtype_for_vocab` is the one that Megatron gives a vocabulary.
-        resume_at: (documents, tokens) to keep of an earlier, interrupted writer of the same prefix; None = start anew.
+        resume_at: (documents, tokens) to keep of an earlier, interrupted writer of the same prefix;
+            None = start anew.
 
     Raises:
         ValueError: the format has no such dtype, or less is on disk than `resume_at` wants to keep.
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str, resume_at: tuple[int, int] | None = None
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: np.dtype | type | str,
+        resume_at: tuple[int, int] | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -166,7 +199,9 @@ class IndexedWriter:
     def _open(path: Path, keep_bytes: int) -> BinaryIO:
         """Opens and locks a partial file, and cuts it off after the bytes to keep."""
         if keep_bytes and (size := path.stat().st_size if path.exists() else 0) < keep_bytes:
-            raise file_error(path, size, f"the interrupted file ends here, {keep_bytes} bytes were to be kept")
+            raise file_error(
+                path, size, f"the interrupted file ends here, {keep_bytes} bytes were to be kept"
+            )
         file = path.open("ab")
         _lock(file, path)
         file.truncate(keep_bytes)
@@ -183,7 +218,9 @@ class IndexedWriter:
         """
         self.add_documents(ids, [len(ids)])
 
-    def add_documents(self, ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+    def add_documents(
+        self, ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray
+    ) -> None:
         """Appends several documents at once.
 
         Args:
@@ -191,23 +228,29 @@ class IndexedWriter:
             lengths: tokens of each document.
 
         Raises:
-            ValueError: an id is negative or too large for the dtype, or a document has 2³¹ tokens or more.
+            ValueError: an id is negative or too large for the dtype, or a document has 2³¹ tokens
+                or more.
         """
         ids, lengths = np.asarray(ids), np.asarray(lengths, dtype=np.int64)
         assert ids.ndim == 1 and len(ids) == lengths.sum(), (ids.shape, lengths.sum())
         assert not len(ids) or ids.dtype.kind in "iu", ids.dtype
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= self._max_id:
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise ValueError(f"{self.prefix}: token id {worst} is outside 0 to {self._max_id} ({self.dtype.name})")
+            raise ValueError(
+                f"{self.prefix}: token id {worst} is outside 0 to {self._max_id} ({self.dtype.name})"
+            )
         if len(lengths) and lengths.max() >= 2**31:
-            raise ValueError(f"{self.prefix}: a document of {lengths.max()} tokens; the format stops at 2^31 - 1")
+            raise ValueError(
+                f"{self.prefix}: a document of {lengths.max()} tokens; the format stops at 2^31 - 1"
+            )
         self._bin.write(ids.astype(self.dtype).tobytes())
         self._lengths.write(lengths.astype("<i4").tobytes())
         self.num_documents += len(lengths)
         self.num_tokens += len(ids)
 
     def flush(self) -> None:
-        """Puts on disk what was added so far; (num_documents, num_tokens) may then be another writer's `resume_at`."""
+        """Puts on disk what was added so far; (num_documents, num_tokens) may then be another
+        writer's `resume_at`."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -221,7 +264,8 @@ class IndexedWriter:
         """Writes the index and renames both files to their final names, the `.idx` last.
 
         Args:
-            document_indices: as in `Index`, where what was added are sequences; None = each is a document.
+            document_indices: as in `Index`, where what was added are sequences; None = each is a
+                document.
         """
         self.flush()
         self.close()
@@ -229,7 +273,8 @@ class IndexedWriter:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Takes a file lock, which ends with this process. Raises ValueError: another process is writing the file."""
+    """Takes a file lock, which ends with this process. Raises ValueError: another process is
+    writing the file."""
     try:
         import fcntl
 
@@ -240,15 +285,21 @@ def _lock(file: BinaryIO, path: Path) -> None:
         pass  # no locks on this system: the user must not write one prefix twice at a time
 
 
-def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:
-    """Turns complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any point.
+def finish_partial(
+    prefix: str | os.PathLike[str], dtype: np.dtype, document_indices: np.ndarray | None = None
+) -> None:
+    """Turns complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any
+    point.
 
     Args:
         prefix: path without `.bin` and `.idx`.
         dtype: id type of the `.bin`.
         document_indices: as in `IndexedWriter.finalize`.
     """
-    bin_partial, lengths_path = with_suffix(prefix, ".bin.partial"), with_suffix(prefix, ".lengths.partial")
+    bin_partial, lengths_path = (
+        with_suffix(prefix, ".bin.partial"),
+        with_suffix(prefix, ".lengths.partial"),
+    )
     if not lengths_path.exists():
         return
     idx_partial = with_suffix(prefix, ".idx.partial")

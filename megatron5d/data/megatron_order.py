@@ -1,9 +1,11 @@
-"""The order of Megatron's GPTDataset, exactly: the tokens of sample i, for a seed and a number of samples.
+"""The order of Megatron's GPTDataset, exactly: the tokens of sample i, for a seed and a number of
+samples.
 
-The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the run needs, and
-shuffled. A sample begins every seq_len tokens of that stream, and the samples are shuffled again. No Python loop runs
-over tokens, documents or samples: an index over 10⁹ tokens takes a tenth of a second. The indices
-are built once per node and mapped by every rank, from files named after all that they were built from.
+The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the
+run needs, and shuffled. A sample begins every seq_len tokens of that stream, and the samples are
+shuffled again. No Python loop runs over tokens, documents or samples: an index over 10⁹ tokens
+takes a tenth of a second. The indices are built once per node and mapped by every rank, from files
+named after all that they were built from.
 
 Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (core 0.16).
 """
@@ -24,20 +26,28 @@ import numpy as np
 
 from megatron5d.data.indexed_dataset import IndexedDataset
 
-LAST_EPOCH_THRESHOLD = 0.80  # a last epoch of which a smaller share is needed is shuffled separately
+# a last epoch of which a smaller share is needed is shuffled separately
+LAST_EPOCH_THRESHOLD = 0.80
 
 
 @dataclass(frozen=True)
 class SampleOrder:
     """The three indices that Megatron stores, with its dtypes."""
 
-    document_index: np.ndarray  # int32 [epochs·sequences]: sequences in the order in which they are read
-    sample_index: np.ndarray  # int32 or int64 [samples + 1, 2]: (position in document_index, offset in that sequence)
-    shuffle_index: np.ndarray  # uint32 or int64 [samples]: sample i is number shuffle_index[i] of sample_index
+    # int32 [epochs·sequences]: sequences in the order in which they are read
+    document_index: np.ndarray
+    # int32 or int64 [samples + 1, 2]: (position in document_index, offset in that sequence)
+    sample_index: np.ndarray
+    # uint32 or int64 [samples]: sample i is number shuffle_index[i] of sample_index
+    shuffle_index: np.ndarray
 
 
 def build_sample_order(
-    lengths: np.ndarray, sequences: tuple[int, int], seq_len: int, num_samples: int | None, seed: int
+    lengths: np.ndarray,
+    sequences: tuple[int, int],
+    seq_len: int,
+    num_samples: int | None,
+    seed: int,
 ) -> SampleOrder:
     """Builds Megatron's document, sample and shuffle index.
 
@@ -60,7 +70,9 @@ def build_sample_order(
         raise ValueError(
             f"its {len(ids)} documents hold {tokens_per_epoch} tokens, a sample needs train.seq_len + 1 = {seq_len + 1}"
         )
-    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
+    epochs = (
+        1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
+    )
     total = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
     last_apart = False  # the last epoch is shuffled separately
@@ -81,13 +93,17 @@ def build_sample_order(
 
 
 def _shuffle_parts(index: np.ndarray, border: int, random: np.random.RandomState) -> None:
-    """Shuffles what is before `border` and what is behind it, in place; int64, which numpy swaps fastest."""
+    """Shuffles what is before `border` and what is behind it, in place; int64, which numpy swaps
+    fastest."""
     random.shuffle(index[:border])
     random.shuffle(index[border:])
 
 
-def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int) -> np.ndarray:
-    """Returns the sample index: where token j·seq_len of the shuffled stream is, for each sample j and the end."""
+def _cut_samples(
+    lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int
+) -> np.ndarray:
+    """Returns the sample index: where token j·seq_len of the shuffled stream is, for each sample j
+    and the end."""
     lengths = lengths.astype(np.int32)  # aligned
     ends = np.cumsum(lengths.take(document_index, mode="clip"), dtype=np.int64)
     ended = np.searchsorted(ends, total * seq_len, side="right")
@@ -101,7 +117,9 @@ def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, 
     largest = max(len(document_index), int(lengths.max()))
     index = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     index[:, 0] = position
-    np.subtract(np.arange(0, (total + 1) * seq_len, seq_len), before, out=index[:, 1], casting="unsafe")
+    np.subtract(
+        np.arange(0, (total + 1) * seq_len, seq_len), before, out=index[:, 1], casting="unsafe"
+    )
     return index
 
 
@@ -118,7 +136,9 @@ class MegatronStream:
 
     def tokens(self, k: int) -> np.ndarray:
         """Returns the ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
-        return np.concatenate([self.dataset.tokens(start, count) for start, count in self._pieces(k)])
+        return np.concatenate(
+            [self.dataset.tokens(start, count) for start, count in self._pieces(k)]
+        )
 
     def document_starts(self, k: int) -> np.ndarray:
         """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
@@ -126,10 +146,14 @@ class MegatronStream:
         return np.cumsum(counts[:-1], dtype=np.int64)
 
     def _pieces(self, k: int) -> list[tuple[int, int]]:
-        """Returns (first token in the file, number of tokens) of each sequence that the sample takes tokens from."""
+        """Returns (first token in the file, number of tokens) of each sequence that the sample
+        takes tokens from."""
         self.dataset.check_index()
         j = int(self.order.shuffle_index[k])
-        (first, offset), (last, end) = self.order.sample_index[j].tolist(), self.order.sample_index[j + 1].tolist()
+        (first, offset), (last, end) = (
+            self.order.sample_index[j].tolist(),
+            self.order.sample_index[j + 1].tolist(),
+        )
         pieces = []
         for sequence in self.order.document_index[first : last + 1].tolist():
             start = self.dataset.sequence_start(sequence)
@@ -143,13 +167,17 @@ Arrays = dict[str, np.ndarray]
 
 
 def cached_arrays(
-    folder: str | os.PathLike[str], inputs: dict, names: Collection[str], build: Callable[[], Arrays]
+    folder: str | os.PathLike[str],
+    inputs: dict,
+    names: Collection[str],
+    build: Callable[[], Arrays],
 ) -> Arrays:
     """Returns `build()`, from disk where somebody has built it before.
 
-    Many ranks may call this at once: one builds under a lock while the others wait, and where the file system has no
-    locks all build and the first to rename wins. A folder gets its final name when it is whole; where files have been
-    deleted from it since, as clusters do on scratch file systems, it is built again.
+    Many ranks may call this at once: one builds under a lock while the others wait, and where the
+    file system has no locks all build and the first to rename wins. A folder gets its final name
+    when it is whole; where files have been deleted from it since, as clusters do on scratch file
+    systems, it is built again.
 
     Args:
         folder: of the cache; made when missing.
@@ -189,18 +217,22 @@ def _load(target: Path, names: Collection[str]) -> Arrays:
     try:
         return {name: np.load(target / f"{name}.npy", mmap_mode="r") for name in names}
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"data.cache_dir: {target} is damaged ({error}); remove it, and it is built again") from error
+        raise ValueError(
+            f"data.cache_dir: {target} is damaged ({error}); remove it, and it is built again"
+        ) from error
 
 
 def _store(target: Path, arrays: Arrays, inputs: str) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     try:
-        temporary.chmod(0o755)  # mkdtemp makes it private, but the cache is shared with other users of the data
+        # mkdtemp makes it private, but the cache is shared with other users of the data
+        temporary.chmod(0o755)
         for name, array in arrays.items():
             with (temporary / f"{name}.npy").open("wb") as file:
                 np.save(file, array)
                 file.flush()
-                os.fsync(file.fileno())  # a loss of power could otherwise keep the name and lose the content
+                # a loss of power could otherwise keep the name and lose the content
+                os.fsync(file.fileno())
         (temporary / "inputs.json").write_text(inputs)
         os.rename(temporary, target)
     except OSError:
@@ -223,8 +255,10 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-SURPLUS = 0.005  # share by which Megatron draws more samples of each dataset of a blend than it expects to need
-LANE, WARM_UP = 256, 32  # samples of a blend that one lane computes, and before that to come into step
+# share by which Megatron draws more samples of each dataset of a blend than it expects to need
+SURPLUS = 0.005
+# samples of a blend that one lane computes, and before that to come into step
+LANE, WARM_UP = 256, 32
 STATES = 1 << 14  # of lanes and datasets that are computed side by side
 
 
@@ -239,19 +273,21 @@ def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -
 
 
 def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
+    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1),
+    the first of equals.
 
-    Many stretches are computed side by side. The rule forgets where it began, within a few samples: two states that are
-    both near the exact shares become one. So each stretch begins from a guess a little earlier, and the result is exact
-    once every one begins as the one before has ended; those that do not are computed again.
+    Many stretches are computed side by side. The rule forgets where it began, within a few samples:
+    two states that are both near the exact shares become one. So each stretch begins from a guess a
+    little earlier, and the result is exact once every one begins as the one before has ended; those
+    that do not are computed again.
 
     Args:
         weights: one per dataset, normalised.
         size: samples of the blend.
 
     Returns:
-        dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number within the dataset
-        int64 `[size]`.
+        dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number
+        within the dataset int64 `[size]`.
     """
     shares, taken = np.array(weights, np.float64), np.zeros(len(weights))
     datasets = np.empty(size, np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
@@ -266,13 +302,15 @@ def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.
 def _blend_part(
     shares: np.ndarray, before: np.ndarray, begin: int, datasets: np.ndarray, numbers: np.ndarray
 ) -> np.ndarray:
-    """Fills a part of a blend from sample `begin` on, when `before` are taken; returns what is after it."""
+    """Fills a part of a blend from sample `begin` on, when `before` are taken; returns what is
+    after it."""
     first = np.arange(begin, begin + len(datasets), LANE)
     taken = _near(shares, first - WARM_UP)
     taken[:, 1:] = _run_lanes(shares, taken[:, 1:], first[1:] - WARM_UP, WARM_UP)[2]
     taken[:, 0] = before
     found, ends = np.empty((2, len(first), LANE), np.int64), taken.copy()
-    wrong = np.arange(len(first))  # lanes to compute: all, then those that did not begin where the one before ended
+    # lanes to compute: all, then those that did not begin where the one before ended
+    wrong = np.arange(len(first))
     while len(wrong):
         *choices, ends[:, wrong] = _run_lanes(shares, taken[:, wrong], first[wrong], LANE)
         found[:, wrong] = np.transpose(choices, (0, 2, 1))
@@ -283,7 +321,8 @@ def _blend_part(
 
 
 def _near(shares: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns samples of each dataset that may have been taken before each sample of `at`: exact shares, rounded."""
+    """Returns samples of each dataset that may have been taken before each sample of `at`: exact
+    shares, rounded."""
     exact = shares[:, None] * at
     taken = np.floor(exact)
     rank = np.argsort(np.argsort(taken - exact, axis=0, kind="stable"), axis=0)
@@ -293,10 +332,12 @@ def _near(shares: np.ndarray, at: np.ndarray) -> np.ndarray:
 def _run_lanes(
     shares: np.ndarray, taken: np.ndarray, first: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken after them."""
+    """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken
+    after them."""
     taken = taken.copy()
     datasets, numbers = np.empty((2, count, len(first)), np.int64)
-    flat, lanes, lags = taken.reshape(-1), np.arange(len(first)), np.empty_like(taken)  # flat: a view
+    # flat: a view
+    flat, lanes, lags = taken.reshape(-1), np.arange(len(first)), np.empty_like(taken)
     for i in range(count):
         np.multiply(shares[:, None], np.maximum(first + i, 1), out=lags)
         lags -= taken

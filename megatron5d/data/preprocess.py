@@ -1,11 +1,14 @@
-"""Makes Megatron token files from a corpus of texts, with many processes; can be killed and resumed at any moment.
+"""Makes Megatron token files from a corpus of texts, with many processes; can be killed and resumed
+at any moment.
 
-One process reads units and writes tokens in the order of the units; the others parse and tokenise. Every few seconds
-everything written is flushed to disk and a journal records the position in the corpus. A run that was killed continues
-from there and ends with the same bytes as an uninterrupted one.
+One process reads units and writes tokens in the order of the units; the others parse and tokenise.
+Every few seconds everything written is flushed to disk and a journal records the position in the
+corpus. A run that was killed continues from there and ends with the same bytes as an uninterrupted
+one.
 
-When it is done, a summary takes the journal's place. Both contain a fingerprint of the inputs and settings. Only a run
-with the same fingerprint continues where another has stopped, and a finished job is recognised instead of repeated.
+When it is done, a summary takes the journal's place. Both contain a fingerprint of the inputs and
+settings. Only a run with the same fingerprint continues where another has stopped, and a finished
+job is recognised instead of repeated.
 """
 
 import dataclasses
@@ -28,7 +31,13 @@ from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial, with_suffix
 from megatron5d.data.sample_order import hash_key
-from megatron5d.data.tokenizer import Tokenizer, changes_text, load_tokenizer, text_may_hold, tokenizer_digest
+from megatron5d.data.tokenizer import (
+    Tokenizer,
+    changes_text,
+    load_tokenizer,
+    text_may_hold,
+    tokenizer_digest,
+)
 
 
 @dataclass
@@ -37,12 +46,14 @@ class Progress:
 
     fingerprint: str
     cursor: Cursor = field(default_factory=Cursor)
-    written: dict[str, tuple[int, int]] = field(default_factory=dict)  # output prefix -> (documents, tokens)
+    # output prefix -> (documents, tokens)
+    written: dict[str, tuple[int, int]] = field(default_factory=dict)
     documents: int = 0  # taken from the corpus, empty ones included
     empty: int = 0
     bad_lines: int = 0
     complete: bool = False  # everything is written; only the files must get their final names
-    draw: float | None = None  # fraction with which documents are drawn, where it is not --valid-fraction
+    # fraction with which documents are drawn, where it is not --valid-fraction
+    draw: float | None = None
 
 
 class Journal:
@@ -67,8 +78,8 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """Returns the summary if this job is done and its token files are whole, else None. Raises ValueError: another
-        job has written its output here."""
+        """Returns the summary if this job is done and its token files are whole, else None. Raises
+        ValueError: another job has written its output here."""
         if self.path.exists():
             return None
         summary = _read(self.summary_path) if self.summary_path.exists() else {}
@@ -78,16 +89,22 @@ class Journal:
         if not present:
             return None
         if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
-            raise ValueError(f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it")
+            raise ValueError(
+                f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it"
+            )
         item_bytes = np.dtype(summary["dtype"]).itemsize
         for output in self.outputs:
             path = with_suffix(output, ".bin")
-            if not path.is_file() or path.stat().st_size != summary["outputs"][output]["tokens"] * item_bytes:
+            if (
+                not path.is_file()
+                or path.stat().st_size != summary["outputs"][output]["tokens"] * item_bytes
+            ):
                 return None
         return summary
 
     def resume(self) -> Progress:
-        """Returns the progress of this job: what the journal says, or nothing done where there is no journal. Raises
+        """Returns the progress of this job: what the journal says, or nothing done where there is
+        no journal. Raises
         ValueError: an unfinished run of another job is at the prefix."""
         if not self.path.exists():
             return Progress(self.fingerprint)
@@ -107,12 +124,15 @@ class Journal:
         with temporary.open("w") as file:
             json.dump(dataclasses.asdict(progress), file)
             file.flush()
-            os.fsync(file.fileno())  # otherwise the rename could survive a loss of power and the content not
+            # otherwise the rename could survive a loss of power and the content not
+            os.fsync(file.fileno())
         os.replace(temporary, self.path)
 
     def close(self, summary: dict) -> None:
         """Writes the summary and removes the journal."""
-        self.summary_path.write_text(json.dumps({"fingerprint": self.fingerprint, **summary}, indent=1) + "\n")
+        self.summary_path.write_text(
+            json.dumps({"fingerprint": self.fingerprint, **summary}, indent=1) + "\n"
+        )
         self.path.unlink(missing_ok=True)
 
 
@@ -138,8 +158,10 @@ class Job:
     prefix: str
     recipe: Recipe
     text_per: str = "file"  # file | line: what is a document in text files
-    valid_fraction: float = 0.0  # of the documents, to PREFIX_valid, and the rest to PREFIX_train; 0 = all to PREFIX
-    kind: str | None = None  # jsonl | parquet | text, of all files; None = as each one's name or content says
+    # of the documents, to PREFIX_valid, and the rest to PREFIX_train; 0 = all to PREFIX
+    valid_fraction: float = 0.0
+    # jsonl | parquet | text, of all files; None = as each one's name or content says
+    kind: str | None = None
 
     @cached_property
     def kinds(self) -> list[str]:
@@ -150,20 +172,32 @@ class Job:
         """Returns the prefixes to write: for each json key [all], or [train, valid]."""
         keys = self.recipe.json_keys
         names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
-        return [[name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])] for name in names]
+        return [
+            [name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])]
+            for name in names
+        ]
 
     def fingerprint(self, eod: int | None, bos: int | None) -> str:
-        """Returns a hash of the inputs and settings that change the result; `eod`, `bos` as the tokenizer has them."""
-        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+        """Returns a hash of the inputs and settings that change the result; `eod`, `bos` as the
+        tokenizer has them."""
+        files = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in self.files
+        ]
         # skip_bad is left out, so that a run that stopped at a bad line can continue with it
         recipe = dataclasses.asdict(dataclasses.replace(self.recipe, tokenizer="", skip_bad=False))
-        first = [bos] if recipe.pop("prepend_bos") else []  # nothing is added to the hash of a job without it
+        # nothing is added to the hash of a job without it
+        first = [bos] if recipe.pop("prepend_bos") else []
         del recipe["bos"]
         tokenizer = tokenizer_digest(self.recipe.tokenizer)
         settings = [files, recipe, tokenizer, eod, self.text_per, self.valid_fraction, *first]
         # files whose kind their name did not tell older versions, which took them for text
         known = re.compile(r".*\.(jsonl?(\.gz|\.zst)?|parquet)", re.IGNORECASE)
-        told = [str(p) for p, kind in zip(self.files, self.kinds) if kind != "text" and not known.fullmatch(p.name)]
+        told = [
+            str(p)
+            for p, kind in zip(self.files, self.kinds)
+            if kind != "text" and not known.fullmatch(p.name)
+        ]
         text = json.dumps([*settings, told] if told else settings)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -193,10 +227,12 @@ def preprocess(
         save_every_s: seconds between two flushes.
 
     Returns:
-        The summary, which is also written to `PREFIX.preprocess.json`; `up_to_date` says if the job was done already.
+        The summary, which is also written to `PREFIX.preprocess.json`; `up_to_date` says if the job
+        was done already.
 
     Raises:
-        ValueError: a bad line (unless they are skipped), a broken file, or another job's files at the prefix.
+        ValueError: a bad line (unless they are skipped), a broken file, or another job's files at
+            the prefix.
     """
     started = time.monotonic()
     tokenizer = _opened(job.recipe, reporting)
@@ -228,12 +264,17 @@ def preprocess(
 
 
 def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
-    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents."""
+    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand
+    inside documents."""
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     if recipe.prepend_bos and tokenizer.bos is None:
-        raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")
+        raise ValueError(
+            f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos"
+        )
     if recipe.append_eod and tokenizer.eod is None:
-        raise ValueError(f"--append-eod: {recipe.tokenizer} has no end-of-document token; name one with --eod")
+        raise ValueError(
+            f"--append-eod: {recipe.tokenizer} has no end-of-document token; name one with --eod"
+        )
     for number in [tokenizer.eod] * recipe.append_eod + [tokenizer.bos] * recipe.prepend_bos:
         if number is not None and text_may_hold(tokenizer, number):
             name = tokenizer.token(number)
@@ -241,13 +282,18 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
                 f"token {number} ({name!r}) is in every document that spells it, not only where it is put"
             )
     if lost := changes_text(tokenizer):
-        reporting.warning(f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives another text")
+        reporting.warning(
+            f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives another text"
+        )
     return tokenizer
 
 
 def _result(job: Job, progress: Progress) -> dict:
     return {
-        "outputs": {p: {"documents": docs, "tokens": tokens} for p, (docs, tokens) in progress.written.items()},
+        "outputs": {
+            p: {"documents": docs, "tokens": tokens}
+            for p, (docs, tokens) in progress.written.items()
+        },
         "documents": progress.documents - progress.empty,
         "tokens": sum(tokens for _, tokens in progress.written.values()),
         "empty": progress.empty,
@@ -259,13 +305,20 @@ def _result(job: Job, progress: Progress) -> dict:
 
 
 def _write(
-    job: Job, workers: int, journal: Journal, progress: Progress, dtype: np.dtype, reporting: Reporting,
+    job: Job,
+    workers: int,
+    journal: Journal,
+    progress: Progress,
+    dtype: np.dtype,
+    reporting: Reporting,
     save_every_s: float,
-) -> Progress:  # fmt: skip
-    """Tokenises the rest of the corpus into partial files, and saves the journal every `save_every_s`.
+) -> Progress:
+    """Tokenises the rest of the corpus into partial files, and saves the journal every
+    `save_every_s`.
 
     Returns:
-        `progress`, complete; or that of a job to begin anew, with a fraction that draws what --valid-fraction means.
+        `progress`, complete; or that of a job to begin anew, with a fraction that draws what
+        --valid-fraction means.
     """
     writers = [
         [IndexedWriter(prefix, dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
@@ -277,21 +330,29 @@ def _write(
     def save() -> None:
         for writer in all_writers:
             writer.flush()
-        progress.written = {writer.prefix: (writer.num_documents, writer.num_tokens) for writer in all_writers}
+        progress.written = {
+            writer.prefix: (writer.num_documents, writer.num_tokens) for writer in all_writers
+        }
         journal.save(progress)
 
     try:
         todo = units(job.files, job.text_per, progress.cursor, job.kinds)
         for unit, result in ordered_map(todo, job.recipe, workers):
             _count(progress, result, job.recipe.skip_bad, reporting)
-            _append(writers, result, _held_out(progress.documents, len(result.lengths[0]), fraction))
+            _append(
+                writers, result, _held_out(progress.documents, len(result.lengths[0]), fraction)
+            )
             progress.documents += len(result.lengths[0])
             progress.cursor = unit.after
             if time.monotonic() - last_save >= save_every_s:
                 save()
                 last_save = time.monotonic()
             reporting.progress(unit.done_bytes, progress)
-        draw = better_fraction(progress.documents, job.valid_fraction) if progress.draw is None else None
+        draw = (
+            better_fraction(progress.documents, job.valid_fraction)
+            if progress.draw is None
+            else None
+        )
         progress.complete = draw is None
         save()
     finally:
@@ -304,29 +365,38 @@ def _write(
 
 
 def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
-    """Counts the bad lines and empty documents of a unit; raises at a bad line unless they are skipped."""
+    """Counts the bad lines and empty documents of a unit; raises at a bad line unless they are
+    skipped."""
     if result.bad and not skip_bad:
         raise ValueError(f"{result.bad[0]} (--skip-bad counts such lines and continues)")
     for bad in result.bad:
         reporting.bad_line(bad)
     progress.bad_lines += len(result.bad)
     # with several json keys a document is empty when nothing of it is written
-    progress.empty += int(np.count_nonzero(sum(result.lengths) == 0)) if len(result.lengths[0]) else 0
+    progress.empty += (
+        int(np.count_nonzero(sum(result.lengths) == 0)) if len(result.lengths[0]) else 0
+    )
 
 
 def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
-    """Returns whether each of the documents first … first+count−1 belongs to the validation part, bool `[count]`."""
+    """Returns whether each of the documents first … first+count−1 belongs to the validation part,
+    bool `[count]`."""
     if fraction <= 0:
         return np.zeros(count, dtype=bool)
     threshold = int(fraction * 2**64)
-    return np.array([hash_key(VALID_KEY, number) < threshold for number in range(first, first + count)], dtype=bool)
+    return np.array(
+        [hash_key(VALID_KEY, number) < threshold for number in range(first, first + count)],
+        dtype=bool,
+    )
 
 
 def better_fraction(documents: int, fraction: float) -> float | None:
-    """Returns a fraction that holds out the share of the documents that `fraction` means, where that is far from it.
+    """Returns a fraction that holds out the share of the documents that `fraction` means, where
+    that is far from it.
 
-    Documents are drawn by their running number, while their total is unknown. Of few documents that may be far from
-    the share: none of the first 220 is drawn by 0.01. A corpus so small is gone through once more.
+    Documents are drawn by their running number, while their total is unknown. Of few documents that
+    may be far from the share: none of the first 220 is drawn by 0.01. A corpus so small is gone
+    through once more.
 
     Returns A fraction; None where no better one is needed, or there are no two documents.
     """
@@ -341,7 +411,8 @@ def better_fraction(documents: int, fraction: float) -> float | None:
 
 
 def _append(writers: list[list[IndexedWriter]], result: Tokenized, held_out: np.ndarray) -> None:
-    """Appends the documents of a unit that are not empty, each to the writer of its json key and part."""
+    """Appends the documents of a unit that are not empty, each to the writer of its json key and
+    part."""
     for parts, ids, lengths in zip(writers, result.ids, result.lengths):
         for part, writer in enumerate(parts):
             mine = held_out == bool(part)

@@ -1,30 +1,37 @@
-"""Samples from the concatenated documents of one dataset, in our own two orders: sequential and shuffled.
+"""Samples from the concatenated documents of one dataset, in our own two orders: sequential and
+shuffled.
 
-Sample j of an epoch is tokens j·seq_len to (j+1)·seq_len, both included: one more than seq_len, because the last input
-needs a label, so neighbouring samples share a token. `sequential` takes j = 0, 1, 2 …; `shuffled` permutes them by a
-function of seed and epoch, so nothing is built, stored or exchanged between ranks.
+Sample j of an epoch is tokens j·seq_len to (j+1)·seq_len, both included: one more than seq_len,
+because the last input needs a label, so neighbouring samples share a token. `sequential` takes j =
+0, 1, 2 …; `shuffled` permutes them by a function of seed and epoch, so nothing is built, stored or
+exchanged between ranks.
 
-That function is a keyed permutation of 0 … n−1, swap-or-not: each round pairs x with (k − x) mod n, and swaps the pair
-if a bit that both of them compute is set. Each round is its own inverse, so the whole is a bijection for any n.
-Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012, Figure 1.
+That function is a keyed permutation of 0 … n−1, swap-or-not: each round pairs x with (k − x) mod n,
+and swaps the pair if a bit that both of them compute is set. Each round is its own inverse, so the
+whole is a bijection for any n.
+Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012, Figure
+    1.
 
-The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs samples of the global
-order, so its set of samples depends on neither dp nor mbs. Each micro-step takes the next mbs·dp of them, of which rank
-r gets the r-th mbs, as in Megatron.
+The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs
+samples of the global order, so its set of samples depends on neither dp nor mbs. Each micro-step
+takes the next mbs·dp of them, of which rank r gets the r-th mbs, as in Megatron.
 """
 
 import numpy as np
 
 from megatron5d.data.indexed_dataset import IndexedDataset
 
-ROUNDS = 64  # the paper suggests 6·log2(n) or more: each round divides the distance to a random order by about sqrt(2)
+# the paper suggests 6·log2(n) or more: each round divides the distance to a random order by about
+# sqrt(2)
+ROUNDS = 64
 MASK = (1 << 64) - 1
 
 
 def mix(x: int) -> int:
     """Returns a bijective hash of 64 bits: the finaliser of SplitMix64.
 
-    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (mix64variant13).
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014
+        (mix64variant13).
     """
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -76,14 +83,20 @@ class PackedStream:
 
     num_samples = None  # no limit
 
-    def __init__(self, dataset: IndexedDataset, documents: tuple[int, int], seq_len: int, key: int | None) -> None:
+    def __init__(
+        self, dataset: IndexedDataset, documents: tuple[int, int], seq_len: int, key: int | None
+    ) -> None:
         self.dataset = dataset
         self.seq_len = seq_len
         self.start = dataset.document_start(documents[0])
         self.num_tokens = dataset.document_start(documents[1]) - self.start
         self.samples_per_epoch = (self.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
-            way_out = f"lower train.seq_len to at most {self.num_tokens - 1}, or " if self.num_tokens > 1 else ""
+            way_out = (
+                f"lower train.seq_len to at most {self.num_tokens - 1}, or "
+                if self.num_tokens > 1
+                else ""
+            )
             raise ValueError(
                 f"{dataset.prefix}: documents {documents[0]} to {documents[1] - 1} hold {self.num_tokens} tokens, "
                 f"and one sample takes train.seq_len + 1 = {seq_len + 1}; {way_out}take more"
@@ -109,7 +122,9 @@ class PackedStream:
         return self.start + j * self.seq_len
 
 
-def micro_batch_samples(consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int) -> list[range]:
+def micro_batch_samples(
+    consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int
+) -> list[range]:
     """Returns the samples of one step that belong to one data-parallel rank.
 
     Args:

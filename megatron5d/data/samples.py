@@ -1,8 +1,9 @@
-"""The global order of samples: sample i is the same tokens on every rank, with every layout, after any restart.
+"""The global order of samples: sample i is the same tokens on every rank, with every layout, after
+any restart.
 
-Which dataset the i-th sample comes from follows from the datasets' weights, by one of two rules: our own repeats one
-evenly mixed cycle (a small index, any number of samples); Megatron's is greedy and sequential (an index as long as the
-run).
+Which dataset the i-th sample comes from follows from the datasets' weights, by one of two rules:
+our own repeats one evenly mixed cycle (a small index, any number of samples); Megatron's is greedy
+and sequential (an index as long as the run).
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class Samples:
     """
 
     def __init__(
-        self, streams: Sequence[Stream], route: Callable[[int], tuple[int, int]], seq_len: int, num_samples: int | None
+        self,
+        streams: Sequence[Stream],
+        route: Callable[[int], tuple[int, int]],
+        seq_len: int,
+        num_samples: int | None,
     ) -> None:
         self.streams, self.seq_len, self.num_samples = list(streams), seq_len, num_samples
         self._route = route
@@ -49,13 +54,14 @@ class Samples:
         return stream.tokens(k).astype(np.int64)
 
     def document_starts(self, i: int) -> np.ndarray:
-        """Returns the offsets in sample `i` at which a document of the index begins, int64, each in 1 … seq_len."""
+        """Returns the offsets in sample `i` at which a document of the index begins, int64, each in
+        1 … seq_len."""
         stream, k = self.locate(i)
         return stream.document_starts(k)
 
     def locate(self, i: int) -> tuple[Stream, int]:
-        """Returns the stream that sample `i` comes from and its number there. Raises IndexError: there is no such
-        sample."""
+        """Returns the stream that sample `i` comes from and its number there. Raises IndexError:
+        there is no such sample."""
         i = int(i)  # numpy's integers would overflow in the arithmetic of the shuffle
         if i < 0 or (self.num_samples is not None and i >= self.num_samples):
             raise IndexError(
@@ -67,19 +73,27 @@ class Samples:
 
 
 def open_samples(
-    sources: Sequence[str], *, seq_len: int, order: str = "shuffled", seed: int = 0, num_samples: int | None = None,
-    split: str | None = None, part: str = "train", cache_dir: str | os.PathLike[str] | None = None,
+    sources: Sequence[str],
+    *,
+    seq_len: int,
+    order: str = "shuffled",
+    seed: int = 0,
+    num_samples: int | None = None,
+    split: str | None = None,
+    part: str = "train",
+    cache_dir: str | os.PathLike[str] | None = None,
     unweighted: str = "size",
-) -> Samples:  # fmt: skip
+) -> Samples:
     """Opens token files as one sequence of samples.
 
     Args:
         sources: `weight prefix` or `prefix` of .bin/.idx pairs.
         seq_len: tokens of a sample, without the extra one.
-        order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file order) or megatron
-            (exactly GPTDataset's).
+        order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file
+            order) or megatron (exactly GPTDataset's).
         num_samples: samples that the whole run takes; only megatron's order depends on it.
-        split: "969,30,1", the shares of each dataset's documents for train, valid and test; None = all for each part.
+        split: "969,30,1", the shares of each dataset's documents for train, valid and test; None =
+            all for each part.
         part: train, valid or test.
         cache_dir: for megatron's indices; None = a folder `cache` beside the first prefix.
         unweighted: as in `mixing_weights`.
@@ -93,13 +107,22 @@ def open_samples(
     parsed = [source_of(entry) for entry in sources]
     datasets = [IndexedDataset(source.prefix) for source in parsed]
     if order == "megatron":
-        folder = Path(cache_dir) if cache_dir is not None else Path(parsed[0].prefix).parent / "cache"
-        by_size = unweighted == "size" and len(parsed) > 1 and not any(source.weighted for source in parsed)
-        return _megatron_samples(parsed, datasets, seq_len, seed, num_samples, (split, part), folder, by_size=by_size)
+        folder = (
+            Path(cache_dir) if cache_dir is not None else Path(parsed[0].prefix).parent / "cache"
+        )
+        by_size = (
+            unweighted == "size"
+            and len(parsed) > 1
+            and not any(source.weighted for source in parsed)
+        )
+        return _megatron_samples(
+            parsed, datasets, seq_len, seed, num_samples, (split, part), folder, by_size=by_size
+        )
     streams = []
     for d, dataset in enumerate(datasets):
         documents = split_range(split, part, dataset.num_documents)
-        # the dataset's place in the list is in the key, so that one file named twice is not read in the same order
+        # the dataset's place in the list is in the key, so that one file named twice is not read in
+        # the same order
         key = hash_key(seed, d) if order == "shuffled" else None
         streams.append(PackedStream(dataset, documents, seq_len, key))
     weights = mixing_weights(parsed, [stream.num_tokens for stream in streams], unweighted)
@@ -121,14 +144,21 @@ def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
 
 
 def _megatron_samples(
-    sources: list[Source], datasets: list[IndexedDataset], seq_len: int, seed: int, num_samples: int | None,
-    split_part: tuple[str | None, str], folder: Path, *, by_size: bool,
-) -> Samples:  # fmt: skip
+    sources: list[Source],
+    datasets: list[IndexedDataset],
+    seq_len: int,
+    seed: int,
+    num_samples: int | None,
+    split_part: tuple[str | None, str],
+    folder: Path,
+    *,
+    by_size: bool,
+) -> Samples:
     """Returns the samples in Megatron's order.
 
-    As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split; and a
-    list without weights is mixed by size, each dataset once. A run that takes more than that is beyond Megatron: it
-    continues as if the sizes were written as weights.
+    As in Megatron, they are a blend if there are several datasets, or one with an explicit weight
+    and a split; and a list without weights is mixed by size, each dataset once. A run that takes
+    more than that is beyond Megatron: it continues as if the sizes were written as weights.
     """
     from megatron5d.data.megatron_order import SURPLUS, megatron_sizes
 
@@ -149,14 +179,21 @@ def _megatron_samples(
     if num_samples is None:
         raise ValueError("data.order=megatron with weights needs the number of samples of the run")
     weights = normalised(shares)
-    streams = [stream(d, wanted) for d, wanted in enumerate(megatron_sizes(weights, num_samples, SURPLUS))]
+    streams = [
+        stream(d, wanted) for d, wanted in enumerate(megatron_sizes(weights, num_samples, SURPLUS))
+    ]
     size = sum(megatron_sizes(weights, num_samples, 0.0))
     weights = normalised(weights)  # Megatron divides by the sum twice, which can move the last bit
     return _blend(sources, streams, weights, size, seq_len, folder)
 
 
 def _blend(
-    sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
+    sources: list[Source],
+    streams: list[MegatronStream],
+    weights: list[float],
+    size: int,
+    seq_len: int,
+    folder: Path,
 ) -> Samples:
     """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
     from megatron5d.data.megatron_order import cached_arrays, megatron_blend
@@ -178,16 +215,27 @@ def _blend(
 
 
 def _megatron_stream(
-    dataset: IndexedDataset, split_part: tuple[str | None, str], seq_len: int, num_samples: int | None, seed: int,
+    dataset: IndexedDataset,
+    split_part: tuple[str | None, str],
+    seq_len: int,
+    num_samples: int | None,
+    seed: int,
     folder: Path,
-) -> MegatronStream:  # fmt: skip
-    from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
+) -> MegatronStream:
+    from megatron5d.data.megatron_order import (
+        MegatronStream,
+        SampleOrder,
+        build_sample_order,
+        cached_arrays,
+    )
 
     sequences = split_range(*split_part, dataset.num_sequences)
 
     def build() -> dict[str, np.ndarray]:
         try:
-            order = build_sample_order(dataset.sequence_lengths, sequences, seq_len, num_samples, seed)
+            order = build_sample_order(
+                dataset.sequence_lengths, sequences, seq_len, num_samples, seed
+            )
         except ValueError as error:
             raise ValueError(f"{dataset.prefix}: {error}") from error
         return vars(order)
@@ -203,14 +251,17 @@ def _megatron_stream(
         "seed": seed,
     }
     names = [field.name for field in fields(SampleOrder)]
-    return MegatronStream(dataset, SampleOrder(**cached_arrays(folder, inputs, names, build)), seq_len)
+    return MegatronStream(
+        dataset, SampleOrder(**cached_arrays(folder, inputs, names, build)), seq_len
+    )
 
 
 PARTS = ("train", "valid", "test")
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Divides weights by their sum in Megatron's arithmetic (numpy fp64), so that ties are resolved as it does."""
+    """Divides weights by their sum in Megatron's arithmetic (numpy fp64), so that ties are resolved
+    as it does."""
     array = np.array(weights, dtype=np.float64)
     with np.errstate(over="ignore"):
         total = np.sum(array)
@@ -223,8 +274,8 @@ def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: 
     Args:
         sources: entries of the list.
         sizes: tokens or samples of each.
-        unweighted: data.weights: what a list without any weight means, size or equal. Beside others that have one, a
-            bare prefix weighs 1.
+        unweighted: data.weights: what a list without any weight means, size or equal. Beside others
+            that have one, a bare prefix weighs 1.
     """
     if unweighted == "size" and not any(source.weighted for source in sources):
         return [float(size) for size in sizes]
@@ -264,24 +315,29 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
 CYCLE = 1 << 16  # samples after which our own mixture repeats; weights are exact to 1 / CYCLE
 
 
-def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns one cycle of our own mixture, in which every stretch has the datasets in proportion to their weights.
+def mixing_cycle(
+    weights: Sequence[float], cycle: int = CYCLE
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns one cycle of our own mixture, in which every stretch has the datasets in proportion
+    to their weights.
 
-    The k-th of a dataset's c samples belongs at time (k + ½)/c of the cycle; sorting all times gives the order. Within
-    any prefix a dataset is then less than one sample per competitor away from its exact share.
+    The k-th of a dataset's c samples belongs at time (k + ½)/c of the cycle; sorting all times
+    gives the order. Within any prefix a dataset is then less than one sample per competitor away
+    from its exact share.
 
     Args:
         weights: one per dataset, any positive scale.
         cycle: samples in a cycle.
 
     Returns:
-        dataset of each sample int32 `[cycle]`, its number within the dataset int64 `[cycle]`, and samples of each
-        dataset per cycle int64 `[datasets]`.
+        dataset of each sample int32 `[cycle]`, its number within the dataset int64 `[cycle]`, and
+        samples of each dataset per cycle int64 `[datasets]`.
     """
     num = len(weights)
     cycle = max(cycle, num)
     shares = np.array(normalised(weights)) * (cycle - num)
-    counts = np.floor(shares).astype(np.int64) + 1  # at least one sample of each, however small its weight
+    # at least one sample of each, however small its weight
+    counts = np.floor(shares).astype(np.int64) + 1
     by_remainder = np.argsort(np.floor(shares) - shares, kind="stable")
     counts[by_remainder[: cycle - counts.sum()]] += 1
     ids = np.repeat(np.arange(num), counts)

@@ -1,4 +1,5 @@
-"""Finds the tokens that begin and end a document, in all files of a tokenizer's folder that may name them."""
+"""Finds the tokens that begin and end a document, in all files of a tokenizer's folder that may
+name them."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,14 +21,21 @@ EOD_NAMES = (
     "[EOS]",
     "<|im_end|>",
 )
-BOS_NAMES = ("<|begin_of_text|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<s>", "<bos>", "[BOS]")
+BOS_NAMES = (
+    "<|begin_of_text|>",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    "<s>",
+    "<bos>",
+    "[BOS]",
+)
 ROLES = ("eos", "bos", "pad", "unk", "sep", "cls", "mask")
-_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # what published tokenizers write control tokens like
+# what published tokenizers write control tokens like
+_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file of settings; {} where there is none. Raises ValueError: it is no JSON
-    object."""
+    """Returns the content of a JSON file of settings; {} where there is none. Raises ValueError: it
+    is no JSON object."""
     try:
         return parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
@@ -54,12 +62,14 @@ class FilesBeside:
     def _maps(self) -> dict[str, dict[str, Any]]:
         """The files that name tokens, in the order in which transformers asks them."""
         tokens = {"tokenizer_config.json": self.config}
-        legacy = {"special_tokens_map.json": read_object(self.path.with_name("special_tokens_map.json"))}
+        legacy = {
+            "special_tokens_map.json": read_object(self.path.with_name("special_tokens_map.json"))
+        }
         return tokens | legacy if "added_tokens_decoder" in self.config else legacy | tokens
 
     def added(self) -> dict[str, int]:
-        """Returns the tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
-        Raises ValueError: an id is no number."""
+        """Returns the tokens with their ids that tokenizer_config.json and added_tokens.json add to
+        the vocabulary. Raises ValueError: an id is no number."""
         file = self.path.with_name("added_tokens.json")
         try:
             found = {str(token): int(i) for token, i in read_object(file).items()}
@@ -67,7 +77,9 @@ class FilesBeside:
             decoder = self.config.get("added_tokens_decoder") or {}
             return found | {_text(token): int(i) for i, token in decoder.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}: tokens and ids of added tokens cannot be read: {error}") from error
+            raise ValueError(
+                f"{file}: tokens and ids of added tokens cannot be read: {error}"
+            ) from error
 
     def special(self) -> set[str]:
         """Returns every token that has a role."""
@@ -86,11 +98,15 @@ class FilesBeside:
                 yield str(self.path.with_name(name)), token
 
     def numbered(self, role: str) -> Iterator[tuple[str, int]]:
-        """Yields (file, id) of each file of the model's that gives the token's number, and of each of several ids."""
+        """Yields (file, id) of each file of the model's that gives the token's number, and of each
+        of several ids."""
         for name in ("generation_config.json", "config.json"):
             content = read_object(self.path.with_name(name))
             inner = content.get("text_config")
-            value = content.get(f"{role}_token_id", inner.get(f"{role}_token_id") if isinstance(inner, dict) else None)
+            value = content.get(
+                f"{role}_token_id",
+                inner.get(f"{role}_token_id") if isinstance(inner, dict) else None,
+            )
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int):
                     yield str(self.path.with_name(name)), number
@@ -101,20 +117,24 @@ class FilesBeside:
 
 
 def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
-    """Returns the tokens of a vocabulary that by name or role stand for no text, whatever their own file says."""
+    """Returns the tokens of a vocabulary that by name or role stand for no text, whatever their own
+    file says."""
     named = {*EOD_NAMES, *BOS_NAMES, *beside.special()}
     return {name for name in known if name in named or _CONTROL.fullmatch(name)}
 
 
 def asked_for(path: Path, wanted: str | int, known: Mapping[str, int], what: str) -> int:
-    """Returns the id of the token that a user names. Raises ValueError: it is not in the vocabulary."""
+    """Returns the id of the token that a user names. Raises ValueError: it is not in the
+    vocabulary."""
     try:
         number = int(wanted)  # digits are an id, even if they are a token as well
     except ValueError:
         number = known.get(str(wanted), -1)
     if number not in known.values():
         usual = [name for name in (*EOD_NAMES, *BOS_NAMES) if name in known]
-        raise ValueError(f"{path}: {what} token {wanted!r} is not in the vocabulary; it has {usual}")
+        raise ValueError(
+            f"{path}: {what} token {wanted!r} is not in the vocabulary; it has {usual}"
+        )
     return number
 
 
@@ -130,9 +150,10 @@ def end_of_document(
         own: the one that the tokenizer's file itself names.
 
     Returns:
-        The first one that a file names: tokenizer_config.json and special_tokens_map.json, the tokenizer's own,
-        generation_config.json and config.json, else the first of EOD_NAMES that is known; None = there is none. An id
-        that stands for text may end what a model generates, but no document, which may hold that text.
+        The first one that a file names: tokenizer_config.json and special_tokens_map.json, the
+        tokenizer's own, generation_config.json and config.json, else the first of EOD_NAMES that is
+        known; None = there is none. An id that stands for text may end what a model generates, but
+        no document, which may hold that text.
 
     Raises:
         ValueError: a file names one that is not in the vocabulary.
@@ -140,7 +161,9 @@ def end_of_document(
     fix = "name the right one with --eod TOKEN (in training data.eod=ID), or correct that file"
     for source, name in beside.named("eos"):
         if name not in known:
-            raise ValueError(f"{source}: eos_token {name!r} is not in the vocabulary of {beside.path.name}; {fix}")
+            raise ValueError(
+                f"{source}: eos_token {name!r} is not in the vocabulary of {beside.path.name}; {fix}"
+            )
         return known[name]
     if own is not None:
         return own
@@ -155,7 +178,8 @@ def end_of_document(
 def begin_of_document(
     beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
 ) -> int | None:
-    """Returns the id of the token that begins a document, found as `end_of_document` is; None = there is none.
+    """Returns the id of the token that begins a document, found as `end_of_document` is; None =
+    there is none.
 
     What does not exist is passed over, since few runs use this token.
     """

@@ -1,8 +1,10 @@
-"""Tokenizers: text to token ids and back, from sentencepiece, Hugging Face, tiktoken and Mistral files.
+"""Tokenizers: text to token ids and back, from sentencepiece, Hugging Face, tiktoken and Mistral
+files.
 
-Special tokens are never read from text: a document that contains the characters `<|endoftext|>` gets the ids of those
-characters. No begin-of-text token is added. Tokens that a file adds to its vocabulary as text (`special: false`) are
-read as transformers does, unless they end or begin documents, have a role in the folder's files, or look like <|this|>.
+Special tokens are never read from text: a document that contains the characters `<|endoftext|>`
+gets the ids of those characters. No begin-of-text token is added. Tokens that a file adds to its
+vocabulary as text (`special: false`) are read as transformers does, unless they end or begin
+documents, have a role in the folder's files, or look like <|this|>.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from megatron5d.data.bpe_files import (
     read_ranks,
     read_tekken,
 )
-from megatron5d.data.special_tokens import FilesBeside, asked_for, begin_of_document, end_of_document, special_names
+from megatron5d.data.special_tokens import (
+    FilesBeside,
+    asked_for,
+    begin_of_document,
+    end_of_document,
+    special_names,
+)
 
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
 IN_FOLDERS = (
@@ -43,13 +51,25 @@ Asked = str | int | None  # a token or its id; None = the tokenizer's own
 
 # how a file begins that is often mistaken for a tokenizer -> what it is, and what to do
 MISTAKEN = (
-    (rb"version https://git-lfs", "is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"),
-    (rb"(?i)\s*<(!doctype|html)", "is a web page, not the file itself: download it from the link that says 'raw'"),
+    (
+        rb"version https://git-lfs",
+        "is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder",
+    ),
+    (
+        rb"(?i)\s*<(!doctype|html)",
+        "is a web page, not the file itself: download it from the link that says 'raw'",
+    ),
     (rb"\x1f\x8b", "is compressed: gunzip it first"),
     (rb"PK\x03\x04|\x80[\x02-\x05]", "is an archive of weights, not a tokenizer"),
     (rb".{8}\{", "is a safetensors file of weights, not a tokenizer"),
-    (rb"\[PAD\]\r?\n", "is a WordPiece vocabulary, which is not read: save it as tokenizer.json with transformers"),
-    (rb"<unk>\t0\r?\n", "is the list for readers beside a sentencepiece model: name the .model file"),
+    (
+        rb"\[PAD\]\r?\n",
+        "is a WordPiece vocabulary, which is not read: save it as tokenizer.json with transformers",
+    ),
+    (
+        rb"<unk>\t0\r?\n",
+        "is the list for readers beside a sentencepiece model: name the .model file",
+    ),
     (
         rb"#version",
         "is one half of a pair: its vocab.json must stand beside it (gpt2-vocab.json beside gpt2-merges.txt)",
@@ -61,18 +81,20 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
     """Opens a tokenizer file of any kind.
 
     Args:
-        path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64 ranks, a
-            `tekken.json`, a `vocab.json` with its `merges.txt`, or a folder with one of them. The kind is recognised by
-            content, since Llama 3's tiktoken file is `tokenizer.model`.
-        eod: token or id that ends a document; None = the one that the file or one beside it names, or a usual name.
+        path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64
+            ranks, a `tekken.json`, a `vocab.json` with its `merges.txt`, or a folder with one of
+            them. The kind is recognised by content, since Llama 3's tiktoken file is
+            `tokenizer.model`.
+        eod: token or id that ends a document; None = the one that the file or one beside it names,
+            or a usual name.
         bos: token or id that begins a document; None = the same.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: the file is missing, damaged or of an unknown kind, its package is not installed, or `eod` or `bos`
-            is not in its vocabulary.
+        ValueError: the file is missing, damaged or of an unknown kind, its package is not
+            installed, or `eod` or `bos` is not in its vocabulary.
     """
     file = tokenizer_file(path)
     pair = pair_of(file)
@@ -128,7 +150,11 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.is_dir():
         pairs = [path / vocab for vocab, merges in PAIRS if (path / merges).is_file()]
-        for file in [*(path / name for name in IN_FOLDERS), *pairs, *sorted(path.glob("*.tiktoken"))]:
+        for file in [
+            *(path / name for name in IN_FOLDERS),
+            *pairs,
+            *sorted(path.glob("*.tiktoken")),
+        ]:
             if file.is_file():
                 return file
         raise ValueError(
@@ -141,24 +167,40 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_digest(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
+    """Returns the SHA-256 of the file that `load_tokenizer` would read, or of both files of a
+    pair."""
     file = tokenizer_file(path)
-    return hashlib.sha256(b"".join(part.read_bytes() for part in pair_of(file) or [file])).hexdigest()
+    return hashlib.sha256(
+        b"".join(part.read_bytes() for part in pair_of(file) or [file])
+    ).hexdigest()
 
 
 def changes_text(tokenizer: Tokenizer) -> list[str]:
-    """Returns what the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
-    tried = {"line breaks": "a\nb", "tabs": "a\tb", "runs of spaces": "a  b", "capital letters": "aB"}
-    return [what for what, text in tried.items() if tokenizer.decode(_encoded(tokenizer, text)) != text]
+    """Returns what the tokenizer does not keep of a text, in words; [] = it keeps all that is tried
+    here."""
+    tried = {
+        "line breaks": "a\nb",
+        "tabs": "a\tb",
+        "runs of spaces": "a  b",
+        "capital letters": "aB",
+    }
+    return [
+        what for what, text in tried.items() if tokenizer.decode(_encoded(tokenizer, text)) != text
+    ]
 
 
 def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
-    """Returns whether a text that spells a token gets its id, so that it does not only stand where it was put."""
-    return any(number in _encoded(tokenizer, text) for text in (tokenizer.token(number), tokenizer.decode([number])))
+    """Returns whether a text that spells a token gets its id, so that it does not only stand where
+    it was put."""
+    return any(
+        number in _encoded(tokenizer, text)
+        for text in (tokenizer.token(number), tokenizer.decode([number]))
+    )
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the ids of a text; none where the tokenizer has none, and no token for what is unknown."""
+    """Returns the ids of a text; none where the tokenizer has none, and no token for what is
+    unknown."""
     try:
         return tokenizer.encode(text)
     except Exception:  # bare ones of the package tokenizers
@@ -171,7 +213,8 @@ class Tokenizer:
     vocab_size: int  # one more than the largest id
     eod: int | None  # id of the end-of-document token; None = it has none
     bos: int | None  # id of the begin-of-text token; None = it has none
-    adds_bos: bool  # texts begin with `bos` for the model that the files belong to; `encode` does not add it
+    # texts begin with `bos` for the model that the files belong to; `encode` does not add it
+    adds_bos: bool
     engine: str  # of `encode_all`, in words
     _names: dict[int, str]
 
@@ -192,9 +235,13 @@ class Tokenizer:
         return self._names[number]
 
     def _name_tokens(
-        self, beside: FilesBeside, known: dict[str, int], special: Collection[int], asked: tuple[Asked, Asked],
+        self,
+        beside: FilesBeside,
+        known: dict[str, int],
+        special: Collection[int],
+        asked: tuple[Asked, Asked],
         own: tuple[int | None, int | None] = (None, None),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fills the fields.
 
         Args:
@@ -208,7 +255,9 @@ class Tokenizer:
         self.vocab_size = max(self._names, default=-1) + 1
         path, (eod, bos) = beside.path, asked
         self.eod, self.bos = (
-            find(beside, known, special, named) if token is None else asked_for(path, token, known, what)
+            find(beside, known, special, named)
+            if token is None
+            else asked_for(path, token, known, what)
             for find, named, token, what in (
                 (end_of_document, own[0], eod, "end-of-document"),
                 (begin_of_document, own[1], bos, "begin-of-text"),
@@ -225,7 +274,9 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             import sentencepiece
         except ImportError as error:
-            raise ValueError(f"{path} needs the package sentencepiece: pip install sentencepiece") from error
+            raise ValueError(
+                f"{path} needs the package sentencepiece: pip install sentencepiece"
+            ) from error
         content, beside = path.read_bytes(), FilesBeside(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -237,7 +288,11 @@ class SentencePieceTokenizer(Tokenizer):
         model, self._size = self._model, self._model.get_piece_size()
         known = {model.id_to_piece(i): i for i in range(self._size)}
         control = {i for i in known.values() if model.is_control(i) or model.is_unknown(i)}
-        added = {token: i for token, i in beside.added().items() if token not in known and i >= self._size}
+        added = {
+            token: i
+            for token, i in beside.added().items()
+            if token not in known and i >= self._size
+        }
         unread = special_names(known, beside)
         eos, first = model.eos_id(), model.bos_id()
         self._name_tokens(
@@ -248,7 +303,9 @@ class SentencePieceTokenizer(Tokenizer):
             (eos if eos >= 0 else None, first if first >= 0 else None),
         )
         changed = content
-        for name in unread | {self._names[i] for i in (self.eod, self.bos) if i is not None and i < self._size}:
+        for name in unread | {
+            self._names[i] for i in (self.eod, self.bos) if i is not None and i < self._size
+        }:
             changed = _never_read(changed, name)
         if changed != content:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=changed)
@@ -262,35 +319,48 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
     def serialized(self) -> bytes:
-        """Returns the model as it encodes: symbols that are never read from text are control symbols here."""
+        """Returns the model as it encodes: symbols that are never read from text are control
+        symbols here."""
         return self._model.serialized_model_proto()
 
 
 def _never_read(model: bytes, piece: str) -> bytes:
-    """Returns a serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.
+    """Returns a serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL
+    symbol.
 
-    The first kind is found in text, the second never. A message of a piece is: 1, its length and text; 2, its score in
-    four bytes; 3, its type.
+    The first kind is found in text, the second never. A message of a piece is: 1, its length and
+    text; 2, its score in four bytes; 3, its type.
     """
     text = piece.encode()
     if len(text) > 127:  # whose length would take two bytes
         return model
     head = b"\n" + bytes([len(text)]) + text
-    return re.sub(re.escape(head) + rb"(\x15.{4}\x18)\x04", lambda m: m[0][:-1] + b"\x03", model, flags=re.DOTALL)
+    return re.sub(
+        re.escape(head) + rb"(\x15.{4}\x18)\x04",
+        lambda m: m[0][:-1] + b"\x03",
+        model,
+        flags=re.DOTALL,
+    )
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, or a `vocab.json` with its merges."""
 
-    def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, merges: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, eod: Asked = None, bos: Asked = None, merges: Path | None = None
+    ) -> None:
         try:
             import tokenizers
         except ImportError as error:
-            raise ValueError(f"{path} needs the package tokenizers: pip install 'megatron5d[data]'") from error
+            raise ValueError(
+                f"{path} needs the package tokenizers: pip install 'megatron5d[data]'"
+            ) from error
         beside = FilesBeside(path)
         try:
             self._model = (
-                tokenizers.Tokenizer.from_file(str(path)) if merges is None else byte_level_bpe(path, merges, beside)
+                tokenizers.Tokenizer.from_file(str(path))
+                if merges is None
+                else byte_level_bpe(path, merges, beside)
             )
         except ValueError:
             raise
@@ -303,7 +373,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_padding()
         known = self._model.get_vocab(with_added_tokens=True)
         taken = set(known.values())
-        known |= {token: i for token, i in beside.added().items() if token not in known and i not in taken}
+        known |= {
+            token: i for token, i in beside.added().items() if token not in known and i not in taken
+        }
         listed = self._model.get_added_tokens_decoder()
         added = set(listed) | (set(known.values()) - taken)
         unread = special_names(known, beside)
@@ -313,7 +385,11 @@ class HuggingFaceTokenizer(Tokenizer):
         marked = [
             tokenizers.AddedToken(name, special=True, normalized=False)
             for name in sorted(unread, key=known.__getitem__)
-            if (not listed[known[name]].special if known[name] in listed else not text_may_hold(self, known[name]))
+            if (
+                not listed[known[name]].special
+                if known[name] in listed
+                else not text_may_hold(self, known[name])
+            )
             and known[name] in taken
         ]
         self._model.add_special_tokens(marked)
@@ -339,7 +415,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def engine(self) -> str:  # type: ignore[override]
-        return f"tokenizers; no tiktoken: {self._fast}" if isinstance(self._fast, str) else "tiktoken, ids proved equal"
+        return (
+            f"tokenizers; no tiktoken: {self._fast}"
+            if isinstance(self._fast, str)
+            else "tiktoken, ids proved equal"
+        )
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -350,20 +430,29 @@ class TiktokenTokenizer(Tokenizer):
 
     engine = "tiktoken"
 
-    def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, tekken: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path, eod: Asked = None, bos: Asked = None, tekken: dict[str, Any] | None = None
+    ) -> None:
         try:
             import tiktoken
         except ImportError as error:
-            raise ValueError(f"{path} needs the package tiktoken: pip install 'megatron5d[data]'") from error
+            raise ValueError(
+                f"{path} needs the package tiktoken: pip install 'megatron5d[data]'"
+            ) from error
         beside = FilesBeside(path)
         self.ranks = found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
         special = found.special
         try:
             self._model = tiktoken.Encoding(
-                path.stem, pat_str=found.pattern, mergeable_ranks=found.ranks, special_tokens=special
+                path.stem,
+                pat_str=found.pattern,
+                mergeable_ranks=found.ranks,
+                special_tokens=special,
             )
         except ValueError as error:
-            raise ValueError(f"{path}: the pattern {found.pattern!r} cannot be used: {error}") from error
+            raise ValueError(
+                f"{path}: the pattern {found.pattern!r} cannot be used: {error}"
+            ) from error
         self._special = set(special.values())
         plain = {}
         if (eod, bos) != (None, None):
@@ -382,6 +471,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _without_long_runs(text: str) -> list[str]:
-    """Cuts a text after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
+    """Cuts a text after every RUN characters that are all blank or all not: in longer runs
+    tiktoken's stack ends."""
     cuts = [match.end() for match in _LONG_RUN.finditer(text)] if may_hold_long_run(text) else []
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]

@@ -1,8 +1,10 @@
-"""Turns the tokenizer of a run into the files from which transformers' AutoTokenizer gets the ids of training.
+"""Turns the tokenizer of a run into the files from which transformers' AutoTokenizer gets the ids
+of training.
 
-A tokenizer.json leaves as it is; a sentencepiece model and a tiktoken file become one. Special tokens, chat templates
-and the rest of what the source's folder says about tokens leave with it. The class is always named: without a name
-transformers takes that of the model's family, with its own way of splitting text.
+A tokenizer.json leaves as it is; a sentencepiece model and a tiktoken file become one. Special
+tokens, chat templates and the rest of what the source's folder says about tokens leave with it. The
+class is always named: without a name transformers takes that of the model's family, with its own
+way of splitting text.
 """
 
 import json
@@ -23,16 +25,40 @@ from megatron5d.data.tokenizer import (
 )
 
 SETTINGS = "tokenizer_config.json"
-SIDE_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+SIDE_FILES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 TEMPLATES = "additional_chat_templates"
-# Texts on which converted tokenizers went wrong: blanks, digits, apostrophes, line ends, scripts, marks.
+# Texts on which converted tokenizers went wrong: blanks, digits, apostrophes, line ends, scripts,
+# marks.
 PROBES = (
-    "hello 1234 years", " two  spaces\n", "don't ask, I'LL DON'T", "x=3.14", "the year 1999 had", "   ", "",
-    "\n\n\n a\t\tb\r\n", "a\n  b\n\n    c  \n", "12345678 1 22 333", "naïve café e\u0301 Ångström ﬁ ½",
-    "日本語のテキスト 中文 한국어", "مرحبا שלום नमस्ते", "🙂👩\u200d👩\u200d👧 \U0001f1eb\U0001f1f7",
-    "\u00a0nb\u2003sp\u3000", "'s 're 'LL 'ſ", "CamelCaseWords snake_case __init__", "<|x|> <0x0A> [a]",
-    "a" * 60 + " " * 33 + "!" * 17, "\u2581under \u2581", "\x00\x07", "١٢٣ ४५६", "http://a.b/c?d=e&f#g\n",
-)  # fmt: skip
+    "hello 1234 years",
+    " two  spaces\n",
+    "don't ask, I'LL DON'T",
+    "x=3.14",
+    "the year 1999 had",
+    "   ",
+    "",
+    "\n\n\n a\t\tb\r\n",
+    "a\n  b\n\n    c  \n",
+    "12345678 1 22 333",
+    "naïve café e\u0301 Ångström ﬁ ½",
+    "日本語のテキスト 中文 한국어",
+    "مرحبا שלום नमस्ते",
+    "🙂👩\u200d👩\u200d👧 \U0001f1eb\U0001f1f7",
+    "\u00a0nb\u2003sp\u3000",
+    "'s 're 'LL 'ſ",
+    "CamelCaseWords snake_case __init__",
+    "<|x|> <0x0A> [a]",
+    "a" * 60 + " " * 33 + "!" * 17,
+    "\u2581under \u2581",
+    "\x00\x07",
+    "١٢٣ ४५६",
+    "http://a.b/c?d=e&f#g\n",
+)
 BLANK = "\u2581"  # what sentencepiece writes for one
 _LEARNED, _USER, _UNKNOWN, _CONTROL = 1, 4, 2, 3  # types of sentencepiece's pieces
 _UNIGRAM, _BPE = 1, 2  # types of sentencepiece's models
@@ -50,11 +76,13 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
         Content by name in the folder.
 
     Raises:
-        ValueError: the source cannot be read or converted, or transformers would give other ids; says which.
+        ValueError: the source cannot be read or converted, or transformers would give other ids;
+            says which.
     """
     ours, file = load_tokenizer(source, eod), tokenizer_file(source)
     settings, backend = read_object(file.parent / SETTINGS), _backend(file)
-    for key in ("auto_map", "pattern"):  # a class of the source's own; what is in tokenizer.json now
+    # a class of the source's own; what is in tokenizer.json now
+    for key in ("auto_map", "pattern"):
         settings.pop(key, None)
     named = read_object(file.parent / SIDE_FILES[0]) | settings
     usual = _usual_tokens(file, ours, backend)
@@ -70,7 +98,9 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
         "tokenizer.json": backend.to_str(pretty=True),
         SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
     }
-    for path in [file.parent / name for name in SIDE_FILES] + sorted((file.parent / TEMPLATES).glob("*.jinja")):
+    for path in [file.parent / name for name in SIDE_FILES] + sorted(
+        (file.parent / TEMPLATES).glob("*.jinja")
+    ):
         if path.is_file():
             files[str(path.relative_to(file.parent))] = path.read_text(encoding="utf-8")
     _check_ids(file, files, ours, config)
@@ -78,19 +108,23 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
 
 
 def special_tokens(source: Path) -> dict[str, int]:
-    """Returns the tokens of a tokenizer that never come of text, such as those of chat templates, with their ids."""
+    """Returns the tokens of a tokenizer that never come of text, such as those of chat templates,
+    with their ids."""
     added = _backend(tokenizer_file(source)).get_added_tokens_decoder()
     return {token.content: i for i, token in added.items()}
 
 
 def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
-    """Returns special tokens for a folder that names none: those of a sentencepiece model, or what ended documents."""
+    """Returns special tokens for a folder that names none: those of a sentencepiece model, or what
+    ended documents."""
     end, begin = (None if i is None else backend.id_to_token(i) for i in (ours.eod, ours.bos))
     if not isinstance(ours, SentencePieceTokenizer):
         return {"eos_token": end, "bos_token": begin}
     spec = _proto(file, ours).trainer_spec
     ids = {"bos_token": spec.bos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
-    return {"eos_token": end} | {key: backend.id_to_token(i) if i >= 0 else None for key, i in ids.items()}
+    return {"eos_token": end} | {
+        key: backend.id_to_token(i) if i >= 0 else None for key, i in ids.items()
+    }
 
 
 def _backend(file: Path) -> Any:
@@ -115,22 +149,31 @@ def _backend(file: Path) -> Any:
 
 
 def _from_pair(pair: tuple[Path, Path], ours: Tokenizer) -> Any:
-    """Reads a vocab.json and its merges; what training never reads from text is marked as special."""
+    """Reads a vocab.json and its merges; what training never reads from text is marked as
+    special."""
     from tokenizers import AddedToken
 
     beside = FilesBeside(pair[0])
     backend = byte_level_bpe(*pair, beside)
     known, added = backend.get_vocab(), backend.get_added_tokens_decoder()
-    special = [n for n in special_names(known, beside) if known[n] in added or not text_may_hold(ours, known[n])]
+    special = [
+        n
+        for n in special_names(known, beside)
+        if known[n] in added or not text_may_hold(ours, known[n])
+    ]
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in sorted(special)])
     return backend
 
 
 def _with_added(backend: Any, file: Path) -> Any:
-    """Adds the tokens that a folder keeps beside its model: added_tokens.json, added_tokens_decoder."""
+    """Adds the tokens that a folder keeps beside its model: added_tokens.json,
+    added_tokens_decoder."""
     from tokenizers import AddedToken
 
-    wanted = {i: AddedToken(name, normalized=False) for name, i in read_object(file.parent / SIDE_FILES[1]).items()}
+    wanted = {
+        i: AddedToken(name, normalized=False)
+        for name, i in read_object(file.parent / SIDE_FILES[1]).items()
+    }
     for i, token in read_object(file.parent / SETTINGS).get("added_tokens_decoder", {}).items():
         wanted[int(i)] = AddedToken(**token)
     for i, token in sorted(wanted.items()):
@@ -147,13 +190,24 @@ def _proto(file: Path, ours: SentencePieceTokenizer) -> Any:
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError as error:
-        raise ValueError(f"{file} is written as a tokenizer.json, which takes protobuf: {error}") from error
+        raise ValueError(
+            f"{file} is written as a tokenizer.json, which takes protobuf: {error}"
+        ) from error
     return ModelProto.FromString(ours.serialized())
 
 
 def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
-    """Makes BPE or unigram with sentencepiece's own way of writing blanks; user-defined pieces are cut out first."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    """Makes BPE or unigram with sentencepiece's own way of writing blanks; user-defined pieces are
+    cut out first."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     proto = _proto(file, ours)
     kind, rules, pieces = proto.trainer_spec.model_type, proto.normalizer_spec, proto.pieces
@@ -164,18 +218,32 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
         ids = {each.piece: i for i, each in enumerate(pieces)}
         fallback = proto.trainer_spec.byte_fallback
         model: Any = models.BPE(
-            ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=bool(own)
+            ids,
+            merges,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=fallback,
+            ignore_merges=bool(own),
         )
     elif kind == _UNIGRAM:
         scores = [(each.piece, each.score) for each in pieces]
         unknown = next((i for i, each in enumerate(pieces) if each.type == _UNKNOWN), None)
-        model = models.Unigram(scores, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback)
+        model = models.Unigram(
+            scores, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback
+        )
     else:
-        raise ValueError(f"{file}: sentencepiece models of words or characters have no like in tokenizer.json")
+        raise ValueError(
+            f"{file}: sentencepiece models of words or characters have no like in tokenizer.json"
+        )
     backend = Tokenizer(model)
-    steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    steps: list[Any] = (
+        [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    )
     if rules.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(rf"\A +|[ {BLANK}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [
+            normalizers.Replace(Regex(rf"\A +|[ {BLANK}]+\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     steps += [normalizers.Prepend(BLANK)] if rules.add_dummy_prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
     splits = [pre_tokenizers.Split(Regex("|".join(map(_literal, own))), "isolated")] if own else []
@@ -188,7 +256,9 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
         [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     special = [each.piece for each in pieces if each.type in (_CONTROL, _UNKNOWN)]
-    backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    backend.add_special_tokens(
+        [AddedToken(piece, normalized=False, special=True) for piece in special]
+    )
     _add_ends(backend, file.parent, proto.trainer_spec)
     return backend
 
@@ -199,14 +269,18 @@ def _literal(text: str) -> str:
 
 
 def _add_ends(backend: Any, folder: Path, spec: Any) -> None:
-    """Makes texts begin and end as the folder's settings say; a bare model file says nothing, and training adds no
-    token."""
+    """Makes texts begin and end as the folder's settings say; a bare model file says nothing, and
+    training adds no token."""
     from tokenizers.processors import TemplateProcessing
 
     settings = read_object(folder / SETTINGS)
-    by_class = str(settings.get("tokenizer_class")).startswith("Llama")  # which adds <s> unless told otherwise
+    # which adds <s> unless told otherwise
+    by_class = str(settings.get("tokenizer_class")).startswith("Llama")
     asked = ((spec.bos_id, "add_bos_token", by_class), (spec.eos_id, "add_eos_token", False))
-    first, last = ([backend.id_to_token(i)] if i >= 0 and settings.get(key, usual) else [] for i, key, usual in asked)
+    first, last = (
+        [backend.id_to_token(i)] if i >= 0 and settings.get(key, usual) else []
+        for i, key, usual in asked
+    )
     if first or last:
         single, second = [*first, "$A", *last], [f"{part}:1" for part in (*first, "$B", *last)]
         tokens = [(token, backend.token_to_id(token)) for token in {*first, *last}]
@@ -214,7 +288,8 @@ def _add_ends(backend: Any, folder: Path, spec: Any) -> None:
 
 
 def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    """Returns all pairs of tokens that make up a token, the lowest rank first; ties by the order of the parts."""
+    """Returns all pairs of tokens that make up a token, the lowest rank first; ties by the order of
+    the parts."""
     found = []
     for token, rank in ranks.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -223,7 +298,8 @@ def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[
 
 
 def _from_ranks(found: Ranks) -> Any:
-    """Returns the byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
+    """Returns the byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as
+    there."""
     from tokenizers import AddedToken, models
 
     ranks, pattern, special, normal_form, _ = found
@@ -234,27 +310,32 @@ def _from_ranks(found: Ranks) -> Any:
 
     merges = [(spelled(a), spelled(b)) for a, b in _merges(dict(ranks), lambda part: ranks[part])]
     ids = {spelled(token): rank for token, rank in ranks.items()} | special
-    backend = byte_level(models.BPE(ids, merges, ignore_merges=True), pattern, normal_form=normal_form)
+    backend = byte_level(
+        models.BPE(ids, merges, ignore_merges=True), pattern, normal_form=normal_form
+    )
     names = sorted(special, key=lambda name: special[name])
     backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     return backend
 
 
 def _texts(ours: Tokenizer, ids: list[int], special: list[str]) -> Iterator[str]:
-    """Yields PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special token's name."""
+    """Yields PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special
+    token's name."""
     ids = ids[:: max(1, len(ids) // 4000)]
     groups = (ours.decode(ids[at : at + 8]) for at in range(0, len(ids), 8))
     yield from (text for text in (*PROBES, *groups) if not any(name in text for name in special))
 
 
 def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[str, Any]) -> None:
-    """Compares the ids of the written files with those of training, by transformers where it is installed."""
+    """Compares the ids of the written files with those of training, by transformers where it is
+    installed."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(files["tokenizer.json"])
     added = backend.get_added_tokens_decoder()
     special = [token.content for token in added.values()]
-    ids = sorted(set(backend.get_vocab(with_added_tokens=True).values()) - set(added))  # ids may leave gaps
+    # ids may leave gaps
+    ids = sorted(set(backend.get_vocab(with_added_tokens=True).values()) - set(added))
 
     encoders: dict[str, Callable[[str], list[int]]] = {
         "the package tokenizers": lambda text: backend.encode(text, add_special_tokens=False).ids
@@ -271,8 +352,11 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
                 )
 
 
-def _by_transformers(files: dict[str, str], config: dict[str, Any]) -> Callable[[str], list[int]] | None:
-    """Returns AutoTokenizer's encoding of the files to be written; None where transformers is not installed."""
+def _by_transformers(
+    files: dict[str, str], config: dict[str, Any]
+) -> Callable[[str], list[int]] | None:
+    """Returns AutoTokenizer's encoding of the files to be written; None where transformers is not
+    installed."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -285,5 +369,7 @@ def _by_transformers(files: dict[str, str], config: dict[str, Any]) -> Callable[
         try:
             theirs = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of whatever kind the tokenizer's class raises
-            raise ValueError(f"transformers does not read the tokenizer that would be written: {error}") from error
+            raise ValueError(
+                f"transformers does not read the tokenizer that would be written: {error}"
+            ) from error
     return lambda text: theirs(text, add_special_tokens=False).input_ids

@@ -5,9 +5,10 @@ Each bucket is gathered and reduced by one collective.
     weights    | p0 | p1 | ... | pad |     dtype of the model; each parameter is a view
     grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
 
-Both buffers are divided into n = `shard.size` equal slices, of which each rank owns one. A rank receives the reduced
-gradient of its slice in `grad_slice`, keeps the optimiser state for it, updates `weight_slice`, and gathers the other
-ranks' slices of the weights. With n = 1 the slice is the whole buffer.
+Both buffers are divided into n = `shard.size` equal slices, of which each rank owns one. A rank
+receives the reduced gradient of its slice in `grad_slice`, keeps the optimiser state for it,
+updates `weight_slice`, and gathers the other ranks' slices of the weights. With n = 1 the slice is
+the whole buffer.
 
 What is in memory, in elements per bucket; N = `numel` (each parameter padded to 16 elements, the whole to 16·n):
 
@@ -17,15 +18,16 @@ What is in memory, in elements per bucket; N = `numel` (each parameter padded to
     2      N, the slice a view of them             N/n, and N while the unit's gradient is computed and reduced
     3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
 
-The storage of a temporary buffer (temporary_buffer.py) is resized in place, so that parameters, and what autograd or a
-deferred weight gradient has saved, remain views of it. A bucket with a gather format (fp8_all_gather.py) is gathered in
-that.
+The storage of a temporary buffer (temporary_buffer.py) is resized in place, so that parameters, and
+what autograd or a deferred weight gradient has saved, remain views of it. A bucket with a gather
+format (fp8_all_gather.py) is gathered in that.
 
-Over which ranks a bucket is sharded and replicated: with `dp_replicate` (HSDP) slices are distributed over dp_shard·cp,
-and their gradients summed over dp_replicate once a step. Gradients of experts are summed over edp, their slices
-distributed over edp_shard. If a bidirectional pipeline (DualPipe) holds a parameter on two ranks (`ShardSpec.shared`),
-both count as data parallel: under ZeRO-1 slices are distributed over the shard axes of both; under ZeRO-2 and 3 each
-rank is a replica of the other, since they reach a unit at different times. Gradients of copies (norms under sp) are
+Over which ranks a bucket is sharded and replicated: with `dp_replicate` (HSDP) slices are
+distributed over dp_shard·cp, and their gradients summed over dp_replicate once a step. Gradients of
+experts are summed over edp, their slices distributed over edp_shard. If a bidirectional pipeline
+(DualPipe) holds a parameter on two ranks (`ShardSpec.shared`), both count as data parallel: under
+ZeRO-1 slices are distributed over the shard axes of both; under ZeRO-2 and 3 each rank is a replica
+of the other, since they reach a unit at different times. Gradients of copies (norms under sp) are
 summed last, on the slices.
 """
 
@@ -38,7 +40,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.autograd.wgrad import grad_buffer
-from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.comm.collectives import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.temporary_buffer import TemporaryBuffer
 from megatron5d.precision.gemm import forget_copies
@@ -55,7 +62,11 @@ class GatherFormat(Protocol):
     is_stale: bool  # the weights have changed since the owned slice was converted
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], weight_slice: Tensor, shard: Axis
+        self,
+        parameters: Sequence[nn.Parameter],
+        offsets: Sequence[int],
+        weight_slice: Tensor,
+        shard: Axis,
     ) -> None: ...
 
     @staticmethod
@@ -86,7 +97,8 @@ class Segment:
     owned: tuple[int, int]  # the same elements as a flat range within the owned slice
 
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
-        """Returns the pieces that overlap the segment, each with its flat range in the owned slice."""
+        """Returns the pieces that overlap the segment, each with its flat range in the owned
+        slice."""
         shift = self.owned[0] - self.local[0]
         found = []
         for piece in self.spec.pieces:
@@ -100,8 +112,9 @@ class Bucket:
     """The flat buffers of one unit.
 
     Args:
-        parameters: of the unit; they become views of the weights and get a `.main_grad`. Their values are copied in.
-            Parameters built `without_memory` have none yet: they are zero, and are initialised in `weight_slice`.
+        parameters: of the unit; they become views of the weights and get a `.main_grad`. Their
+            values are copied in. Parameters built `without_memory` have none yet: they are zero,
+            and are initialised in `weight_slice`.
         shard: the ranks that own one slice each.
         replicate: the ranks that own the same slice.
         zero: ZeRO stage, 0 ... 3.
@@ -110,9 +123,15 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0,
-        gather_format: type[GatherFormat] | None = None, frozen: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Sequence[nn.Parameter],
+        shard: Axis,
+        replicate: Axis,
+        grad_dtype: torch.dtype,
+        zero: int = 0,
+        gather_format: type[GatherFormat] | None = None,
+        frozen: bool = False,
+    ) -> None:
         self.parameters = list(parameters)
         self.shard, self.replicate = shard, replicate
         self.offsets: list[int] = []
@@ -127,15 +146,20 @@ class Bucket:
         self.shards_weights = zero == 3 and shard.size > 1
         self.shards_grads = zero >= 2 and shard.size > 1 and not frozen
         values = [parameter.data for parameter in self.parameters]
-        self.weight_slice, self._whole_weights = self._buffer(first.dtype, self.shards_weights, self._bind_weights)
+        self.weight_slice, self._whole_weights = self._buffer(
+            first.dtype, self.shards_weights, self._bind_weights
+        )
         self._copy_in(values)
-        if self._whole_weights is not None:  # freed before the gradients are there, so that both are never together
+        # freed before the gradients are there, so that both are never together
+        if self._whole_weights is not None:
             self._whole_weights.free()
         if frozen:
             self.grads = self.grad_slice = torch.empty(0, dtype=grad_dtype, device=first.device)
             self._whole_grads: TemporaryBuffer | None = None
         else:
-            self.grad_slice, self._whole_grads = self._buffer(grad_dtype, self.shards_grads, self._bind_grads)
+            self.grad_slice, self._whole_grads = self._buffer(
+                grad_dtype, self.shards_grads, self._bind_grads
+            )
         for parameter in self.parameters:
             if frozen:
                 parameter.frozen = True  # type: ignore[attr-defined]
@@ -152,7 +176,8 @@ class Bucket:
     def _buffer(
         self, dtype: torch.dtype, temporary: bool, bind: Callable[[Tensor], None]
     ) -> tuple[Tensor, TemporaryBuffer | None]:
-        """Makes a whole buffer for `bind`; returns (owned slice, what gives the whole its memory if it is temporary).
+        """Makes a whole buffer for `bind`; returns (owned slice, what gives the whole its memory if
+        it is temporary).
 
         The slice is a view of the whole, or has its own memory.
         """
@@ -195,7 +220,9 @@ class Bucket:
     def temporary_buffers(self) -> list[TemporaryBuffer]:
         """Those that are in memory only while they are used."""
         formatted = None if self.format is None else self.format.buffer
-        return [each for each in (self._whole_weights, formatted, self._whole_grads) if each is not None]
+        return [
+            each for each in (self._whole_weights, formatted, self._whole_grads) if each is not None
+        ]
 
     @property
     def holds_weights(self) -> bool:
@@ -240,7 +267,8 @@ class Bucket:
         return parts
 
     def shares(self) -> list[list[tuple[int, int]]]:
-        """Returns for each parameter the flat range of it that each rank of `shard` owns; it may be empty."""
+        """Returns for each parameter the flat range of it that each rank of `shard` owns; it may be
+        empty."""
         edges = [rank * self.slice_numel for rank in range(self.shard.size + 1)]
         shares = []
         for parameter, offset in zip(self.parameters, self.offsets):
@@ -250,14 +278,18 @@ class Bucket:
 
     @cached_property
     def counted_spans(self) -> list[tuple[int, int]]:
-        """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has the first copy."""
+        """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has
+        the first copy."""
         if self.frozen:
             return []
-        return [span for segment in self.segments() for piece, span in segment.pieces() if piece.owner]
+        return [
+            span for segment in self.segments() for piece, span in segment.pieces() if piece.owner
+        ]
 
     @cached_property
     def partial_grads(self) -> list[tuple[str, Tensor]]:
-        """(axis, view of `grad_slice`) of gradients still to be summed over an axis of copies (norms under sp)."""
+        """(axis, view of `grad_slice`) of gradients still to be summed over an axis of copies
+        (norms under sp)."""
         return [
             (name, self.grad_slice[start:stop])
             for segment in self.segments()
@@ -277,18 +309,21 @@ class Bucket:
             self._expect_grads()
 
     def _expect_grads(self) -> None:
-        """Has the next gradient of each parameter written over its main gradient (autograd/wgrad.py)."""
+        """Has the next gradient of each parameter written over its main gradient
+        (autograd/wgrad.py)."""
         for parameter in () if self.frozen else self.parameters:
             parameter.holds_grad = False  # type: ignore[attr-defined]
 
     def settle_grads(self) -> None:
-        """Sets the main gradients of parameters that have got none to zero; called before any is read."""
+        """Sets the main gradients of parameters that have got none to zero; called before any is
+        read."""
         for parameter in self.parameters if self.holds_grads else ():
             if not getattr(parameter, "holds_grad", True):
                 grad_buffer(parameter)  # fills it with zeros
 
     def allocate_grads(self) -> None:
-        """Allocates the buffer of main gradients, if it is not there, without values; nobody reads its padding."""
+        """Allocates the buffer of main gradients, if it is not there, without values; nobody reads
+        its padding."""
         if self._reducing is not None:
             self.finish_reduce()
         if self._whole_grads is None or self._whole_grads.is_held:
@@ -305,7 +340,8 @@ class Bucket:
         self._whole_grads.free()
 
     def start_reduce(self) -> None:
-        """Starts summing the main gradients over `shard`; `finish_reduce` puts the sum into the owned slice.
+        """Starts summing the main gradients over `shard`; `finish_reduce` puts the sum into the
+        owned slice.
 
         Comm: reduce_scatter over `shard`, (n-1)/n·N elements.
         """
@@ -315,7 +351,8 @@ class Bucket:
             self._reducing = start_reduce_scatter(self.grads, self.shard)
 
     def finish_reduce(self) -> None:
-        """Waits for the sum, puts it into the owned slice, and frees the main gradients if they are temporary."""
+        """Waits for the sum, puts it into the owned slice, and frees the main gradients if they are
+        temporary."""
         if self._reducing is None:
             return
         reduced, self._reducing = self._reducing.wait(), None
@@ -334,11 +371,13 @@ class Bucket:
         return start_all_reduce(self.grad_slice, self.replicate)
 
     def holds(self, wide: bool) -> bool:
-        """Says whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
+        """Says whether the whole weights are in memory: as the phases read them, or (wide) in the
+        model's dtype."""
         return self.holds_weights if self.format is None or wide else self.format.buffer.is_held
 
     def start_gather(self, wide: bool = False) -> Pending:
-        """Allocates the whole weights and starts gathering the slices of all ranks; they are complete after `wait`.
+        """Allocates the whole weights and starts gathering the slices of all ranks; they are
+        complete after `wait`.
 
         Args:
             wide: in the model's dtype even if the phases read another format.

@@ -21,12 +21,15 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
         expert: `ShardSpec.expert` of them.
 
     Returns:
-        (shard, replicate): the ranks that own one slice each, and the ranks that own the same slice.
+        (shard, replicate): the ranks that own one slice each, and the ranks that own the same
+        slice.
     """
     pair = f"_{shared}" if shared else ""
-    whole, shard, replicate = ("edp", "edp_shard", "edp_replicate") if expert else (
-        "dp_cp", "dp_shard_cp", "dp_replicate"
-    )  # fmt: skip
+    whole, shard, replicate = (
+        ("edp", "edp_shard", "edp_replicate")
+        if expert
+        else ("dp_cp", "dp_shard_cp", "dp_replicate")
+    )
     if zero == 0:
         return Axis(shard), mesh[whole + pair]
     if zero == 1:
@@ -34,8 +37,11 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
     return mesh[shard], mesh[replicate + pair]
 
 
-def _kind(parameter: nn.Parameter, gather_format: type[GatherFormat] | None) -> tuple[str, bool, bool]:
-    """Returns a parameter's kind: those of one kind are reduced over the same ranks and gathered in one format."""
+def _kind(
+    parameter: nn.Parameter, gather_format: type[GatherFormat] | None
+) -> tuple[str, bool, bool]:
+    """Returns a parameter's kind: those of one kind are reduced over the same ranks and gathered in
+    one format."""
     spec = spec_of(parameter)
     return spec.shared, spec.expert, gather_format is not None and gather_format.accepts(parameter)
 
@@ -49,25 +55,42 @@ class Buckets(NamedTuple):
 
 
 def make_buckets(
-    units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype,
-    gather_format: type[GatherFormat] | None, separate: Callable[[ShardSpec], bool],
+    units: Sequence[Sequence[nn.Module]],
+    mesh: Mesh,
+    zero: int,
+    grad_dtype: torch.dtype,
+    gather_format: type[GatherFormat] | None,
+    separate: Callable[[ShardSpec], bool],
     frozen: Callable[[ShardSpec], bool],
-) -> Buckets:  # fmt: skip
+) -> Buckets:
     """Puts every parameter into a bucket; arguments as in GradSync."""
     made, bucket_of = Buckets([], {}, {}), dict[nn.Parameter, int]()
     for unit in units:
-        own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
+        own = {
+            parameter: None
+            for phase in unit
+            for parameter in phase.parameters()
+            if parameter not in bucket_of
+        }
         specs = {parameter: spec_of(parameter) for parameter in own}
-        kinds = {p: (*_kind(p, gather_format), separate(spec), frozen(spec)) for p, spec in specs.items()}
+        kinds = {
+            p: (*_kind(p, gather_format), separate(spec), frozen(spec)) for p, spec in specs.items()
+        }
         for kind in sorted(set(kinds.values())):
             shared, expert, formatted, _, fixed = kind
             parameters = [parameter for parameter in own if kinds[parameter] == kind]
             bucket_of |= dict.fromkeys(parameters, len(made.buckets))
-            axes, chosen = data_axes(mesh, zero, shared, expert), gather_format if formatted else None
-            made.buckets.append(Bucket(parameters, *axes, grad_dtype, zero, gather_format=chosen, frozen=fixed))
+            axes, chosen = (
+                data_axes(mesh, zero, shared, expert),
+                gather_format if formatted else None,
+            )
+            made.buckets.append(
+                Bucket(parameters, *axes, grad_dtype, zero, gather_format=chosen, frozen=fixed)
+            )
         earlier: set[int] = set()
         for phase in unit:
             made.uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
-            made.ends[phase] = set(made.uses[phase]) - earlier  # the first phase in a unit is last in a backward
+            # the first phase in a unit is last in a backward
+            made.ends[phase] = set(made.uses[phase]) - earlier
             earlier |= made.ends[phase]
     return made

@@ -1,11 +1,13 @@
-"""The FP8 gather format of ZeRO-3: weights of FP8 GEMMs are gathered in FP8, half the bytes of bf16.
+"""The FP8 gather format of ZeRO-3: weights of FP8 GEMMs are gathered in FP8, half the bytes of
+bf16.
 
     slice    | bytes of the owned elements |           stays in memory; quantised once after every update
     whole    | p0 | p1 | ... | pad |                   in memory while the unit computes; read by the GEMMs
     scales   one for each 128×128 block, float32       stay in memory on every rank
 
-The numbers are those of gathering bf16 weights and quantising them: each rank finds the largest magnitude
-of each block in its slice, one all_reduce gives the maximum over the whole block, and the scale depends only on that.
+The numbers are those of gathering bf16 weights and quantising them: each rank finds the largest
+magnitude of each block in its slice, one all_reduce gives the maximum over the whole block, and the
+scale depends only on that.
 """
 
 from __future__ import annotations
@@ -43,16 +45,26 @@ class Fp8ShardedWeights:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], weight_slice: Tensor, shard: Axis
+        self,
+        parameters: Sequence[nn.Parameter],
+        offsets: Sequence[int],
+        weight_slice: Tensor,
+        shard: Axis,
     ) -> None:
         self.shard, self._weight_slice = shard, weight_slice
         self._parameters, self._offsets = parameters, offsets
         self._first = shard.rank * weight_slice.numel()
         self._stacks = [stack_of(parameter) for parameter in parameters]
-        self.slice = torch.zeros(weight_slice.numel(), dtype=torch.uint8, device=weight_slice.device)
-        self.buffer = TemporaryBuffer(weight_slice.numel() * shard.size, torch.uint8, weight_slice.device)
+        self.slice = torch.zeros(
+            weight_slice.numel(), dtype=torch.uint8, device=weight_slice.device
+        )
+        self.buffer = TemporaryBuffer(
+            weight_slice.numel() * shard.size, torch.uint8, weight_slice.device
+        )
         self.buffer.free()
-        self.scales = [torch.ones(blocks_in(stack), device=weight_slice.device) for stack in self._stacks]
+        self.scales = [
+            torch.ones(blocks_in(stack), device=weight_slice.device) for stack in self._stacks
+        ]
         self.is_stale = True  # the weights have changed since they were quantised
 
     @staticmethod
@@ -66,14 +78,16 @@ class Fp8ShardedWeights:
         return [self.slice, *self.scales]
 
     def owned(self, index: int) -> tuple[slice, int]:
-        """Returns (the range of the owned slice with a parameter, perhaps empty; its first element there)."""
+        """Returns (the range of the owned slice with a parameter, perhaps empty; its first element
+        there)."""
         offset, numel = self._offsets[index], self._parameters[index].numel()
         start = min(max(offset, self._first), offset + numel)
         stop = max(min(offset + numel, self._first + self._weight_slice.numel()), start)
         return slice(start - self._first, stop - self._first), start - offset
 
     def maxima(self) -> list[Tensor]:
-        """Finds for each parameter the largest magnitude of each of its blocks in this rank's slice."""
+        """Finds for each parameter the largest magnitude of each of its blocks in this rank's
+        slice."""
         found = []
         for index, stack in enumerate(self._stacks):
             span, first = self.owned(index)
@@ -88,17 +102,21 @@ class Fp8ShardedWeights:
         """Quantises the slice anew.
 
         Args:
-            maxima: for each parameter, the magnitudes of its scales, which broadcast over its blocks.
+            maxima: for each parameter, the magnitudes of its scales, which broadcast over its
+                blocks.
         """
         for index, (stack, most, gemms) in enumerate(zip(self._stacks, maxima, self.gemms())):
             span, first = self.owned(index)
             most = most.expand(blocks_in(stack))
             self.scales[index].copy_(scales_of(most, E4M3, gemms.powers_of_two))
-            quantize_slice(self._weight_slice[span], stack, first, most, self.scales[index], self.slice[span])
+            quantize_slice(
+                self._weight_slice[span], stack, first, most, self.scales[index], self.slice[span]
+            )
         self.is_stale = False
 
     def start_gather(self) -> Pending:
-        """Starts gathering the slices of all ranks, and gives each parameter its FP8 copy; complete after `wait`.
+        """Starts gathering the slices of all ranks, and gives each parameter its FP8 copy; complete
+        after `wait`.
 
         Comm: all_gather over `shard`, (n-1)/n·N bytes.
         """
@@ -110,7 +128,8 @@ class Fp8ShardedWeights:
         return start_all_gather(self.slice, self.shard, out=self.buffer.flat)
 
     def drop(self) -> None:
-        """Frees the whole weights. The caller removes the parameters' references to them (`forget_copies`)."""
+        """Frees the whole weights. The caller removes the parameters' references to them
+        (`forget_copies`)."""
         self.buffer.free()
 
     @staticmethod
@@ -125,18 +144,26 @@ class Fp8ShardedWeights:
         """
         maxima = [each.maxima() for each in stale]
         for axis in dict.fromkeys(each.shard for each in stale):
-            views = [most for each, found in zip(stale, maxima) if each.shard is axis for most in found]
+            views = [
+                most for each, found in zip(stale, maxima) if each.shard is axis for most in found
+            ]
             _reduce_together(views, partial(all_reduce, axis=axis, op="max"), exposure)
         gemms = [each.gemms() for each in stale]
-        for_scales = [[g.weight_maxima(most) for g, most in zip(*pair)] for pair in zip(gemms, maxima)]
+        for_scales = [
+            [g.weight_maxima(most) for g, most in zip(*pair)] for pair in zip(gemms, maxima)
+        ]
         for recipe in dict.fromkeys(chain.from_iterable(gemms)):
-            views = [most for pair in zip(gemms, for_scales) for g, most in zip(*pair) if g is recipe]
+            views = [
+                most for pair in zip(gemms, for_scales) for g, most in zip(*pair) if g is recipe
+            ]
             _reduce_together(views, recipe.over_ranks, exposure)
         for each, found in zip(stale, for_scales):
             each.quantize(found)
 
 
-def _reduce_together(views: list[Tensor], reduce: Callable[[Tensor], Tensor], exposure: Exposure) -> None:
+def _reduce_together(
+    views: list[Tensor], reduce: Callable[[Tensor], Tensor], exposure: Exposure
+) -> None:
     """Reduces several tensors, in place, with one call of `reduce`."""
     reduced = exposure.during(partial(reduce, torch.cat([view.flatten() for view in views])))
     for view, part in zip(views, reduced.split([view.numel() for view in views])):

@@ -1,7 +1,8 @@
 """Reduces the gradients of one bucket: over its shard axis, then once a step over its replicas.
 
-A reduction over the shard axis is finished when the gradient of the next unit is ready: it has had time until then, and
-its buffer can be freed. One without a buffer to free or a replica to sum with is left until the end of the step.
+A reduction over the shard axis is finished when the gradient of the next unit is ready: it has had
+time until then, and its buffer can be freed. One without a buffer to free or a replica to sum with
+is left until the end of the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,15 +35,18 @@ class BucketReduction:
         self.remaining = sum(passes[phase] for phase in self.phases)
 
     def arrived(self, ends_microbatch: bool) -> bool:
-        """Counts the weight gradient of a phase (`ends_microbatch`: the last of a micro-batch), and says whether a
-        reduction is due."""
+        """Counts the weight gradient of a phase (`ends_microbatch`: the last of a micro-batch), and
+        says whether a reduction is due."""
         self.remaining -= 1
-        return not self.bucket.frozen and (self.remaining == 0 or (self._per_microbatch and ends_microbatch))
+        return not self.bucket.frozen and (
+            self.remaining == 0 or (self._per_microbatch and ends_microbatch)
+        )
 
     def start(self) -> None:
         """Starts the sum over the shard axis, or over replicas where that has one rank.
 
-        Comm: reduce_scatter over `shard`, (n-1)/n·N elements, or all_reduce over `replicate` of N elements.
+        Comm: reduce_scatter over `shard`, (n-1)/n·N elements, or all_reduce over `replicate` of N
+            elements.
         """
         if self.bucket.shard.size > 1:
             self._start_shard_sum()
@@ -62,10 +66,12 @@ class BucketReduction:
         return self.bucket.shards_grads or self.bucket.replicate.size > 1
 
     def finish_shard_sum(self) -> None:
-        """Waits for the sum over the shard axis; after the last of the step starts that over replicas."""
+        """Waits for the sum over the shard axis; after the last of the step starts that over
+        replicas."""
         self.bucket.finish_reduce()
         self.is_under_way = False
-        if self._is_last:  # `remaining` may be 0 before the step's last sum over the shard axis starts
+        # `remaining` may be 0 before the step's last sum over the shard axis starts
+        if self._is_last:
             self._sum_replicas()
 
     def finish(self) -> None:
@@ -76,17 +82,21 @@ class BucketReduction:
 
 
 class BidirectionalReduction(BucketReduction):
-    """The reduction of a bucket that another pipeline rank holds too, for the stage of the other direction.
+    """The reduction of a bucket that another pipeline rank holds too, for the stage of the other
+    direction.
 
-    Under ZeRO-1 the shard axis contains that rank, else the replicas do. The two ranks finish their phases in different
-    orders, so the sum that both take part in waits for its turn (`start_turn`). It is finished at the end of the step:
-    the other rank may first need this one for something else.
+    Under ZeRO-1 the shard axis contains that rank, else the replicas do. The two ranks finish their
+    phases in different orders, so the sum that both take part in waits for its turn (`start_turn`).
+    It is finished at the end of the step: the other rank may first need this one for something
+    else.
 
     Args:
         zero: ZeRO stage.
     """
 
-    def __init__(self, bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int) -> None:
+    def __init__(
+        self, bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int
+    ) -> None:
         super().__init__(bucket, phases, per_microbatch)
         self._in_shard = zero == 1 and bucket.shard.size > 1
 
@@ -105,7 +115,8 @@ class BidirectionalReduction(BucketReduction):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the sum with the other rank can start: all gradients have arrived and are reduced on this side."""
+        """Whether the sum with the other rank can start: all gradients have arrived and are reduced
+        on this side."""
         return self.remaining == 0 and not self.is_under_way
 
     def start_turn(self) -> None:
@@ -116,7 +127,9 @@ class BidirectionalReduction(BucketReduction):
             self._sum_replicas()
 
 
-def reduction_of(bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int) -> BucketReduction:
+def reduction_of(
+    bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int
+) -> BucketReduction:
     """Returns the reduction of a bucket; arguments as in the two classes."""
     if spec_of(bucket.parameters[0]).shared and not bucket.frozen:
         return BidirectionalReduction(bucket, phases, per_microbatch, zero)

@@ -1,4 +1,5 @@
-"""Data parallelism over buckets: gradients are reduced during the backward, weights gathered during the forward.
+"""Data parallelism over buckets: gradients are reduced during the backward, weights gathered during
+the forward.
 
     zero   weights    gradients   optimiser state       communication of a step (n = dp_shard·cp, m micro-batches)
     0      whole      whole       whole                 all_reduce of the gradients
@@ -6,20 +7,22 @@
     2      whole      1/n         1/n                   m reduce_scatters; all_gather of the weights after the step
     3      1/n        1/n         1/n                   m reduce_scatters; 2·m all_gathers of the weights
 
-The unit is a bucket: usually all parameters of a block, of the embedding or of the head. bucket.py says what stays in
-memory, weight_gather.py when weights are gathered and how many elements are sent.
+The unit is a bucket: usually all parameters of a block, of the embedding or of the head. bucket.py
+says what stays in memory, weight_gather.py when weights are gathered and how many elements are
+sent.
 
-Gradients under ZeRO-2 and 3. A unit's gradient is accumulated in a buffer of main-gradient dtype, allocated at the
-unit's first weight gradient (under a split backward: in W). By default it is reduce-scattered after every micro-batch
-and added to the owned slice. Then at most two such buffers exist, one being filled and one being reduced, and m·Ψ
-elements are sent. With `reduce_per_step` the buffer stays until the step's last micro-batch, as under ZeRO-1, and Ψ
-elements are sent.
+Gradients under ZeRO-2 and 3. A unit's gradient is accumulated in a buffer of main-gradient dtype,
+allocated at the unit's first weight gradient (under a split backward: in W). By default it is
+reduce-scattered after every micro-batch and added to the owned slice. Then at most two such buffers
+exist, one being filled and one being reduced, and m·Ψ elements are sent. With `reduce_per_step` the
+buffer stays until the step's last micro-batch, as under ZeRO-1, and Ψ elements are sent.
 
-Bitwise equality. All stages add micro-batches into the main gradient in the same order and reduce the same buffers in
-the same slices. So ZeRO-1, 2 and 3 give the same bits if gradients are reduced once a step (one micro-batch, or
-`reduce_per_step`) and no stage is bidirectional. Reduced per micro-batch, the sum over ranks comes before the sum over
-micro-batches and rounds differently. ZeRO-0 uses all_reduce, which on more than two ranks may add in another order, and
-its gradient norm adds up whole parameters instead of slices. When weights are gathered changes no number.
+Bitwise equality. All stages add micro-batches into the main gradient in the same order and reduce
+the same buffers in the same slices. So ZeRO-1, 2 and 3 give the same bits if gradients are reduced
+once a step (one micro-batch, or `reduce_per_step`) and no stage is bidirectional. Reduced per
+micro-batch, the sum over ranks comes before the sum over micro-batches and rounds differently.
+ZeRO-0 uses all_reduce, which on more than two ranks may add in another order, and its gradient norm
+adds up whole parameters instead of slices. When weights are gathered changes no number.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 """
 
@@ -32,7 +35,11 @@ from torch import Tensor, nn
 from megatron5d.comm.collectives import start_all_reduce
 from megatron5d.data_parallel.bucket import GatherFormat
 from megatron5d.data_parallel.bucketing import make_buckets
-from megatron5d.data_parallel.grad_reduce import BidirectionalReduction, BucketReduction, reduction_of
+from megatron5d.data_parallel.grad_reduce import (
+    BidirectionalReduction,
+    BucketReduction,
+    reduction_of,
+)
 from megatron5d.data_parallel.temporary_buffer import FixedPlaces
 from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.topology.mesh import Mesh
@@ -43,51 +50,78 @@ class GradSync:
     """The PhaseHooks of a stage under data parallelism.
 
     Args:
-        units: lists of phases; a unit's parameters of one kind share a bucket, one of several units is the first's.
+        units: lists of phases; a unit's parameters of one kind share a bucket, one of several units
+            is the first's.
         zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.
-        reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
+        reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every
+            micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
-        gather_format: in which ZeRO-3 gathers the parameters that it accepts; they get their own buckets.
-        separate: parameters for which it is true get their own buckets (those that another optimiser updates).
+        gather_format: in which ZeRO-3 gathers the parameters that it accepts; they get their own
+            buckets.
+        separate: parameters for which it is true get their own buckets (those that another
+            optimiser updates).
         frozen: the same for parameters that are never updated, and whose gradients are not reduced.
 
     `uses` has the indices of the buckets that hold a phase's parameters.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
-        reduce_per_step: bool = False, gather_per_step: bool = False, gather_format: type[GatherFormat] | None = None,
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        mesh: Mesh,
+        zero: int,
+        grad_dtype: torch.dtype,
+        *,
+        reduce_per_step: bool = False,
+        gather_per_step: bool = False,
+        gather_format: type[GatherFormat] | None = None,
         separate: Callable[[ShardSpec], bool] = lambda spec: False,
         frozen: Callable[[ShardSpec], bool] = lambda spec: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.zero, self._mesh = zero, mesh
-        made = make_buckets(units, mesh, zero, grad_dtype, gather_format if zero == 3 else None, separate, frozen)
+        made = make_buckets(
+            units, mesh, zero, grad_dtype, gather_format if zero == 3 else None, separate, frozen
+        )
         self.buckets, self.uses, self._ends = made
-        users = ([phase for phase, uses in self.uses.items() if index in uses] for index in range(len(self.buckets)))
+        users = (
+            [phase for phase, uses in self.uses.items() if index in uses]
+            for index in range(len(self.buckets))
+        )
         self._reductions = [
-            reduction_of(bucket, phases, not reduce_per_step, zero) for bucket, phases in zip(self.buckets, users)
+            reduction_of(bucket, phases, not reduce_per_step, zero)
+            for bucket, phases in zip(self.buckets, users)
         ]
-        self._under_way: list[BucketReduction] = []  # over the shard axis, in the order of their start
-        self._turns: list[BidirectionalReduction] = []  # those that have not started, in the order of both ranks
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
-        # bidirectional reductions start after the step's last action, so that two ranks never wait for each other.
+        # over the shard axis, in the order of their start
+        self._under_way: list[BucketReduction] = []
+        # those that have not started, in the order of both ranks
+        self._turns: list[BidirectionalReduction] = []
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks
+        # have called it. Then bidirectional reductions start after the step's last action, so that
+        # two ranks never wait for each other.
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self._connect_replicas()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
         self.weights = GatheredWeights(self.buckets, self.uses, unit_of, gather_per_step)
-        self._places = FixedPlaces([each for bucket in self.buckets for each in bucket.temporary_buffers])
+        self._places = FixedPlaces(
+            [each for bucket in self.buckets for each in bucket.temporary_buffers]
+        )
 
     @property
     def _bidirectional(self) -> list[BidirectionalReduction]:
         return [each for each in self._reductions if isinstance(each, BidirectionalReduction)]
 
     def _connect_replicas(self) -> None:
-        """Connects the two ranks of a bidirectional stage; in the first step they could wait for each other.
+        """Connects the two ranks of a bidirectional stage; in the first step they could wait for
+        each other.
 
         Comm: all_reduce of one element per axis on which shared parameters are reduced.
         """
-        axes = [axis for each in self._bidirectional for axis in (each.bucket.shard, each.bucket.replicate)]
+        axes = [
+            axis
+            for each in self._bidirectional
+            for axis in (each.bucket.shard, each.bucket.replicate)
+        ]
         for axis in dict.fromkeys(axes):
             start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
@@ -95,10 +129,11 @@ class GradSync:
         """Clears the gradients and announces the step's micro-batches.
 
         Args:
-            passes: phase -> number of micro-batches that pass it. Its order, the same on both ranks of a bidirectional
-                stage, is that in which their common reductions start.
-            with_graphs: phases are replayed as CUDA graphs: from the second step with the same passes on temporary
-                buffers have fixed addresses, and the first gradients are added to zeros.
+            passes: phase -> number of micro-batches that pass it. Its order, the same on both ranks
+                of a bidirectional stage, is that in which their common reductions start.
+            with_graphs: phases are replayed as CUDA graphs: from the second step with the same
+                passes on temporary buffers have fixed addresses, and the first gradients are added
+                to zeros.
         """
         if with_graphs:
             self._places.start_step(passes)
@@ -106,7 +141,9 @@ class GradSync:
             reduction.bucket.clear_grads(zeros=with_graphs)
             reduction.start_step(passes)
         place = {phase: index for index, phase in enumerate(passes)}
-        self._turns = sorted(self._bidirectional, key=lambda each: max(place[phase] for phase in each.phases))
+        self._turns = sorted(
+            self._bidirectional, key=lambda each: max(place[phase] for phase in each.phases)
+        )
         self.weights.start_step(passes)
 
     def register(self, phases: Sequence[nn.Module]) -> None:
@@ -114,7 +151,8 @@ class GradSync:
         self.weights.register(phases)
 
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
-        """Has the weights of this phase, with which the next action begins, gathered during the one that starts now."""
+        """Has the weights of this phase, with which the next action begins, gathered during the one
+        that starts now."""
         self.weights.prefetch(phase, forward)
 
     def before(self, phase: nn.Module, kind: str) -> None:
@@ -125,15 +163,20 @@ class GradSync:
             self.weights.before(phase, kind == "forward")
 
     def after(self, phase: nn.Module, kind: str) -> None:
-        """Releases the weights that this phase has read (ZeRO-3), or reduces its weight gradients."""
+        """Releases the weights that this phase has read (ZeRO-3), or reduces its weight
+        gradients."""
         if kind == "wgrad":
             self._reduce(phase)
         elif kind != "recompute":
             self.weights.after(phase, kind == "forward")
 
     def _reduce(self, phase: nn.Module) -> None:
-        """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, arrived."""
-        ends, both = self._ends[phase], [(index, self._reductions[index]) for index in self.uses[phase]]
+        """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the
+        micro-batch, arrived."""
+        ends, both = (
+            self._ends[phase],
+            [(index, self._reductions[index]) for index in self.uses[phase]],
+        )
         due = [reduction for index, reduction in both if reduction.arrived(index in ends)]
         if due:
             self._finish_shard_sums()
@@ -144,8 +187,8 @@ class GradSync:
                 self._start_turns()
 
     def _finish_shard_sums(self, everything: bool = False) -> None:
-        """Finishes sums over shard axes and starts those over replicas; with `everything` also those that may be left
-        until the end of the step."""
+        """Finishes sums over shard axes and starts those over replicas; with `everything` also
+        those that may be left until the end of the step."""
         for reduction in self._under_way:
             if everything or reduction.finishes_early:
                 reduction.finish_shard_sum()
@@ -161,7 +204,9 @@ class GradSync:
 
     def finish_reduce(self) -> None:
         """Waits until every owned slice holds the whole gradient."""
-        left = {index: each.remaining for index, each in enumerate(self._reductions) if each.remaining}
+        left = {
+            index: each.remaining for index, each in enumerate(self._reductions) if each.remaining
+        }
         assert not left, f"weight gradients that have not arrived, per bucket: {left}"
         if self.zero != 1:
             self._finish_shard_sums(everything=True)
@@ -174,9 +219,11 @@ class GradSync:
         self._places.finish_step()
 
     def _sum_copies(self) -> None:
-        """Sums the gradients of parameters whose copies have each seen only a part of the tokens (norms under sp).
+        """Sums the gradients of parameters whose copies have each seen only a part of the tokens
+        (norms under sp).
 
-        Comm: one all_reduce per axis of copies, of the elements of those gradients in the owned slices.
+        Comm: one all_reduce per axis of copies, of the elements of those gradients in the owned
+            slices.
         """
         found: dict[str, list[Tensor]] = {}
         for bucket in self.buckets:

@@ -1,9 +1,11 @@
-"""Flat buffers that are in memory only while they are used (ZeRO-2 and 3): at any address, or always at the same one.
+"""Flat buffers that are in memory only while they are used (ZeRO-2 and 3): at any address, or
+always at the same one.
 
-A CUDA graph reads and writes at the addresses of its capture, so where phases are replayed (train.cuda_graph) a buffer
-must come back to the place that it had. `FixedPlaces` notes in one step without graphs which buffers are held at the
-same time, and gives them places for all steps after it; buffers that are never held together share one. The places stay
-allocated, about as much memory as these buffers needed at their worst moment. A step with other passes is noted anew.
+A CUDA graph reads and writes at the addresses of its capture, so where phases are replayed
+(train.cuda_graph) a buffer must come back to the place that it had. `FixedPlaces` notes in one step
+without graphs which buffers are held at the same time, and gives them places for all steps after
+it; buffers that are never held together share one. The places stay allocated, about as much memory
+as these buffers needed at their worst moment. A step with other passes is noted anew.
 """
 
 from __future__ import annotations
@@ -42,11 +44,16 @@ class TemporaryBuffer:
     flat: Tensor
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, bind: Callable[[Tensor], None] = lambda flat: None
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bind: Callable[[Tensor], None] = lambda flat: None,
     ) -> None:
         self._bind = bind
         self._place: _Place | None = None
-        self.noted: Callable[[TemporaryBuffer], None] | None = None  # called when it has been allocated
+        # called when it has been allocated
+        self.noted: Callable[[TemporaryBuffer], None] | None = None
         self.is_held = True
         self._rebind(torch.empty(numel, dtype=dtype, device=device))
 
@@ -62,8 +69,8 @@ class TemporaryBuffer:
     def allocate(self) -> None:
         """Gives the buffer its memory, if it has none.
 
-        While another buffer is in its place, as outside of the steps for which places were made (an evaluation, weights
-        read from outside), it gets memory of its own.
+        While another buffer is in its place, as outside of the steps for which places were made (an
+        evaluation, weights read from outside), it gets memory of its own.
         """
         if self.is_held:
             return
@@ -88,7 +95,8 @@ class TemporaryBuffer:
             self.put(self._place)
 
     def put(self, place: _Place | None) -> None:
-        """Has the buffer, which is not held, use a place from now on; None = memory of its own, whenever it is held."""
+        """Has the buffer, which is not held, use a place from now on; None = memory of its own,
+        whenever it is held."""
         assert not self.is_held
         self._place = place
         if place is not None:
@@ -108,7 +116,8 @@ class FixedPlaces:
         self._are_fixed = False
 
     def start_step(self, passes: Mapping[nn.Module, int]) -> None:
-        """Notes a step with new passes; gives the buffers their places in the next step with the same ones.
+        """Notes a step with new passes; gives the buffers their places in the next step with the
+        same ones.
 
         Args:
             passes: as in `GradSync.start_step`.
@@ -135,10 +144,13 @@ class FixedPlaces:
             self._together[other].add(allocated)
 
     def _fix(self) -> None:
-        """Puts each buffer that was used, the largest first, into the first place that it can share."""
+        """Puts each buffer that was used, the largest first, into the first place that it can
+        share."""
         shared: list[list[TemporaryBuffer]] = []
         for buffer in sorted(self._together, key=lambda each: each.num_bytes, reverse=True):
-            members = next((each for each in shared if self._together[buffer].isdisjoint(each)), None)
+            members = next(
+                (each for each in shared if self._together[buffer].isdisjoint(each)), None
+            )
             if members is None:
                 shared.append(members := [])
             members.append(buffer)

@@ -1,26 +1,29 @@
 """Gathers weights before they are used and, under ZeRO-3, frees them afterwards.
 
-Under ZeRO-3 a unit's weights are gathered before its first phase runs, forward or backward, and freed after its last.
-While a unit computes, the next unit of the same action is gathered; while an action's last unit computes, the first
-unit of the next action is (`prefetch`). So at most two units are whole for each action that runs. W needs no weights.
+Under ZeRO-3 a unit's weights are gathered before its first phase runs, forward or backward, and
+freed after its last. While a unit computes, the next unit of the same action is gathered; while an
+action's last unit computes, the first unit of the next action is (`prefetch`). So at most two units
+are whole for each action that runs. W needs no weights.
 
-With `per_step` a unit stays whole from its first forward of a step to its last backward; in evaluations it is freed
-after each use.
+With `per_step` a unit stays whole from its first forward of a step to its last backward; in
+evaluations it is freed after each use.
 
-Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elements in the units (padding included),
+Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elements in the units
+(padding included),
 
     gathers      (2·m·Ψ - T)·(n-1)/n     per_microbatch: before each forward and each backward
                            Ψ·(n-1)/n     per_step
     reductions           m·Ψ·(n-1)/n     parallel.grad_reduce=per_microbatch
                            Ψ·(n-1)/n     parallel.grad_reduce=per_step
 
-so 3Ψ with one micro-batch, and 2Ψ at any m if both are per step. T is what need not be gathered again because one
-action ends with the unit with which the next begins: the head between forward and backward of a micro-batch. Without a
-pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit). A parameter used by two units (a tied embedding with both uses on one
-rank) counts once for each of them per micro-batch. Recomputation gathers nothing more.
-Weights of FP8 GEMMs are gathered in FP8 (precision.fp8_gather), half the bytes of bf16. Their slices are quantised once
-a step, for which one number per 16384 elements is reduced.
-Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ); phases wait for them here as well.
+so 3Ψ with one micro-batch, and 2Ψ at any m if both are per step. T is what need not be gathered
+again because one action ends with the unit with which the next begins: the head between forward and
+backward of a micro-batch. Without a pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit). A parameter
+used by two units (a tied embedding with both uses on one rank) counts once for each of them per
+micro-batch. Recomputation gathers nothing more. Weights of FP8 GEMMs are gathered in FP8
+(precision.fp8_gather), half the bytes of bf16. Their slices are quantised once a step, for which
+one number per 16384 elements is reduced. Below ZeRO-3 the weights stay whole and are gathered once,
+after the optimiser (Ψ); phases wait for them here as well.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
 
@@ -70,21 +73,31 @@ class GatheredWeights:
         self._pending: dict[int, Pending] = {}
         self._users: Counter[int] = Counter()  # bucket -> actions that read it or will read it next
         self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of its use
-        self._reading: Counter[tuple[int, bool]] = Counter()  # (bucket, forward) -> actions in its unit now
+        # (bucket, forward) -> actions in its unit now
+        self._reading: Counter[tuple[int, bool]] = Counter()
         self._to_prefetch: list[tuple[nn.Module, bool]] = []
         self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
 
     def register(self, phases: Sequence[nn.Module]) -> None:
         """Takes note of the order in which an action passes the phases of a stage."""
-        units = [list(group) for _, group in groupby(phases, key=lambda phase: self._unit_of[phase])]
+        units = [
+            list(group) for _, group in groupby(phases, key=lambda phase: self._unit_of[phase])
+        ]
         for forward in (True, False):
-            ordered = [unit if forward else unit[::-1] for unit in (units if forward else units[::-1])]
-            needs = [tuple(dict.fromkeys(index for phase in unit for index in self._uses[phase])) for unit in ordered]
+            ordered = [
+                unit if forward else unit[::-1] for unit in (units if forward else units[::-1])
+            ]
+            needs = [
+                tuple(dict.fromkeys(index for phase in unit for index in self._uses[phase]))
+                for unit in ordered
+            ]
             for unit, own, ahead in zip(ordered, needs, [*needs[1:], None]):
                 self._entries[unit[0], forward] = _Entry(own, ahead)
                 seen: set[int] = set()
                 for phase in unit:
-                    self._opens[phase, forward] = tuple(index for index in self._uses[phase] if index not in seen)
+                    self._opens[phase, forward] = tuple(
+                        index for index in self._uses[phase] if index not in seen
+                    )
                     seen.update(self._uses[phase])
 
     def start_step(self, passes: Mapping[nn.Module, int]) -> None:
@@ -96,15 +109,18 @@ class GatheredWeights:
         self.exposure.clear()
 
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
-        """Has the unit of this phase, with which the next action begins, gathered during this action's last unit."""
+        """Has the unit of this phase, with which the next action begins, gathered during this
+        action's last unit."""
         self._to_prefetch.append((phase, forward))
 
     def before(self, phase: nn.Module, forward: bool) -> None:
-        """Waits for the weights that the phase reads, and starts gathering those of the next unit."""
+        """Waits for the weights that the phase reads, and starts gathering those of the next
+        unit."""
         entry = self._entries.get((phase, forward))
         if entry is not None:
             self._reserve(entry.own, forward)
-            for index in entry.own:  # this action's from here on: another one that overlaps with it gathers for itself
+            # this action's from here on: another one that overlaps with it gathers for itself
+            for index in entry.own:
                 self._reserved.discard((index, forward))
                 self._reading[index, forward] += 1
         for index in self._opens[phase, forward]:
@@ -117,14 +133,16 @@ class GatheredWeights:
             self._to_prefetch.clear()
 
     def before_recompute(self, phase: nn.Module) -> None:
-        """Waits for the weights of a phase that a backward runs forward again; they stay until that backward."""
+        """Waits for the weights of a phase that a backward runs forward again; they stay until that
+        backward."""
         for index in self._opens[phase, True]:
             if not self._reading[index, False]:
                 self._reserve((index,), False)
             self._wait(index)
 
     def after(self, phase: nn.Module, forward: bool) -> None:
-        """Frees the buckets that no later phase of the unit reads in this action, unless another action needs them."""
+        """Frees the buckets that no later phase of the unit reads in this action, unless another
+        action needs them."""
         for index in self._opens[phase, not forward]:
             self._reading[index, forward] -= 1
             self._left[index] -= not forward
@@ -146,8 +164,13 @@ class GatheredWeights:
             self._pending[index] = self._buckets[index].start_gather(wide)
 
     def _refresh(self) -> None:
-        """Converts the slices of all units whose weights have changed since; done at the first gather of a step."""
-        stale = [bucket.format for bucket in self._buckets if bucket.format is not None and bucket.format.is_stale]
+        """Converts the slices of all units whose weights have changed since; done at the first
+        gather of a step."""
+        stale = [
+            bucket.format
+            for bucket in self._buckets
+            if bucket.format is not None and bucket.format.is_stale
+        ]
         if stale:
             stale[0].refresh(stale, self.exposure)
 
@@ -164,12 +187,20 @@ class GatheredWeights:
             self.exposure.during(self._pending.pop(index).wait)
 
     def check_released(self) -> None:
-        """Asserts that no bucket is still whole at the end of a step, since the update would make it stale."""
-        held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds(wide=False)]
-        assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
+        """Asserts that no bucket is still whole at the end of a step, since the update would make
+        it stale."""
+        held = [
+            i
+            for i, bucket in enumerate(self._buckets)
+            if bucket.shards_weights and bucket.holds(wide=False)
+        ]
+        assert not held and not self._reserved, (
+            f"buckets {held} are still gathered, {self._reserved} were never used"
+        )
 
     def start_gather(self) -> None:
-        """Drops copies of weights after their update, and below ZeRO-3 starts gathering the new weights.
+        """Drops copies of weights after their update, and below ZeRO-3 starts gathering the new
+        weights.
 
         Comm: all_gather over the shard axis of numel/size elements per bucket; none under ZeRO-3.
         """
@@ -187,7 +218,8 @@ class GatheredWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Holds all weights whole, in the model's dtype, so that they can be read outside the phases.
+        """Holds all weights whole, in the model's dtype, so that they can be read outside the
+        phases.
 
         Comm: under ZeRO-3 all_gather over the shard axis of numel/size elements per bucket.
         """

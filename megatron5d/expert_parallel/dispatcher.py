@@ -7,17 +7,18 @@
     start_combine  [r, h], partial over etp, sent back            reduce_scatter etp, all_to_all ep / all_gather etp
     combine        [n·k, h] -> sum [n, h]                         – / all_to_all ep
 
-The router's weight of each choice goes to the expert beside the row, a second all-to-all of n·k numbers, and is applied
-there (experts.py), so that no combined row is kept for the gradient of the weights.
-Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/all_to_all.py), so that other
-work runs in between. Rows are always ordered by expert, then by source rank, then by token, and a token's outputs are
-summed in the order of its choices: the same tokens give the same sums, in the same order, on any layout.
-Splits of an all-to-all must be on the host. They are counted, for which the host waits for the device in every
-`dispatch`, once a layer and micro-batch, and again where a layer is recomputed; or they are planned (`Room`): every
-rank sends every other one as many rows, some of them empty, and nobody waits. With ep 1 there is always room for all.
-Empty rows come last at the experts and are zeros after their GEMMs. A forecast on the meta device has no values to
-count and assumes a load (`PlannedLoad`). Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp
-ranks, namely if all tokens choose its experts.
+The router's weight of each choice goes to the expert beside the row, a second all-to-all of n·k
+numbers, and is applied there (experts.py), so that no combined row is kept for the gradient of the
+weights. Each all-to-all starts in one phase of the layer and is waited for in a later one
+(comm/all_to_all.py), so that other work runs in between. Rows are always ordered by expert, then by
+source rank, then by token, and a token's outputs are summed in the order of its choices: the same
+tokens give the same sums, in the same order, on any layout. Splits of an all-to-all must be on the
+host. They are counted, for which the host waits for the device in every `dispatch`, once a layer
+and micro-batch, and again where a layer is recomputed; or they are planned (`Room`): every rank
+sends every other one as many rows, some of them empty, and nobody waits. With ep 1 there is always
+room for all. Empty rows come last at the experts and are zeros after their GEMMs. A forecast on the
+meta device has no values to count and assumes a load (`PlannedLoad`). Memory: a rank receives at
+most n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its experts.
 Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 """
 
@@ -41,14 +42,16 @@ class PlannedLoad:
     """What is assumed of the rows that a rank receives."""
 
     load: float = 1.0  # rows that it receives, in even shares
-    limit: float = math.inf  # rows that it may receive at most, in even shares (the experts' capacity)
+    # rows that it may receive at most, in even shares (the experts' capacity)
+    limit: float = math.inf
     sent: float = 1.0  # fraction of the choices that is sent at all
 
     def counts(self, num_choices: int, ep: Axis, etp: Axis, num_local: int) -> Tensor:
-        """Counts of rows from every rank to every expert, in which this rank receives `load` times an even share.
+        """Counts of rows from every rank to every expert, in which this rank receives `load` times
+        an even share.
 
-        No rank receives more than all choices, or than its experts' capacity; the others receive less as this one
-        receives more.
+        No rank receives more than all choices, or than its experts' capacity; the others receive
+        less as this one receives more.
 
         Args:
             num_choices: n·k of one rank.
@@ -62,18 +65,25 @@ class PlannedLoad:
         sent = round(choices * min(1.0, self.limit))
         most = min(sent, math.ceil(choices / ep.size * min(self.limit, ep.size)))
         mine = min(most, round(choices / ep.size * self.load))
-        rows = [mine if rank == ep.rank else min(most, (sent - mine) // max(1, ep.size - 1)) for rank in range(ep.size)]
+        rows = [
+            mine if rank == ep.rank else min(most, (sent - mine) // max(1, ep.size - 1))
+            for rank in range(ep.size)
+        ]
         after = (ep.rank + 1) % ep.size
         rows[after] += min(sent - sum(rows), most - rows[after])
-        split = torch.tensor([[n // num_local + (e < n % num_local) for e in range(num_local)] for n in rows])
+        split = torch.tensor(
+            [[n // num_local + (e < n % num_local) for e in range(num_local)] for n in rows]
+        )
         return split.expand(ep.size, etp.size, ep.size, num_local)
 
 
 class Room:
-    """How many rows a rank sends each other one, where that is planned and not counted (moe.exchange=planned).
+    """How many rows a rank sends each other one, where that is planned and not counted
+    (moe.exchange=planned).
 
-    A step that is not over when a rank has more to send is run once more with counted rows; so are the steps that
-    follow, twice as many each time that this happens again soon: a router that is still uneven costs little.
+    A step that is not over when a rank has more to send is run once more with counted rows; so are
+    the steps that follow, twice as many each time that this happens again soon: a router that is
+    still uneven costs little.
 
     Args:
         imbalance: rows that there is room for, in even shares; None = rows are counted.
@@ -83,7 +93,8 @@ class Room:
 
     def __init__(self, imbalance: float | None, device: torch.device | str) -> None:
         self.imbalance, self.planned = imbalance, False
-        self.refused = torch.zeros(1, dtype=torch.float64, device=device)  # pairs of ranks without room, this step
+        # pairs of ranks without room, this step
+        self.refused = torch.zeros(1, dtype=torch.float64, device=device)
         self._counted_steps = self._last = 0
 
     def start_step(self) -> None:
@@ -92,7 +103,8 @@ class Room:
         self._counted_steps = max(0, self._counted_steps - 1)
 
     def finish_step(self, refused: float) -> bool:
-        """Says whether the step must be run once more, with counted rows, from what all ranks refused."""
+        """Says whether the step must be run once more, with counted rows, from what all ranks
+        refused."""
         was_planned, self.planned = self.planned, False
         self.refused.zero_()
         if refused:
@@ -102,7 +114,8 @@ class Room:
         return refused > 0
 
     def of_pair(self, num_choices: int, ep: Axis) -> int | None:
-        """Returns the rows that a rank of `num_choices` sends each other one; None = as many as are counted."""
+        """Returns the rows that a rank of `num_choices` sends each other one; None = as many as are
+        counted."""
         if ep.size == 1:
             return num_choices
         if not self.planned or self.imbalance is None:
@@ -116,13 +129,15 @@ class DirectDispatch:
 
     Args:
         etp: axis of the ranks that share experts.
-        sent_order: for every choice of this rank's tokens, its row among the choices sorted by expert.
-        num_sent: rows that are sent; the others are dropped or padding and come last in `sent_order`.
+        sent_order: for every choice of this rank's tokens, its row among the choices sorted by
+            expert.
+        num_sent: rows that are sent; the others are dropped or padding and come last in
+            `sent_order`.
         dispatching, weights: the all-to-alls over ep to the experts, of rows and of their weights.
         combining: that of rows back.
         from_etp: how many rows each etp rank receives for the experts that they share.
-        received_order: for every row that arrives, its place among the rows sorted by expert; and the experts'
-            offsets. None: rows arrive sorted.
+        received_order: for every row that arrives, its place among the rows sorted by expert; and
+            the experts' offsets. None: rows arrive sorted.
     """
 
     etp: Axis
@@ -136,7 +151,8 @@ class DirectDispatch:
 
     @property
     def offsets(self) -> Tensor:
-        """int32 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
+        """int32 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts
+        begin and end."""
         return (self.received_order or self.sent_order).offsets
 
     def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
@@ -166,7 +182,8 @@ class DirectDispatch:
         return self._by_expert(self.dispatching.repeat(rows))
 
     def _by_expert(self, rows: Tensor) -> Tensor:
-        """Returns `[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
+        """Returns `[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp /
+        reduce_scatter etp."""
         rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, ...]  all_gather etp
         if self.received_order is None:
             return rows
@@ -174,7 +191,8 @@ class DirectDispatch:
         return _Reorder.apply(rows, arrival, sorted_place)
 
     def start_combine(self, y: Tensor) -> Tensor:
-        """Starts sending outputs y `[r, h]`, weighted, partial over etp, back; returns the handle for `combine`.
+        """Starts sending outputs y `[r, h]`, weighted, partial over etp, back; returns the handle
+        for `combine`.
 
         Comm: reduce_scatter etp, all_to_all ep / all_gather etp.
         """
@@ -182,11 +200,13 @@ class DirectDispatch:
         if self.received_order is not None:
             arrival, sorted_place = self.received_order.token, self.received_order.place.flatten()
             rows = _Reorder.apply(y, sorted_place, arrival)  # [r, h] in the order of arrival
-        own = reduce_scatter_rows(rows, self.etp, self.from_etp)  # -> [from_etp, h]  reduce_scatter etp
+        # -> [from_etp, h]  reduce_scatter etp
+        own = reduce_scatter_rows(rows, self.etp, self.from_etp)
         return self.combining.start(own)  # under way  all_to_all ep
 
     def combine(self, handle: Tensor) -> Tensor:
-        """Waits and adds up each token's outputs, `[n, h]`; choices that were not sent count as zeros.
+        """Waits and adds up each token's outputs, `[n, h]`; choices that were not sent count as
+        zeros.
 
         Comm: none / all_to_all ep.
         """
@@ -200,20 +220,30 @@ class Dispatcher:
         num_experts: of the layer.
         ep, etp: axes of the expert view.
         ep_etp: both as one axis, etp fastest.
-        codec: how rows are encoded on their way to the experts (moe.fp8_dispatch); None = as they are.
+        codec: how rows are encoded on their way to the experts (moe.fp8_dispatch); None = as they
+            are.
         room: of the rows for each rank; None = rows are counted.
     """
 
     def __init__(
-        self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis, codec: Codec | None = None, room: Room | None = None
+        self,
+        num_experts: int,
+        ep: Axis,
+        etp: Axis,
+        ep_etp: Axis,
+        codec: Codec | None = None,
+        room: Room | None = None,
     ) -> None:
         self.codec, self.room = codec, room or Room(None, "cpu")
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
         self.planned = PlannedLoad()  # what forecasts assume instead of counts
-        self._at_home = [Exchange(ep, [], [])] * 3  # on one rank they pass rows on, and keep nothing
+        # on one rank they pass rows on, and keep nothing
+        self._at_home = [Exchange(ep, [], [])] * 3
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
+    def dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, DirectDispatch]:
         """Starts sending tokens to their experts.
 
         Args:
@@ -224,12 +254,15 @@ class Dispatcher:
         Returns:
             The handles of the rows and of their weights for `enter_node`, and the state.
 
-        Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for this rank.
+        Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for
+            this rank.
         """
         order = permutation(experts, self.num_experts)
         room = self.room.of_pair(experts.numel(), self.ep)
         if self.ep_etp.size == 1:  # nothing to learn from others, and nothing to sort anew
-            state = self._exchanges(order, [experts.numel()], [experts.numel()], [experts.numel()], None)
+            state = self._exchanges(
+                order, [experts.numel()], [experts.numel()], [experts.numel()], None
+            )
             rows, by_row = permute_weighted(x, weights, order)
         else:
             # [1, E] -> [ep·etp, E]  all_gather ep_etp
@@ -240,22 +273,35 @@ class Dispatcher:
             # [n, h] -> [n·k, h] sorted by expert, [n, k] -> [n·k], while the counts travel
             rows, by_row = permute_weighted(x, weights, order)
             counts = counting.wait()
-            state = self._state(order, counts) if room is None else self._planned_state(order, counts, room)
+            state = (
+                self._state(order, counts)
+                if room is None
+                else self._planned_state(order, counts, room)
+            )
             rows, by_row = rows[: state.num_sent], by_row[: state.num_sent]
         # [n·k, h] and [n·k] under way  2× all_to_all ep
         return state.dispatching.start(rows), state.weights.start(by_row), state
 
     def _exchanges(
-        self, order: Permutation, send: list[int], receive: list[int], from_etp: list[int], received: Permutation | None
+        self,
+        order: Permutation,
+        send: list[int],
+        receive: list[int],
+        from_etp: list[int],
+        received: Permutation | None,
     ) -> DirectDispatch:
         there, back, weights = self._at_home
         if self.ep.size > 1 or self.codec is not None:
-            there, back = Exchange(self.ep, send, receive, self.codec), Exchange(self.ep, receive, send)
+            there, back = (
+                Exchange(self.ep, send, receive, self.codec),
+                Exchange(self.ep, receive, send),
+            )
             weights = Exchange(self.ep, send, receive)
         return DirectDispatch(self.etp, order, sum(send), there, weights, back, from_etp, received)
 
     def _planned_state(self, order: Permutation, counts: Tensor, room: int) -> DirectDispatch:
-        """Computes on the device which of the rows that arrive are whose, and whether some found no room.
+        """Computes on the device which of the rows that arrive are whose, and whether some found no
+        room.
 
         Args:
             order: of this rank's choices, `room` rows for each rank of ep.
@@ -263,12 +309,15 @@ class Dispatcher:
             room: rows from every rank to every other one.
         """
         ep, etp, local = self.ep, self.etp, self.num_local
-        by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
+        # source ep, source etp, target ep, its expert
+        by_rank = counts.view(ep.size, etp.size, ep.size, local)
         if ep.size > 1:
             self.room.refused += (by_rank.sum(-1) > room).sum()
-        ends = by_rank[:, :, ep.rank].transpose(0, 1).flatten(0, 1).cumsum(-1)  # [etp·ep, E/ep], as rows arrive
+        # [etp·ep, E/ep], as rows arrive
+        ends = by_rank[:, :, ep.rank].transpose(0, 1).flatten(0, 1).cumsum(-1)
         slot = torch.arange(room, device=counts.device).expand(len(ends), room)
-        arrived = torch.searchsorted(ends, slot.contiguous(), right=True)  # [etp·ep, room]; E/ep where a row is empty
+        # [etp·ep, room]; E/ep where a row is empty
+        arrived = torch.searchsorted(ends, slot.contiguous(), right=True)
         splits = [room] * ep.size
         received = permutation(arrived.view(-1, 1), local)
         return self._exchanges(order, splits, splits, [room * ep.size] * etp.size, received)
@@ -280,23 +329,31 @@ class Dispatcher:
             counts: int64 `[ep·etp, E]`.
         """
         ep, etp, local = self.ep, self.etp, self.num_local
-        by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
+        # source ep, source etp, target ep, its expert
+        by_rank = counts.view(ep.size, etp.size, ep.size, local)
         here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
         if counts.is_meta:
             table = self.planned.counts(sent_order.token.numel(), ep, etp, local)
         else:
-            table = by_rank.cpu()  # the layer's only host synchronisation: an all-to-all needs its splits on the host
+            # the layer's only host synchronisation: an all-to-all needs its splits on the host
+            table = by_rank.cpu()
         send = table[ep.rank, etp.rank].sum(-1).tolist()
         receive = table[:, etp.rank, ep.rank].sum(-1).tolist()
         from_etp = table[:, :, ep.rank].sum((0, 2)).tolist()
-        lengths = here.transpose(0, 1).flatten()  # in the order of arrival: source etp, source ep, expert
-        expert = torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
+        # in the order of arrival: source etp, source ep, expert
+        lengths = here.transpose(0, 1).flatten()
+        expert = (
+            torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
+        )
         arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
-        return self._exchanges(sent_order, send, receive, from_etp, permutation(arrived[:, None], local))
+        return self._exchanges(
+            sent_order, send, receive, from_etp, permutation(arrived[:, None], local)
+        )
 
 
 def slots(where: Permutation, experts: Tensor, ends: Tensor, room: int) -> Permutation:
-    """Gives each group of experts a fixed number of rows, so that nobody need ask how many there are.
+    """Gives each group of experts a fixed number of rows, so that nobody need ask how many there
+    are.
 
     Args:
         where: of all choices, sorted by expert.

@@ -1,4 +1,5 @@
-"""Tokens to their experts across nodes: once to each node that holds some of their experts, then on inside the node.
+"""Tokens to their experts across nodes: once to each node that holds some of their experts, then on
+inside the node.
 
 Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a node talks to rank i of the others:
 
@@ -7,9 +8,9 @@ Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a no
             (`enter_node` starts this half, so that other work can run during each half of the way)
     back    summed inside the node, one row for each that came                                     all_to_all ep_outer
 
-If token t needs m_t nodes, a rank sends Σ m_t·h elements to other nodes for dispatch, receives as many for combine, and
-the same again backward. The direct way sends k·n·h. Group-limited routing bounds m_t by top_groups, if a group is a
-node. Beside each row go k weights and k expert ids.
+If token t needs m_t nodes, a rank sends Σ m_t·h elements to other nodes for dispatch, receives as
+many for combine, and the same again backward. The direct way sends k·n·h. Group-limited routing
+bounds m_t by top_groups, if a group is a node. Beside each row go k weights and k expert ids.
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
 """
 
@@ -32,7 +33,8 @@ class NodeDispatch:
     """Where the rows of one micro-batch go, as DirectDispatch.
 
     Args:
-        sent_order: the row of each token for each node; choices that need no row of their own come last.
+        sent_order: the row of each token for each node; choices that need no row of their own come
+            last.
         dispatching, combining: of hidden states over ep_outer, to the nodes and back.
         weights: of the router's weights over ep_outer, to the nodes.
         experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
@@ -55,8 +57,10 @@ class NodeDispatch:
         return self.node_dispatch.offsets
 
     def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
-        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner dispatch."""
-        rows, experts = self.dispatching.finish(handle), self.experts.wait()  # [m, h], [m, k]: rows for this node
+        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner
+        dispatch."""
+        # [m, h], [m, k]: rows for this node
+        rows, experts = self.dispatching.finish(handle), self.experts.wait()
         row_weights = self.weights.finish(weights)  # [m, k]
         # under way  2× all_to_all ep_inner
         handle, weights, node_dispatch = self.node_dispatcher.dispatch(rows, experts, row_weights)
@@ -65,13 +69,16 @@ class NodeDispatch:
     def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
         """Receives as DirectDispatch does, after `enter_node`. Comm: that of the inner receive."""
         assert self.node_dispatch is not None
-        rows, row_weights, node_dispatch = self.node_dispatch.receive(handle, weights)  # [r, h], [r]
+        # [r, h], [r]
+        rows, row_weights, node_dispatch = self.node_dispatch.receive(handle, weights)
         return rows, row_weights, replace(self, node_dispatch=node_dispatch)
 
     def redispatch(self, x: Tensor) -> Tensor:
-        """Dispatches again, over nodes, then inside them. Comm: all_to_all ep_outer, and the inner `redispatch`."""
+        """Dispatches again, over nodes, then inside them. Comm: all_to_all ep_outer, and the inner
+        `redispatch`."""
         assert self.node_dispatch is not None
-        rows = permute(x, self.sent_order)[: sum(self.dispatching.send)]  # [n, h] -> [rows, h] sorted by node
+        # [n, h] -> [rows, h] sorted by node
+        rows = permute(x, self.sent_order)[: sum(self.dispatching.send)]
         return self.node_dispatch.redispatch(self.dispatching.repeat(rows))
 
     def start_combine(self, y: Tensor) -> Tensor:
@@ -97,34 +104,49 @@ class HierarchicalDispatcher:
     """
 
     def __init__(
-        self, num_experts: int, ep_outer: Axis, ep_inner: Axis, etp: Axis, ep_inner_etp: Axis,
+        self,
+        num_experts: int,
+        ep_outer: Axis,
+        ep_inner: Axis,
+        etp: Axis,
+        ep_inner_etp: Axis,
         codec: Codec | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.num_experts, self.ep_outer, self.codec = num_experts, ep_outer, codec
         self.per_node = ep_outer.divide(num_experts, "model.num_experts")
         self.node_dispatcher = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
         self.planned = self.node_dispatcher.planned
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
+    def dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, NodeDispatch]:
         """Dispatches as Dispatcher does.
 
-        Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
+        Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights
+            and expert ids.
         """
         nodes, k = self.ep_outer.size, experts.shape[1]
         node = experts // self.per_node  # [n, k]; `nodes` where there is no choice
         earlier = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
-        repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)  # an earlier choice is on the same node
-        once = node.masked_fill(repeated, nodes)  # [n, k]; each node of a token once, `nodes` for the rest
+        # an earlier choice is on the same node
+        repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)
+        # [n, k]; each node of a token once, `nodes` for the rest
+        once = node.masked_fill(repeated, nodes)
         sent_order = permutation(once, nodes)
         lengths = sent_order.offsets.diff().long()
-        counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
+        # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
+        counting = start_all_gather(lengths[None], self.ep_outer)
         rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by node, while the counts travel
         table = self._planned_counts(*experts.shape) if lengths.is_meta else counting.wait().cpu()
         send, receive = table[self.ep_outer.rank].tolist(), table[:, self.ep_outer.rank].tolist()
         count = sum(send)  # rows that are sent; the others have no node of their own and come last
-        target = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths, output_size=count)  # [rows]
+        # [rows]
+        target = torch.repeat_interleave(
+            torch.arange(nodes, device=x.device), lengths, output_size=count
+        )
         wanted = experts[sent_order.token[:count]]  # [rows, k]: all choices of the row's token
-        here = wanted // self.per_node == target[:, None]  # [rows, k]: those on the node that the row goes to
+        # [rows, k]: those on the node that the row goes to
+        here = wanted // self.per_node == target[:, None]
         local = torch.where(here, wanted - target[:, None] * self.per_node, self.per_node)
         state = NodeDispatch(
             sent_order,
@@ -139,7 +161,8 @@ class HierarchicalDispatcher:
         return state.dispatching.start(rows[:count]), state.weights.start(row_weights), state
 
     def _planned_counts(self, num_tokens: int, k: int) -> Tensor:
-        """Returns int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can.
+        """Returns int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many
+        nodes as it can.
 
         A row then has k choices of which those of other nodes are not sent on.
         """

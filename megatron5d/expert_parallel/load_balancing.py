@@ -1,7 +1,9 @@
-"""Load balancing: auxiliary losses, the bias, and figures for the log, without a host synchronisation per step.
+"""Load balancing: auxiliary losses, the bias, and figures for the log, without a host
+synchronisation per step.
 
-T tokens (padding does not count), E experts, k chosen; n_e = tokens that choose e by the plain scores (no bias, no
-groups); p = softmax of the logits, or sigmoid divided by its sum. Summed over the layers:
+T tokens (padding does not count), E experts, k chosen; n_e = tokens that choose e by the plain
+scores (no bias, no groups); p = softmax of the logits, or sigmoid divided by its sum. Summed over
+the layers:
 
     aux         E/(k·T²) · Σ_e n_e Σ_t p_te over a micro-batch, then the mean over the global batch's micro-batches
     seq_aux     the same over each sequence, then the mean over the global batch's sequences
@@ -9,13 +11,15 @@ groups); p = softmax of the logits, or sigmoid divided by its sum. Summed over t
     z           mean over the global batch's tokens of logsumexp²
     bias        after a step, bias += rate·sign(mean count − count); counts of the choices made, before any is dropped
 
-The objective contains aux_coef times the first three and z_coef times the fourth. Their gradients are added in the
-backward of the chosen experts' weights (`attach`), so they need no output of their own. The coefficients mean the same
-as in Megatron-Core: aux, times aux_coef, is its `switch_load_balancing_loss_func` of a micro-batch
-(E·coef/(k·T²)·Σ counts·Σp), and z, times z_coef, its `z_loss_func` (coef·mean of logsumexp²), both of
-megatron/core/transformer/moe/moe_utils.py.
-Source: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906), section 3.2; per
-sequence and bias: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; global: Qiu et al. 2025 (arXiv:2501.11873).
+The objective contains aux_coef times the first three and z_coef times the fourth. Their gradients
+are added in the backward of the chosen experts' weights (`attach`), so they need no output of their
+own. The coefficients mean the same as in Megatron-Core: aux, times aux_coef, is its
+`switch_load_balancing_loss_func` of a micro-batch (E·coef/(k·T²)·Σ counts·Σp), and z, times z_coef,
+its `z_loss_func` (coef·mean of logsumexp²), both of megatron/core/transformer/moe/moe_utils.py.
+Source: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906),
+    section 3.2; per
+sequence and bias: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; global: Qiu et al. 2025
+(arXiv:2501.11873).
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ class Tokens:
     order: Tensor  # int64 `[n]`, place of each in the whole micro-batch
     real: Tensor | None  # bool `[n]`, False for padding; None = all real
     num_sequences: int  # of the micro-batch
-    samples: Tensor | None = None  # int64 `[num_sequences]`, in training: their numbers among all of the run
+    # int64 `[num_sequences]`, in training: their numbers among all of the run
+    samples: Tensor | None = None
 
     @property
     def turns(self) -> Tensor:
@@ -58,15 +63,19 @@ class Tokens:
         return x if self.real is None else x * self.real.view(-1, *(1,) * (x.ndim - 1)).to(x.dtype)
 
     def per_sequence(self, x: Tensor) -> Tensor:
-        """Sums of `[n, E]` over each sequence's tokens, `[num_sequences, E]`, in one order on any device."""
+        """Sums of `[n, E]` over each sequence's tokens, `[num_sequences, E]`, in one order on any
+        device."""
         member = torch.arange(self.num_sequences, device=x.device)[:, None] == self.sequence
         return member.to(x.dtype) @ self.masked(x)
 
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:
-    """Returns int64 `[E]`: how often each expert is chosen in `[n, k]`; entries of `num_experts` do not count."""
+    """Returns int64 `[E]`: how often each expert is chosen in `[n, k]`; entries of `num_experts` do
+    not count."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))[:num_experts]
+    return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))[
+        :num_experts
+    ]
 
 
 _DROPPED, _ENTROPY, _SQUARE, _WATCHED = range(4)  # columns of Balancer.figures
@@ -83,12 +92,20 @@ class Balancer:
     """
 
     def __init__(
-        self, model: ModelConfig, moe: MoeConfig, layers: Sequence[int], cp_tp: Axis, stage: Axis, device
+        self,
+        model: ModelConfig,
+        moe: MoeConfig,
+        layers: Sequence[int],
+        cp_tp: Axis,
+        stage: Axis,
+        device,
     ) -> None:
         self.model, self.moe, self.layers = model, moe, list(layers)
         self.cp_tp, self.stage = cp_tp, stage
         self.kinds = tuple(kind for kind in AUXILIARY if kind in moe.balance)
-        self.names = tuple(f"{kind}_loss" for kind in self.kinds) + (("router_z_loss",) if moe.z_coef else ())
+        self.names = tuple(f"{kind}_loss" for kind in self.kinds) + (
+            ("router_z_loss",) if moe.z_coef else ()
+        )
         self.biases: dict[int, Tensor] = {}  # layer -> the router's buffer
         self._row = {layer: i for i, layer in enumerate(self.layers)}
         shape = (len(self.layers), model.num_experts)
@@ -96,9 +113,11 @@ class Balancer:
         self._counts = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64, device=device)
         self.chosen, self._counts_of = self._counts[:, :-1], self._counts.unbind()
         self._one = torch.ones((), dtype=torch.int64, device=device)
-        self.plain = torch.zeros(shape, dtype=torch.int64, device=device)  # by the plain scores; global_aux alone
+        # by the plain scores; global_aux alone
+        self.plain = torch.zeros(shape, dtype=torch.int64, device=device)
         self.figures = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
-        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)  # this rank's share, this step
+        # this rank's share, this step
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.watched = False
         self._counting = False
         self._num_microbatches = 1
@@ -110,7 +129,9 @@ class Balancer:
         """Whether the choices of the whole global batch must be known before the first backward."""
         return "global_aux" in self.kinds
 
-    def start_step(self, num_microbatches: int, num_tokens: Tensor, dp_cp: Axis, watched: bool) -> None:
+    def start_step(
+        self, num_microbatches: int, num_tokens: Tensor, dp_cp: Axis, watched: bool
+    ) -> None:
         """Clears the figures and sets the scale of the step's auxiliary gradients.
 
         Args:
@@ -125,7 +146,8 @@ class Balancer:
             tensor.zero_()
         self.watched = watched
         self._num_microbatches = num_microbatches
-        self._num_tokens = start_all_reduce(self._counted.copy_(num_tokens), dp_cp)  # in memory that graphs read
+        # in memory that graphs read
+        self._num_tokens = start_all_reduce(self._counted.copy_(num_tokens), dp_cp)
 
     def settle(self) -> None:
         """Waits for the scale, which graphs of phases cannot."""
@@ -137,12 +159,16 @@ class Balancer:
         self._counting = True
 
     def finish_counting(self) -> None:
-        """Sums the counts over ranks. Comm: all_reduce over the stage's ranks of E counts a layer."""
+        """Sums the counts over ranks. Comm: all_reduce over the stage's ranks of E counts a
+        layer."""
         self._counting = False
         all_reduce(self.plain, self.stage)
 
-    def observe(self, layer: int, logits: Tensor, experts: Tensor, dropped: Tensor | None, tokens: Tokens) -> None:
-        """Counts a micro-batch's choices, once: forwards without gradients are repeated later, or evaluations.
+    def observe(
+        self, layer: int, logits: Tensor, experts: Tensor, dropped: Tensor | None, tokens: Tokens
+    ) -> None:
+        """Counts a micro-batch's choices, once: forwards without gradients are repeated later, or
+        evaluations.
 
         Args:
             layer: global index.
@@ -154,7 +180,9 @@ class Balancer:
         row, num_experts = self._row[layer], self.model.num_experts
         if not torch.is_grad_enabled():
             if self._counting:
-                self.plain[row] += counts_of(self.plain_choice(logits, experts, tokens), num_experts)
+                self.plain[row] += counts_of(
+                    self.plain_choice(logits, experts, tokens), num_experts
+                )
             return
         self._counts_of[row].scatter_add_(0, experts.flatten(), self._one.expand(experts.numel()))
         if dropped is not None:
@@ -173,16 +201,23 @@ class Balancer:
         self.figures[row, _WATCHED] += real
 
     def plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
-        """Returns the experts that would be chosen by the scores alone, without bias and groups; `num_experts` for
-        padding."""
+        """Returns the experts that would be chosen by the scores alone, without bias and groups;
+        `num_experts` for padding."""
         model = self.model
         if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
             return experts
         plain = best(scores_of(logits.detach(), model.router_score), model.top_k)
-        return plain if tokens.real is None else plain.masked_fill(~tokens.real[:, None], model.num_experts)
+        return (
+            plain
+            if tokens.real is None
+            else plain.masked_fill(~tokens.real[:, None], model.num_experts)
+        )
 
-    def attach(self, weights: Tensor, layer: int, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
-        """Returns `weights` unchanged; their backward adds these tokens' auxiliary gradients to that of the logits.
+    def attach(
+        self, weights: Tensor, layer: int, logits: Tensor, experts: Tensor, tokens: Tokens
+    ) -> Tensor:
+        """Returns `weights` unchanged; their backward adds these tokens' auxiliary gradients to
+        that of the logits.
 
         Args:
             weights: `[n, k]`, on every path from the experts to the output.
@@ -198,12 +233,17 @@ class Balancer:
         if "aux" in self.kinds or "seq_aux" in self.kinds:
             plain, b = self.plain_choice(logits, experts, tokens), tokens.num_sequences
             width = self.model.num_experts + 1
-            counts = counts_of(plain + tokens.sequence[:, None] * width, b * width).view(b, width)[:, :-1]
+            counts = counts_of(plain + tokens.sequence[:, None] * width, b * width).view(b, width)[
+                :, :-1
+            ]
             pending = start_all_reduce(counts.contiguous(), self.cp_tp)
         return _Attach.apply(weights, logits, self, self._row[layer], tokens, pending)
 
-    def logit_gradient(self, row: int, logits: Tensor, tokens: Tokens, counting: Pending | None) -> Tensor:
-        """Returns gradient of all auxiliary terms of these tokens; their values are added to this rank's share.
+    def logit_gradient(
+        self, row: int, logits: Tensor, tokens: Tokens, counting: Pending | None
+    ) -> Tensor:
+        """Returns gradient of all auxiliary terms of these tokens; their values are added to this
+        rank's share.
 
         Args:
             row: of the layer among those held here.
@@ -216,12 +256,15 @@ class Balancer:
         if self.kinds:
             counts = None if counting is None else counting.wait().to(logits.dtype)
             # [b, E] or [1, E] each
-            prob_gradients = [self._prob_gradient(kind, row, counts, num_tokens, tokens) for kind in self.kinds]
+            prob_gradients = [
+                self._prob_gradient(kind, row, counts, num_tokens, tokens) for kind in self.kinds
+            ]
             probs = normalised(logits, self.model.router_score)
             sums = tokens.per_sequence(probs)  # [b, E]
             for i, each in enumerate(prob_gradients):
                 self.values[i] += (each * sums).sum()
-            total = sum(prob_gradients[1:], prob_gradients[0]).expand(tokens.num_sequences, -1)  # [b, E]
+            # [b, E]
+            total = sum(prob_gradients[1:], prob_gradients[0]).expand(tokens.num_sequences, -1)
             by_token = total[tokens.sequence] * self.moe.aux_coef  # [n, E]
             gradient += normalised_backward(probs, logits, by_token, self.model.router_score)
         if self.moe.z_coef:
@@ -230,7 +273,9 @@ class Balancer:
             gradient += 2 * self.moe.z_coef / num_tokens * lse * torch.exp(logits - lse)
         return tokens.masked(gradient)
 
-    def _prob_gradient(self, kind: str, row: int, counts: Tensor | None, num_tokens: Tensor, tokens: Tokens) -> Tensor:
+    def _prob_gradient(
+        self, kind: str, row: int, counts: Tensor | None, num_tokens: Tensor, tokens: Tokens
+    ) -> Tensor:
         """Returns d(loss of one kind)/d(p_te) of a sequence's tokens, before the coefficient."""
         model, b, share = self.model, tokens.num_sequences, 1.0
         if kind == "global_aux":
@@ -257,20 +302,24 @@ class Balancer:
     def layer_figures(self, world: Axis) -> dict[str, float]:
         """Figures for the log, per layer, over the step's global batch.
 
-        Returns `moe/layer_{i}/{figure}`: load (busiest expert's count / mean), entropy (nats a token), dropped (share
-        of the choices), dead_experts (a count), bias_range (largest - smallest), logit_norm (root mean square of a
-        token's norm).
+        Returns `moe/layer_{i}/{figure}`: load (busiest expert's count / mean), entropy (nats a
+        token), dropped (share of the choices), dead_experts (a count), bias_range (largest -
+        smallest), logit_norm (root mean square of a token's norm).
 
         Comm: all_reduce over the world of E + 5 numbers for every block of the model.
         """
         E = self.model.num_experts
-        table = torch.zeros(len(blocks(self.model)), E + 5, dtype=torch.float64, device=self.chosen.device)
+        table = torch.zeros(
+            len(blocks(self.model)), E + 5, dtype=torch.float64, device=self.chosen.device
+        )
         for layer, row in self._row.items():
             table[layer, :E], table[layer, E : E + 4] = self.chosen[row], self.figures[row]
             if layer in self.biases and self.stage.rank == 0:
                 table[layer, E + 4] = self.biases[layer].max() - self.biases[layer].min()
         found: dict[str, float] = {}
-        for layer, (*counts, dropped, entropy, square, tokens, spread) in enumerate(all_reduce(table, world).tolist()):
+        for layer, (*counts, dropped, entropy, square, tokens, spread) in enumerate(
+            all_reduce(table, world).tolist()
+        ):
             total = sum(counts)
             if not total:
                 continue
@@ -311,4 +360,11 @@ class _Attach(FirstOrderFunction):
     @staticmethod
     def backward(ctx, grad):
         (logits,) = ctx.saved_tensors
-        return grad, ctx.balancer.logit_gradient(ctx.row, logits, ctx.tokens, ctx.pending), None, None, None, None
+        return (
+            grad,
+            ctx.balancer.logit_gradient(ctx.row, logits, ctx.tokens, ctx.pending),
+            None,
+            None,
+            None,
+            None,
+        )

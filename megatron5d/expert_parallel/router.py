@@ -1,15 +1,19 @@
-"""Which experts a token goes to, how much each of them counts, and which choices a limited capacity drops.
+"""Which experts a token goes to, how much each of them counts, and which choices a limited capacity
+drops.
 
     logits   x·Wᵀ, plus a trained bias where there is one, in fp32 (fp64 for a model in fp64)
     scores   softmax over the experts, or sigmoid of each
     choice   the k best scores, plus the bias where there is one, among the experts of the best groups
     weights  the chosen scores without the bias, divided by their sum if so configured, times the scaling factor
 
-Source: Shazeer et al. 2017 (arXiv:1701.06538); groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; sigmoid scores
+Source: Shazeer et al. 2017 (arXiv:1701.06538); groups: DeepSeek-V2 (arXiv:2405.04434), section
+    2.2.2; sigmoid scores
 and the bias: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
 
-The limit of a capacity is for the whole micro-batch, wherever its tokens lie, so that no layout changes what is
-dropped: ceil(factor · T·k/E) choices per expert, T tokens that are not padding. Source: Fedus et al. 2021
+The limit of a capacity is for the whole micro-batch, wherever its tokens lie, so that no layout
+changes what is
+dropped: ceil(factor · T·k/E) choices per expert, T tokens that are not padding. Source: Fedus et
+    al. 2021
 (arXiv:2101.03961), section 2.2; by probability: Megatron-Core's `moe_token_drop_policy=probs`.
 """
 
@@ -36,8 +40,9 @@ from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 class Jitter:
     """Multiplies what routers read by random factors, one for every token and feature.
 
-    A factor depends on the seed, the layer, the token's sequence and place in it, and the feature: so it is the same on
-    any layout, and when a forward is repeated. Source: Fedus et al. 2021 (arXiv:2101.03961), appendix C.
+    A factor depends on the seed, the layer, the token's sequence and place in it, and the feature:
+    so it is the same on any layout, and when a forward is repeated. Source: Fedus et al. 2021
+    (arXiv:2101.03961), appendix C.
     """
 
     amount: float  # factors lie between 1 - amount and 1 + amount
@@ -49,11 +54,14 @@ class Jitter:
         Args:
             x: `[n, h]`.
             name: of the router.
-            sample, position: int64 `[n]`, each token's sequence among all of the run, and its place in it.
+            sample, position: int64 `[n]`, each token's sequence among all of the run, and its place
+                in it.
         """
         token = sample * self.seq_len + position
         index = token[:, None] * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-        factors = 1 + self.amount * (2 * uniform(stream_key(self.seed, f"{name}.jitter"), index) - 1)
+        factors = 1 + self.amount * (
+            2 * uniform(stream_key(self.seed, f"{name}.jitter"), index) - 1
+        )
         return x * factors.to(x.dtype)
 
 
@@ -96,13 +104,26 @@ class Router(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, config: ModelConfig, name: str, tp: Axis, *, biased: bool, owner: bool, dtype: torch.dtype, device
+        self,
+        config: ModelConfig,
+        name: str,
+        tp: Axis,
+        *,
+        biased: bool,
+        owner: bool,
+        dtype: torch.dtype,
+        device,
     ) -> None:
         super().__init__()
         self.config = config
         shape = (config.num_experts, config.hidden_size)
         axes = (tp.name,) if tp.size > 1 else ()
-        spec = ShardSpec(f"{name}.weight", shape, whole(shape, summed=axes, owner=tp.rank == 0), init=config.init_std)
+        spec = ShardSpec(
+            f"{name}.weight",
+            shape,
+            whole(shape, summed=axes, owner=tp.rank == 0),
+            init=config.init_std,
+        )
         self.weight = new_parameter(shape, spec, dtype, device)
         self.linear_bias = None
         if config.router_linear_bias:
@@ -128,13 +149,22 @@ class Router(nn.Module):
             forced: int64 `[n, k]`, the experts to choose; None = by the scores.
 
         Returns:
-            experts int64 `[n, k]`, the best first, and weights `[n, k]`, differentiable in the logits.
+            experts int64 `[n, k]`, the best first, and weights `[n, k]`, differentiable in the
+            logits.
         """
         c = self.config
         if runs_triton(logits):
             if forced is None and c.top_groups < c.num_groups:
                 forced = choose(scores_of(logits.detach(), c.router_score), c, self.bias)
-            return route(logits, c.top_k, c.router_score, c.norm_topk_prob, c.routed_scaling_factor, self.bias, forced)
+            return route(
+                logits,
+                c.top_k,
+                c.router_score,
+                c.norm_topk_prob,
+                c.routed_scaling_factor,
+                self.bias,
+                forced,
+            )
         scores = scores_of(logits, c.router_score)
         experts = choose(scores, c, self.bias) if forced is None else forced
         return experts, weights_of(scores, experts, c)
@@ -150,7 +180,8 @@ def scores_of(logits: Tensor, kind: str) -> Tensor:
 
 
 def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> Tensor:
-    """Returns the k experts of each token, the best first; among equals the one with the lower index comes first.
+    """Returns the k experts of each token, the best first; among equals the one with the lower
+    index comes first.
 
     Args:
         scores: `[n, E]`.
@@ -169,7 +200,8 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
 
 
 def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
-    """Returns the experts of tokens under moe.force_balanced: token i takes the k after those of token i - 1.
+    """Returns the experts of tokens under moe.force_balanced: token i takes the k after those of
+    token i - 1.
 
     Args:
         tokens: int64 `[n]`, their numbers.
@@ -178,11 +210,14 @@ def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
     Returns:
         int64 `[n, k]`.
     """
-    return (tokens[:, None] * config.top_k + torch.arange(config.top_k, device=tokens.device)) % config.num_experts
+    return (
+        tokens[:, None] * config.top_k + torch.arange(config.top_k, device=tokens.device)
+    ) % config.num_experts
 
 
 def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
-    """Returns bool `[n, E]`: whether an expert is in one of the groups that the token may choose from."""
+    """Returns bool `[n, E]`: whether an expert is in one of the groups that the token may choose
+    from."""
     groups = ranked.unflatten(-1, (config.num_groups, -1))  # [n, G, E/G]
     if config.group_score == "max":
         worth = groups.amax(-1)
@@ -198,11 +233,19 @@ def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
     weights = scores.gather(1, experts)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights if config.routed_scaling_factor == 1.0 else weights * config.routed_scaling_factor
+    return (
+        weights if config.routed_scaling_factor == 1.0 else weights * config.routed_scaling_factor
+    )
 
 
 def within_capacity(
-    experts: Tensor, weights: Tensor, order: Tensor, num_experts: int, factor: float, by: str, axis: Axis
+    experts: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    num_experts: int,
+    factor: float,
+    by: str,
+    axis: Axis,
 ) -> Tensor:
     """Returns which choices are within the experts' capacity.
 
@@ -225,7 +268,9 @@ def within_capacity(
     everybody = all_gather(mine, axis)  # [n, 2k+1] -> [N, 2k+1]  all_gather cp_tp
     in_order = everybody[:, -1].argsort()
     choices = everybody[in_order]
-    taken = _taken(choices[:, :k].long().flatten(), choices[:, k : 2 * k].flatten(), num_experts, factor, by)
+    taken = _taken(
+        choices[:, :k].long().flatten(), choices[:, k : 2 * k].flatten(), num_experts, factor, by
+    )
     keep = torch.empty(everybody.shape[0], k, dtype=torch.bool, device=experts.device)
     keep[in_order] = taken.view(-1, k)
     return keep[axis.rank * n : (axis.rank + 1) * n]
@@ -237,7 +282,8 @@ def _taken(experts: Tensor, weights: Tensor, num_experts: int, factor: float, by
         line = weights.argsort(descending=True, stable=True)
     else:
         line = torch.arange(experts.numel(), device=experts.device)
-    line = line[experts[line].argsort(stable=True)]  # by expert, and for each expert those it keeps longest first
+    # by expert, and for each expert those it keeps longest first
+    line = line[experts[line].argsort(stable=True)]
     queue = experts[line]
     bounds = torch.searchsorted(queue, torch.arange(num_experts + 1, device=queue.device))
     place = torch.arange(queue.numel(), device=queue.device) - bounds[queue]

@@ -1,4 +1,5 @@
-"""Self-attention of one block with its heads cut over tp: MHA, GQA or MQA, and what these share with MLA (mla.py).
+"""Self-attention of one block with its heads cut over tp: MHA, GQA or MQA, and what these share
+with MLA (mla.py).
 
 They share what lies between the projections (`AttentionCore`): scores, masks, softmax and values.
 """
@@ -24,7 +25,8 @@ from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
 class AttentionCore(nn.Module):
-    """softmax(mask(scale·q·kᵀ))·v; with attention sinks every softmax also has a learned logit per head, of value 0.
+    """softmax(mask(scale·q·kᵀ))·v; with attention sinks every softmax also has a learned logit per
+    head, of value 0.
 
     Args:
         shared: what it is built from.
@@ -45,20 +47,33 @@ class AttentionCore(nn.Module):
             self.sinks = new_parameter(piece.shape, spec, **shared.factory)  # [a/tp]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
-        """Maps q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
+        """Maps q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp,
+        b, a·dv/tp]`."""
         if self.context is not None:  # ring, all-gather or Ulysses over cp
             plan = batch.context.of_window(self.window)
             return self.context(q, k, v, plan, sinks=self.sinks, **self.score).flatten(2)
         core, _ = attention(
-            q, k, v, documents=batch.documents, window=self.window, sinks=self.sinks, causal=self.causal, **self.score
+            q,
+            k,
+            v,
+            documents=batch.documents,
+            window=self.window,
+            sinks=self.sinks,
+            causal=self.causal,
+            **self.score,
         )
         return core.flatten(2)
 
-    def compressed(self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch) -> Tensor:
-        """Returns the same over cp where latents travel, from which `kv_format` computes keys and values."""
+    def compressed(
+        self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch
+    ) -> Tensor:
+        """Returns the same over cp where latents travel, from which `kv_format` computes keys and
+        values."""
         assert self.context is not None
         plan = batch.context.of_window(self.window)
-        return self.context.compressed(q, latents, kv_format, plan, sinks=self.sinks, **self.score).flatten(2)
+        return self.context.compressed(
+            q, latents, kv_format, plan, sinks=self.sinks, **self.score
+        ).flatten(2)
 
 
 class AttentionBranch(nn.Module):
@@ -73,13 +88,18 @@ class AttentionBranch(nn.Module):
         self.norm, self.post_norm = shared.pre_norm(name), shared.post_norm(name)
 
     def enter(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
-        """Returns what the projections read, and the residual; `gemms` of the projections if nothing else reads it."""
+        """Returns what the projections read, and the residual; `gemms` of the projections if
+        nothing else reads it."""
         return enter_branch(self.norm, x, PLAIN if self.parallel_block == "one_norm" else gemms)
 
     def leave(self, x: Tensor, y: Tensor, normed: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the residual plus the output `y`; in a parallel block also what the MLP reads."""
         y = leave_branch(x, y, self.post_norm)
-        return y if self.parallel_block == "none" else (y, x if self.parallel_block == "two_norms" else normed)
+        return (
+            y
+            if self.parallel_block == "none"
+            else (y, x if self.parallel_block == "two_norms" else normed)
+        )
 
 
 class SelfAttention(AttentionBranch):
@@ -95,43 +115,69 @@ class SelfAttention(AttentionBranch):
         linear = {"sp": shared.sp, **shared.factory}
         heads = [(a, d), (g, d), (g, d), *([(a, d)] if config.attention_gate else [])]
         self.qkv = ColumnParallelLinear(
-            h, heads, f"{name}.qkv", tp, bias=config.qkv_bias, init=config.init_std,
-            copies=shared.mesh["tp_kv"], **linear,
-        )  # fmt: skip
+            h,
+            heads,
+            f"{name}.qkv",
+            tp,
+            bias=config.qkv_bias,
+            init=config.init_std,
+            copies=shared.mesh["tp_kv"],
+            **linear,
+        )
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.qk_norm_all_heads:
-            norm = {"tp": tp, "eps": config.norm_eps, "zero_centered": config.norm_zero_centered, **shared.factory}
+            norm = {
+                "tp": tp,
+                "eps": config.norm_eps,
+                "zero_centered": config.norm_zero_centered,
+                **shared.factory,
+            }
             self.q_norm = AllHeadsNorm(a, d, f"{name}.q_norm", copies=shared.mesh["tp_kv"], **norm)
             self.k_norm = AllHeadsNorm(g, d, f"{name}.k_norm", copies=shared.mesh["tp_kv"], **norm)
         elif config.qk_norm:
             self.q_norm = shared.norm(f"{name}.q_norm", d, "rmsnorm", partial_grad=True)
             self.k_norm = shared.norm(f"{name}.k_norm", d, "rmsnorm", partial_grad=True)
-        # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and values are copied to
-        # be sent: q, as a view, would keep the whole projection in memory.
-        self.rotates_in_place = not (config.qk_norm or config.attention_gate) and shared.context is None
+        # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and
+        # values are copied to be sent: q, as a view, would keep the whole projection in memory.
+        self.rotates_in_place = (
+            not (config.qk_norm or config.attention_gate) and shared.context is None
+        )
         self.core = AttentionCore(shared, layer, 1 / math.sqrt(config.query_pre_attn_scalar or d))
         self.out = RowParallelLinear(
-            a * d, h, f"{name}.out", tp, bias=config.attention_out_bias, init=config.output_init_std, **linear
+            a * d,
+            h,
+            f"{name}.out",
+            tp,
+            bias=config.attention_out_bias,
+            init=config.output_init_std,
+            **linear,
         )
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice,
+        see `leave`."""
         normed, x = self.enter(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
         # a part that recompute.parts names is recomputed in the backward
-        q, k, v, *gate = self.parts.run("qkv", partial(self._heads, batch=batch, defer=defer), normed)
-        core = self.parts.run("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
+        q, k, v, *gate = self.parts.run(
+            "qkv", partial(self._heads, batch=batch, defer=defer), normed
+        )
+        # [s/cp, b, a·d/tp]
+        core = self.parts.run("attention", partial(self.core, batch=batch), q, k, v)
         core = core * torch.sigmoid(gate[0]) if gate else core
         return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
-        """Returns rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and any gate's `[s/cp, b, a·d/tp]`."""
+        """Returns rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and any gate's `[s/cp,
+        b, a·d/tp]`."""
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
         qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
         qkv = qkv.unflatten(-1, (-1, d))  # [s/cp, b, (a+2g)/tp, d]; with a gate 2a+2g heads
         if self.rotates_in_place and self.rope is not None:
             tables = self.rope(batch)
-            return apply_rope_to_projection(qkv, (a, g), *tables, interleaved=self.config.rope_interleaved)
+            return apply_rope_to_projection(
+                qkv, (a, g), *tables, interleaved=self.config.rope_interleaved
+            )
         sizes = [a, g, g, *([a] if self.config.attention_gate else [])]
         q, k, v, *gate = qkv.split(sizes, dim=2)  # [s/cp, b, a/tp, d], 2× [s/cp, b, g/tp, d]
         if self.q_norm is not None and self.k_norm is not None:

@@ -1,7 +1,9 @@
-"""The transformer block as its phases: attention, then an MLP or dispatch, experts, combine; each adds its residual.
+"""The transformer block as its phases: attention, then an MLP or dispatch, experts, combine; each
+adds its residual.
 
-A phase is called as `phase(x, batch, defer)`. Hidden states between blocks are `[s/cp/tp, b, h]` (without sp
-`[s/cp, b, h]`). model/gpt.py attaches the recompute policy, FP8 and the overlap of tp afterwards.
+A phase is called as `phase(x, batch, defer)`. Hidden states between blocks are `[s/cp/tp, b, h]`
+(without sp `[s/cp, b, h]`). model/gpt.py attaches the recompute policy, FP8 and the overlap of tp
+afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from megatron5d.model.mlp import MLP
 
 
 class TransformerBlock(nn.Module):
-    """One block; its children are its phases, in order. `layer`, here and in them, is its global index."""
+    """One block; its children are its phases, in order. `layer`, here and in them, is its global
+    index."""
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
@@ -28,8 +31,11 @@ class TransformerBlock(nn.Module):
         if is_moe(shared.model, layer):
             from megatron5d.model.moe import MoECombine, MoEDispatch, MoEExperts
 
-            self.dispatch = MoEDispatch(shared, layer)  # norm, router, permute; tokens leave       all_to_all ep
-            self.experts = MoEExperts(shared, layer)  # shared expert, grouped GEMMs; outputs leave all_to_all ep
-            self.combine = MoECombine(shared, layer)  # unpermute, sum of each token's outputs, residual
+            # norm, router, permute; tokens leave       all_to_all ep
+            self.dispatch = MoEDispatch(shared, layer)
+            # shared expert, grouped GEMMs; outputs leave all_to_all ep
+            self.experts = MoEExperts(shared, layer)
+            # unpermute, sum of each token's outputs, residual
+            self.combine = MoECombine(shared, layer)
         else:
             self.mlp = MLP(shared, layer)

@@ -63,9 +63,11 @@ class BlockInputs:
         return {}
 
     def rope(self, layer: int) -> RotaryTables | None:
-        """Returns the tables of cos and sin of a layer, one object for all of its base; None without rotary positions.
+        """Returns the tables of cos and sin of a layer, one object for all of its base; None
+        without rotary positions.
 
-        They are computed once for each micro-batch and stage: forward, recompute and backward of all layers share them.
+        They are computed once for each micro-batch and stage: forward, recompute and backward of
+        all layers share them.
         """
         model = self.model
         if model.position != "rope":
@@ -84,7 +86,9 @@ class BlockInputs:
             return None
         from megatron5d.context_parallel.attention import ContextAttention
 
-        return ContextAttention(self.config.parallel.cp_method, self.mesh["cp_outer"], self.mesh["cp_inner"])
+        return ContextAttention(
+            self.config.parallel.cp_method, self.mesh["cp_outer"], self.mesh["cp_inner"]
+        )
 
     @cached_property
     def token_share(self) -> TokenShare:
@@ -117,7 +121,11 @@ class BlockInputs:
             return None
         from megatron5d.expert_parallel.replay import RoutingFile
 
-        samples = None if moe.record is None else samples_of_steps(train.steps, batch_schedule(self.config))
+        samples = (
+            None
+            if moe.record is None
+            else samples_of_steps(train.steps, batch_schedule(self.config))
+        )
         return RoutingFile(moe.replay or moe.record or "", self.model, train.seq_len, samples)
 
     def pre_norm(self, name: str) -> Norm | None:
@@ -129,9 +137,13 @@ class BlockInputs:
         return None if self.model.block_norm == "pre" else self.norm(f"{name}.post_norm")
 
     def norm(
-        self, name: str, size: int | None = None, kind: str | None = None, partial_grad: bool | None = None,
+        self,
+        name: str,
+        size: int | None = None,
+        kind: str | None = None,
+        partial_grad: bool | None = None,
         eps: float | None = None,
-    ) -> Norm:  # fmt: skip
+    ) -> Norm:
         """Builds a norm.
 
         Args:
@@ -143,8 +155,14 @@ class BlockInputs:
         """
         partial_grad = self.sp if partial_grad is None else partial_grad
         size = size or self.model.hidden_size
-        options = {"eps": eps or self.model.norm_eps, "zero_centered": self.model.norm_zero_centered, **self.factory}
-        return Norm(kind or self.model.norm, size, name, self.tp, partial_grad=partial_grad, **options)
+        options = {
+            "eps": eps or self.model.norm_eps,
+            "zero_centered": self.model.norm_zero_centered,
+            **self.factory,
+        }
+        return Norm(
+            kind or self.model.norm, size, name, self.tp, partial_grad=partial_grad, **options
+        )
 
 
 class TokenShare:
@@ -158,10 +176,12 @@ class TokenShare:
     def __init__(self, tp: Axis, sp: bool) -> None:
         self.tp, self.sp = tp, sp and tp.size > 1
         self._tokens_of_whole = cache(self._tokens_at)
-        self._last: tuple[Any, ...] = (lambda: None,)  # a batch, which lives no longer for it; its tokens
+        # a batch, which lives no longer for it; its tokens
+        self._last: tuple[Any, ...] = (lambda: None,)
 
     def take(self, x: Tensor) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp rounded up.
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp
+        rounded up.
 
         Comm: none / without sp all_gather tp.
         """
@@ -177,7 +197,8 @@ class TokenShare:
         return y.view(like.shape)
 
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
-        """Returns which tokens those are that `take` takes from hidden states of a shape; worked out once a batch."""
+        """Returns which tokens those are that `take` takes from hidden states of a shape; worked
+        out once a batch."""
         if self._last[0]() is not batch or self._last[1] != shape:
             self._last = ref(batch), shape, self._of_batch(shape, batch)
         return self._last[2]
@@ -186,7 +207,9 @@ class TokenShare:
         if batch.context is None:
             tokens = self._tokens_of_whole(shape[0], shape[1], batch.tokens.device)
         else:
-            tokens = self._tokens_at(shape[0], shape[1], batch.tokens.device, batch.context.own_rows)
+            tokens = self._tokens_at(
+                shape[0], shape[1], batch.tokens.device, batch.context.own_rows
+            )
         tokens = replace(tokens, samples=batch.samples)
         if batch.padding is None:
             return tokens
@@ -197,7 +220,8 @@ class TokenShare:
         return replace(tokens, real=local_slice(real, self.tp))
 
     def _tokens_at(self, s: int, b: int, device, rows: Tensor | None = None) -> Tokens:
-        """Returns the tokens at sequence positions `rows`, those of this cp rank; None = all positions."""
+        """Returns the tokens at sequence positions `rows`, those of this cp rank; None = all
+        positions."""
         from megatron5d.expert_parallel.load_balancing import Tokens
 
         count = s * self.tp.size if self.sp else s
@@ -207,6 +231,10 @@ class TokenShare:
         missing = 0 if self.sp else -order.numel() % self.tp.size
         if missing:  # what pads to equal shares comes last
             order = torch.cat((order, order.max() + 1 + torch.arange(missing, device=device)))
-        real = torch.arange(order.numel(), device=device) < order.numel() - missing if missing else None
+        real = (
+            torch.arange(order.numel(), device=device) < order.numel() - missing
+            if missing
+            else None
+        )
         order = local_slice(order, self.tp)
         return Tokens(order % b, order, None if real is None else local_slice(real, self.tp), b)

@@ -14,11 +14,13 @@ from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
 from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
 
-TIED = "embedding.weight"  # global name of the embedding, and of the head's weight where the two are one parameter
+# global name of the embedding, and of the head's weight where the two are one parameter
+TIED = "embedding.weight"
 
 
 class Embedding(nn.Module):
-    """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with learned positions where the model has them."""
+    """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with learned positions where
+    the model has them."""
 
     def __init__(self, shared: BlockInputs) -> None:
         super().__init__()
@@ -31,14 +33,21 @@ class Embedding(nn.Module):
         self.positions = None
         if model.position == "learned":
             self.positions = replicated_parameter(
-                (model.max_positions, h), "position_embedding.weight", self.tp, partial_grad=self.sp, init=std,
-                decay=True, **shared.factory,
-            )  # fmt: skip
+                (model.max_positions, h),
+                "position_embedding.weight",
+                self.tp,
+                partial_grad=self.sp,
+                init=std,
+                decay=True,
+                **shared.factory,
+            )
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
-        """Maps `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
+        """Maps `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`);
+        `x` is not read.
 
-        Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp, else none.
+        Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp,
+            else none.
         """
         hidden = self.tokens(batch.tokens, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
         if self.positions is None:
@@ -64,20 +73,26 @@ class OutputMatrix(nn.Module):
         self.vocab = VocabRange(model.vocab_size, self.tp)
         if tied is None:
             name = TIED if model.tie_embeddings else "head.weight"
-            tied = vocab_weight(model.vocab_size, model.hidden_size, name, self.tp, model.init_std, **shared.factory)
+            tied = vocab_weight(
+                model.vocab_size, model.hidden_size, name, self.tp, model.init_std, **shared.factory
+            )
         self.weight = tied
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns included.
+        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns
+        included.
 
-        Comm: with sp all_gather tp of s/cp·b·h elements / all_gather and reduce_scatter tp of as many, without sp
+        Comm: with sp all_gather tp of s/cp·b·h elements / all_gather and reduce_scatter tp of as
+            many, without sp
         all_reduce tp.
         """
         # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
         logits = column_linear(normed, self.weight, self.tp, self.sp, defer)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def losses(self, normed: Tensor, labels: Tensor, mask: Tensor, z_coef: float, defer: Defer) -> Tensor:
+    def losses(
+        self, normed: Tensor, labels: Tensor, mask: Tensor, z_coef: float, defer: Defer
+    ) -> Tensor:
         """Sums over the tokens of a micro-batch.
 
         Args:
@@ -88,31 +103,41 @@ class OutputMatrix(nn.Module):
             defer: takes the weight-gradient half of the backward.
 
         Returns:
-            `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is only for the log: the
-            gradient of the first already contains that of z_coef times the second.
+            `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is
+            only for the log: the gradient of the first already contains that of z_coef times the
+            second.
 
-        Comm: with sp all_gather tp, then 2× all_reduce tp / with sp all_gather and reduce_scatter tp, else all_reduce.
+        Comm: with sp all_gather tp, then 2× all_reduce tp / with sp all_gather and reduce_scatter
+            tp, else all_reduce.
         """
         if self.slice_tokens is None:
-            logits = self.local_logits(normed, defer)  # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
-            loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_coef)
+            # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
+            logits = self.local_logits(normed, defer)
+            loss, lse = vocab_parallel_cross_entropy(
+                logits, labels.t(), self.vocab, self.tp, z_coef
+            )
         else:
-            sliced = SlicedLoss(self.vocab, self.tp, self.sp, self.slice_tokens, z_coef, self.softcap)
+            sliced = SlicedLoss(
+                self.vocab, self.tp, self.sp, self.slice_tokens, z_coef, self.softcap
+            )
             loss, lse = sliced(normed, self.weight, labels.t(), defer)
         # loss and lse [s/cp, b], the same on every tp rank -> [2]
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
     def losses_ahead(self, depth: int, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        """Returns `[1]`, Σ loss·mask of what a depth of multi-token prediction predicts; as `losses`."""
+        """Returns `[1]`, Σ loss·mask of what a depth of multi-token prediction predicts; as
+        `losses`."""
         assert batch.ahead_labels is not None and batch.ahead_mask is not None
-        return self.losses(normed, batch.ahead_labels[depth], batch.ahead_mask[depth], 0.0, defer)[:1]
+        return self.losses(normed, batch.ahead_labels[depth], batch.ahead_mask[depth], 0.0, defer)[
+            :1
+        ]
 
 
 class Head(nn.Module):
     """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as in OutputMatrix.losses.
 
-    With multi-token prediction, whose blocks follow: (sums, normed hidden states). Of blocks on stages before it, it
-    takes the normed hidden states h⁰ ... hᵏ, and computes their losses too.
+    With multi-token prediction, whose blocks follow: (sums, normed hidden states). Of blocks on
+    stages before it, it takes the normed hidden states h⁰ ... hᵏ, and computes their losses too.
 
     Args:
         shared, tied: as in OutputMatrix.
@@ -127,7 +152,8 @@ class Head(nn.Module):
         self.output = OutputMatrix(shared, tied)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Computes the whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.
+        """Computes the whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b,
+        vocab_size]`.
 
         Comm: all_gather tp of s/cp·b·h elements with sp, and of s/cp·b·v/tp elements.
         """
@@ -135,15 +161,18 @@ class Head(nn.Module):
         return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[(1+k)·s/cp/tp, b, h]` (without sp `[(1+k)·s/cp, b, h]`) -> sums `[2+k]`, and where prediction blocks
-        follow the last normed x too.
+        """Maps `[(1+k)·s/cp/tp, b, h]` (without sp `[(1+k)·s/cp, b, h]`) -> sums `[2+k]`, and where
+        prediction blocks follow the last normed x too.
 
         Comm: 1 + k times that of OutputMatrix.losses.
         """
         hidden, *ahead = self.norm(x).chunk(1 + self.depths)  # [s/cp/tp, b, h] each
         sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_coef, defer)
         if ahead:
-            more = [self.output.losses_ahead(depth, each, batch, defer) for depth, each in enumerate(ahead)]
+            more = [
+                self.output.losses_ahead(depth, each, batch, defer)
+                for depth, each in enumerate(ahead)
+            ]
             sums = torch.cat((sums, *more))
         return sums if self.is_last else (sums, ahead[-1] if ahead else hidden)
 
@@ -152,12 +181,16 @@ class Head(nn.Module):
 class Term:
     """What one entry of the last stage's sums is for."""
 
-    name: str  # of the logged figure: the average, over the terms of one name that have targets, of their means
+    # of the logged figure: the average, over the terms of one name that have targets, of their
+    # means
+    name: str
     count_index: int = 0  # of the number that divides the sum, in MicroBatch.target_counts
     coefficient: float = 0.0  # of the logged figure in the objective
 
 
 def loss_terms(config: Config) -> list[Term]:
     """Returns the entries of the last stage's output, in order; `loss` contains the first alone."""
-    ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss) for k in range(config.model.num_mtp_layers)]
+    ahead = [
+        Term("mtp_loss", k + 1, config.train.mtp_loss) for k in range(config.model.num_mtp_layers)
+    ]
     return [Term("loss", coefficient=1.0), Term("z_loss"), *ahead]

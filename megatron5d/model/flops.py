@@ -1,9 +1,11 @@
 """Floating-point operations of the model, for MFU, with the convention stated.
 
-Counted: the multiply-adds of every GEMM that the mathematics needs, 2 FLOPs each; the backward is twice the
-forward; recomputation is not counted; a causal query attends to half of the sequence on average (a window to at most
-that many); the embedding look-up is free; of the routed experts only those that a token is sent to. Source: Narayanan
-et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao 2023 (arXiv:2307.08691).
+Counted: the multiply-adds of every GEMM that the mathematics needs, 2 FLOPs each; the backward is
+    twice the
+forward; recomputation is not counted; a causal query attends to half of the sequence on average (a
+window to at most that many); the embedding look-up is free; of the routed experts only those that a
+token is sent to. Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, with causal attention
+halved as in Dao 2023 (arXiv:2307.08691).
 """
 
 from megatron5d.config.derived import blocks, is_moe, window_of
@@ -11,14 +13,17 @@ from megatron5d.config.schema import ModelConfig
 
 
 def parameter_count(model: ModelConfig, active: bool = False) -> int:
-    """Parameters of the whole model, tied and shared ones once, vocabulary padding not counted; `active`: of the
-    experts only those that one token is sent to."""
+    """Parameters of the whole model, tied and shared ones once, vocabulary padding not counted;
+    `active`: of the experts only those that one token is sent to."""
     h, v = model.hidden_size, model.vocab_size
     norm = 2 * h if model.norm == "layernorm" else h
     branch = norm * (2 if model.block_norm == "both" else 1)
     attention = _attention_matrices(model) + _attention_vectors(model) + branch
     second = 0 if model.parallel_block == "one_norm" else branch
-    mlps = sum(_feed_forward(model, i, active) + second + _mlp_biases(model, i, active) for i in blocks(model))
+    mlps = sum(
+        _feed_forward(model, i, active) + second + _mlp_biases(model, i, active)
+        for i in blocks(model)
+    )
     routers = (
         sum(is_moe(model, i) for i in blocks(model))
         * model.num_experts
@@ -32,11 +37,14 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Returns FLOPs of one training step (forward and backward) per token of a sequence."""
-    return sum(layer_flops(model, i, seq_len) for i in range(model.num_layers)) + end_flops(model, seq_len)
+    return sum(layer_flops(model, i, seq_len) for i in range(model.num_layers)) + end_flops(
+        model, seq_len
+    )
 
 
 def end_flops(model: ModelConfig, seq_len: int) -> float:
-    """Returns the share of what follows the last layer: the head, and blocks that predict further."""
+    """Returns the share of what follows the last layer: the head, and blocks that predict
+    further."""
     ahead = blocks(model)[model.num_layers :]
     return head_flops(model) + sum(layer_flops(model, i, seq_len) for i in ahead)
 
@@ -47,15 +55,16 @@ def head_flops(model: ModelConfig) -> float:
 
 
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """Returns the share of one layer in `flops_per_token`; of a block that predicts further with its join of 2h
-    features."""
+    """Returns the share of one layer in `flops_per_token`; of a block that predicts further with
+    its join of 2h features."""
     join = 2 * model.hidden_size**2 if layer >= model.num_layers else 0
     matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True) + join
     return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 
 
 def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
-    """Returns the share of one layer's attention between queries, keys and values: what has no weights."""
+    """Returns the share of one layer's attention between queries, keys and values: what has no
+    weights."""
     w = min(window or seq_len, seq_len)
     before = w - w * (w - 1) / (2 * seq_len)  # on average, the query's own included
     attended = before if model.attention_causal else 2 * before - 1

@@ -5,7 +5,8 @@ per layer   the phases of a block (model/block.py)
 head
 per depth of multi-token prediction   its input, the phases of a block, its head; those on other stages before the head
 
-What phases recompute, and the matrices' FP8 recipe, tp overlap and replicas are attached afterwards.
+What phases recompute, and the matrices' FP8 recipe, tp overlap and replicas are attached
+afterwards.
 """
 
 from __future__ import annotations
@@ -36,16 +37,22 @@ from megatron5d.topology.shard_spec import spec_of
 
 
 def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
-    """Returns whether the block at a place of a stage, counted from 0, is recomputed, as a whole or in parts."""
-    count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+    """Returns whether the block at a place of a stage, counted from 0, is recomputed, as a whole or
+    in parts."""
+    count = (
+        recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+    )
     return recompute.mode != "none" and (count is None or place < count)
 
 
-def set_recompute(phases: Iterable[nn.Module], recompute: RecomputeConfig, stage: int, place: int) -> None:
+def set_recompute(
+    phases: Iterable[nn.Module], recompute: RecomputeConfig, stage: int, place: int
+) -> None:
     """Sets which activations a block's phases keep for their backward, and where.
 
     Args:
-        phases: of the block at a place of a stage; those without a `kind`, the join of MTP, recompute no parts.
+        phases: of the block at a place of a stage; those without a `kind`, the join of MTP,
+            recompute no parts.
         recompute, stage, place: as in `is_recomputed`.
     """
     chosen, least = is_recomputed(recompute, stage, place), recompute.offload_min_bytes
@@ -66,15 +73,21 @@ def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
     """Notes in the specs which parameters other pipeline ranks hold too."""
     for parameter in parameters:
         spec = spec_of(parameter)
-        shared = "tied" if spec.name == TIED and "tied" in replicas else "pair" if "pair" in replicas else ""
+        shared = (
+            "tied"
+            if spec.name == TIED and "tied" in replicas
+            else "pair"
+            if "pair" in replicas
+            else ""
+        )
         parameter.spec = replace(spec, shared=shared)  # type: ignore[attr-defined]
 
 
 def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
     """Builds the FP8 GEMMs of linear layers, and of experts.
 
-    Comm: later, in every tensorwise GEMM: all_reduce of one number over cp_tp for each input and gradient, and over
-        tp for each weight; of one number per expert over etp for experts.
+    Comm: later, in every tensorwise GEMM: all_reduce of one number over cp_tp for each input and
+        gradient, and over tp for each weight; of one number per expert over etp for experts.
     """
     from megatron5d.precision.fp8_recipes import (
         BlockwiseExpertGemms,
@@ -89,7 +102,9 @@ def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
     of_tokens, of_weight, of_experts = (
         partial(all_reduce, axis=mesh[axis], op="max") for axis in ("cp_tp", "tp", "etp")
     )
-    return TensorwiseGemms(powers_of_two, of_tokens, of_weight), TensorwiseExpertGemms(powers_of_two, of_experts)
+    return TensorwiseGemms(powers_of_two, of_tokens, of_weight), TensorwiseExpertGemms(
+        powers_of_two, of_experts
+    )
 
 
 def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
@@ -136,16 +151,23 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, device: torch.device | str = "cpu",
-        stages: Mapping[int, StageSpec] | None = None, replicas: Shared = NOTHING_SHARED,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device | str = "cpu",
+        stages: Mapping[int, StageSpec] | None = None,
+        replicas: Shared = NOTHING_SHARED,
+    ) -> None:
         super().__init__()
         self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
         self.balancer = self._balancer(config, mesh, device, replicas)
         shared = BlockInputs(config, mesh, device, self.balancer)
         self.room = shared.room if config.moe.exchange == "planned" else None
-        self.embedding = Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
-        self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]  # of this rank, at most one
+        self.embedding = (
+            Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
+        )
+        # of this rank, at most one
+        self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
             for place, i in enumerate(spec.layers):
@@ -155,7 +177,11 @@ class GPT(nn.Module):
         self.mtp_blocks = nn.ModuleDict()
         for stage, spec in self.stages.items():
             if spec.head:
-                self.head = Head(shared, self._table(shared) if config.model.tie_embeddings else None, spec.mtp.start)
+                self.head = Head(
+                    shared,
+                    self._table(shared) if config.model.tie_embeddings else None,
+                    spec.mtp.start,
+                )
             for place, depth in enumerate(spec.mtp, len(spec.layers)):
                 self._add_mtp_block(shared, depth, stage, place)
         mark_replicas(self.parameters(), replicas)
@@ -170,15 +196,20 @@ class GPT(nn.Module):
         return self._tables[0]
 
     def _add_mtp_block(self, shared: BlockInputs, depth: int, stage: int, place: int) -> None:
-        """Adds a block of multi-token prediction, which shares the embedding, and the head if that is on its stage."""
+        """Adds a block of multi-token prediction, which shares the embedding, and the head if that
+        is on its stage."""
         from megatron5d.model.mtp import mtp_block
 
         output = self.head.output if self.stages[stage].head and self.head is not None else None
         block = self.mtp_blocks[str(depth)] = mtp_block(shared, depth, self._table(shared), output)
-        set_recompute(block[:-1], shared.config.recompute, stage, place)  # its head is not recomputed
+        # its head is not recomputed
+        set_recompute(block[:-1], shared.config.recompute, stage, place)
 
-    def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, replicas: Shared) -> Balancer | None:
-        """Builds the balancer of this rank's MoE layers; a rank without any takes part in its collectives."""
+    def _balancer(
+        self, config: Config, mesh: Mesh, device: torch.device | str, replicas: Shared
+    ) -> Balancer | None:
+        """Builds the balancer of this rank's MoE layers; a rank without any takes part in its
+        collectives."""
         if not config.model.num_experts:
             return None
         from megatron5d.expert_parallel.load_balancing import Balancer
@@ -189,7 +220,8 @@ class GPT(nn.Module):
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
-        """Returns the phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
+        """Returns the phases of a local stage in units of data parallelism, which are gathered and
+        reduced as one."""
         spec = self.stages[stage]
         units: list[list[nn.Module]] = [list(self.layers[str(i)].children()) for i in spec.layers]
         if spec.embedding and self.embedding is not None:
@@ -204,7 +236,8 @@ class GPT(nn.Module):
 
     @property
     def units(self) -> list[list[nn.Module]]:
-        """The units of all local stages in order: embedding, layers, head, blocks of multi-token prediction."""
+        """The units of all local stages in order: embedding, layers, head, blocks of multi-token
+        prediction."""
         return [unit for stage in self.stages for unit in self.units_of(stage)]
 
     @property
@@ -213,10 +246,15 @@ class GPT(nn.Module):
         return [phase for unit in self.units for phase in unit]
 
     def initialize(self, seed: int) -> None:
-        """Fills all weights at random, from the seed and each parameter's global name: the same on any layout."""
+        """Fills all weights at random, from the seed and each parameter's global name: the same on
+        any layout."""
         for parameter in self.parameters():
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases (buffers)."""
-        return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]
+        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases
+        (buffers)."""
+        return [
+            *self.parameters(),
+            *(buffer for buffer in self.buffers() if hasattr(buffer, "spec")),
+        ]

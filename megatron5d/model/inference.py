@@ -1,4 +1,5 @@
-"""A trained model put to use: its logits on given tokens, and text sampled from it, on any dp × tp layout."""
+"""A trained model put to use: its logits on given tokens, and text sampled from it, on any dp × tp
+layout."""
 
 from __future__ import annotations
 
@@ -31,14 +32,18 @@ class Source:
     """Where a model comes from: exactly one of the two."""
 
     hf: Path | None = None  # a Hugging Face folder
-    checkpoint: Path | None = None  # a checkpoint of ours, or a directory of them, whose newest whole one is meant
+    # a checkpoint of ours, or a directory of them, whose newest whole one is meant
+    checkpoint: Path | None = None
 
-    def config(self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None) -> Config:
+    def config(
+        self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None
+    ) -> Config:
         """Returns the configuration to run the model with.
 
         Args:
             tp, sp: the layout; dp is what remains of the world.
-            dtype: of weights and arithmetic; None = the checkpoint's own, fp32 for a Hugging Face folder.
+            dtype: of weights and arithmetic; None = the checkpoint's own, fp32 for a Hugging Face
+                folder.
 
         Raises:
             ConfigError: the model does not fit the layout.
@@ -57,7 +62,11 @@ class Source:
             precision=PrecisionConfig(dtype=dtype or config.precision.dtype),
         )
         groups = {"model", "parallel", "precision"}
-        faults = [f for f in run_checks(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
+        faults = [
+            f
+            for f in run_checks(config, world)
+            if {knob.split(".")[0] for knob in f.knobs} <= groups
+        ]
         if faults:
             raise ConfigError(with_options(faults, "torchrun --nproc-per-node", tp="--tp"))
         return config
@@ -69,7 +78,8 @@ class Source:
         return whole_checkpoint(self.checkpoint, "--checkpoint")
 
     def load(self, model: GPT, config: Config) -> list[str]:
-        """Fills the model's local parameters, every rank its own share; returns lines worth telling."""
+        """Fills the model's local parameters, every rank its own share; returns lines worth
+        telling."""
         if self.hf is not None:
             return load_hf_weights(model.weights(), config.model, self.hf)
         load_weights(model.weights(), self.folder)
@@ -82,7 +92,12 @@ def open_predictor(source: Source, config: Config, process: Process) -> Predicto
     Comm: group creation; that of `load_tensors` for a checkpoint of ours.
     """
     sizes = resolve(process.world, tp=config.parallel.tp)
-    mesh = build_mesh(sizes, process.rank, num_kv_heads=config.model.num_kv_heads, timeout_s=config.parallel.timeout_s)
+    mesh = build_mesh(
+        sizes,
+        process.rank,
+        num_kv_heads=config.model.num_kv_heads,
+        timeout_s=config.parallel.timeout_s,
+    )
     model = GPT(config, mesh, process.device)
     for note in source.load(model, config):
         if process.rank == 0:
@@ -121,11 +136,14 @@ class Predictor:
         """
         b, s = tokens.shape
         if self.config.model.position == "learned" and s > self.config.model.max_positions:
-            raise ValueError(f"{s} tokens exceed model.max_positions = {self.config.model.max_positions}")
+            raise ValueError(
+                f"{s} tokens exceed model.max_positions = {self.config.model.max_positions}"
+            )
         multiple = self.mesh["tp"].size if self.config.parallel.sp else 1
         tokens = F.pad(tokens.to(self.device), (0, -s % multiple))
         place = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
-        # what fills the sequence up is a document of its own, which no token sees, also where masks look ahead
+        # what fills the sequence up is a document of its own, which no token sees, also where masks
+        # look ahead
         documents = (place >= s).long() if s % multiple else None
         mask = torch.zeros(tokens.shape, device=self.device)
         batch = MicroBatch(tokens, tokens, mask, place.clamp(max=s - 1), documents)
@@ -134,9 +152,15 @@ class Predictor:
         return self.model.head.logits(hidden).transpose(0, 1)[:, :s]
 
     def sample(
-        self, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
         vocab_size: int | None = None,
-    ) -> Iterator[int]:  # fmt: skip
+    ) -> Iterator[int]:
         """Continues a prompt token by token; each token is a forward pass over all before it.
 
         Args:
@@ -145,7 +169,8 @@ class Predictor:
             temperature: the logits are divided by it; 0 takes the likeliest token.
             top_k: only this many likeliest tokens can be drawn; 0 = all.
             seed: of the draws; the same on every rank.
-            vocab_size: only ids below are drawn, where the model's vocabulary is larger than its tokenizer's.
+            vocab_size: only ids below are drawn, where the model's vocabulary is larger than its
+                tokenizer's.
 
         Yields:
             The new tokens, the same on every rank of a tp group.
@@ -164,7 +189,8 @@ class Predictor:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Returns one token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
+    """Returns one token from the distribution that logits `[vocab]` describe (arguments as in
+    Predictor.sample).
 
     Raises ValueError: a logit is not a number, or infinite.
     """

@@ -1,13 +1,14 @@
-"""Multi-head latent attention: queries, keys and values are projected up from two small latents, heads cut over tp.
+"""Multi-head latent attention: queries, keys and values are projected up from two small latents,
+heads cut over tp.
 
     q = q_up(norm(q_down(x)))  or  q(x)             per head: dn features, and dr that are rotated
     c_kv, k_pe = kv_down(x);  k, v = kv_up(norm(c_kv))       per head: dn and dv; k_pe, dr, is one for all heads
     scores = [q, rope(q_pe)] · [k, rope(k_pe)]
 
-The down-projections are small, and every tp rank holds them whole. The heads of all tp ranks use their outputs, so
-exactly one collective has to sum gradients over tp (under sp it also gathers the sequence). It stands where fewer
-elements pass: behind the down-projections (`enters_late`), or before them if queries come straight from x or the
-latents are not smaller than x.
+The down-projections are small, and every tp rank holds them whole. The heads of all tp ranks use
+their outputs, so exactly one collective has to sum gradients over tp (under sp it also gathers the
+sequence). It stands where fewer elements pass: behind the down-projections (`enters_late`), or
+before them if queries come straight from x or the latents are not smaller than x.
 Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 """
 
@@ -42,14 +43,20 @@ class MultiLatentAttention(AttentionBranch):
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__(shared, layer)
         config, h, name = shared.model, shared.model.hidden_size, f"layers.{layer}.attention"
-        self.tp, self.sp, self.interleaved = shared.tp, shared.sp and shared.tp.size > 1, config.rope_interleaved
+        self.tp, self.sp, self.interleaved = (
+            shared.tp,
+            shared.sp and shared.tp.size > 1,
+            config.rope_interleaved,
+        )
         rope, eps = shared.rope(layer), config.latent_norm_eps
         assert rope is not None
         self.rope = rope
-        self.compress = shared.config.parallel.cp_compress_kv and shared.context is not None  # latents travel over cp
+        # latents travel over cp
+        self.compress = shared.config.parallel.cp_compress_kv and shared.context is not None
         self.adds_grads_at_once = self.compress  # that of kv_up (LatentKV)
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
-        self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
+        # dn, dr, dv
+        self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         dn, dr, dv = self.dims
         self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
         q_rank, kv_rank, _ = self.latent_dims
@@ -65,43 +72,65 @@ class MultiLatentAttention(AttentionBranch):
         self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
         self.kv_norm = shared.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad, eps)
         q_name = f"{name}.q_up" if q_rank else f"{name}.q"
-        self.q = ColumnParallelLinear(q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear)
-        self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)
+        self.q = ColumnParallelLinear(
+            q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear
+        )
+        self.kv_up = ColumnParallelLinear(
+            kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear
+        )
         scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
         self.core = AttentionCore(shared, layer, scale)
         self.out = RowParallelLinear(
-            config.num_heads * dv, h, f"{name}.out", self.tp, sp=shared.sp, bias=config.attention_out_bias,
-            init=config.output_init_std, **shared.factory,
-        )  # fmt: skip
+            config.num_heads * dv,
+            h,
+            f"{name}.out",
+            self.tp,
+            sp=shared.sp,
+            bias=config.attention_out_bias,
+            init=config.output_init_std,
+            **shared.factory,
+        )
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice,
+        see `leave`."""
         normed, x = self.enter(x, self._first_gemms())  # [s/cp/tp, b, h]
-        latents = self._down(normed, defer)  # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp
-        # a part that recompute.parts names is recomputed in the backward
-        heads = self.parts.run("qkv", partial(self._up, batch=batch, defer=defer), *latents)  # q, k, v of a/tp heads
-        core = self.parts.run("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
+        # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp a part that recompute.parts
+        # names is recomputed in the backward
+        latents = self._down(normed, defer)
+        # q, k, v of a/tp heads
+        heads = self.parts.run("qkv", partial(self._up, batch=batch, defer=defer), *latents)
+        # [s/cp, b, a·dv/tp]
+        core = self.parts.run("attention", partial(self._core, batch=batch), *heads)
         return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns latent queries `[s/cp, b, rq]` (or x itself), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
+        """Returns latent queries `[s/cp, b, rq]` (or x itself), c_kv `[s/cp, b, r]` and k_pe
+        `[s/cp, b, dr]`."""
         if not self.enters_late:
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
         if self.q_down is not None and self.q_norm is not None:
-            q = self.q_norm(local_linear(x, self.q_down, defer))  # [s/cp/tp, b, rq] if enters_late, else [s/cp, b, rq]
+            # [s/cp/tp, b, rq] if enters_late, else [s/cp, b, rq]
+            q = self.q_norm(local_linear(x, self.q_down, defer))
         _, kv_rank, dr = self.latent_dims
-        c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
+        # cut along s as q is
+        c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)
         c_kv = self.kv_norm(c_kv)
         if self.enters_late:
-            joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
+            # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
+            joined = self._enter(torch.cat((q, c_kv, k_pe), -1))
             q, c_kv, k_pe = joined.split(list(self.latent_dims), -1)
         return q, c_kv, k_pe
 
-    def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
-        """Returns q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
+    def _up(
+        self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer
+    ) -> tuple[Tensor, ...]:
+        """Returns q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents
+        travel, q and them."""
         dn, dr, dv = self.dims
-        q = local_linear(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
+        # [s/cp, b, a/tp, dn+dr]
+        q = local_linear(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))
         tables = self.rope(batch)
         q, k_pe = apply_rope_to_ends(q, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
         if self.compress:
@@ -124,7 +153,8 @@ class MultiLatentAttention(AttentionBranch):
         return gemms_of(self.kv_down, self.q_down)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Enters the region where each tp rank computes its own heads; sums their gradients in the backward.
+        """Enters the region where each tp rank computes its own heads; sums their gradients in the
+        backward.
 
         Comm: all_gather tp with sp, else none / reduce_scatter tp with sp, else all_reduce.
         """
@@ -132,16 +162,18 @@ class MultiLatentAttention(AttentionBranch):
 
 
 def _keys_values(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
-    """Maps kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a, dv]`."""
+    """Maps kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a,
+    dv]`."""
     k_nope, v = kv.split([dn, kv.shape[-1] - dn], -1)
     return torch.cat((k_nope, k_pe.expand(-1, -1, kv.shape[2], -1)), -1), v
 
 
 class LatentKV:
-    """KVFormat of latents: a block is c_kv beside the rotated k_pe, `[t, b, r+dr]`, and kv_up is applied on arrival.
+    """KVFormat of latents: a block is c_kv beside the rotated k_pe, `[t, b, r+dr]`, and kv_up is
+    applied on arrival.
 
-    Its weight gradient is computed at once, whatever the schedule: to put it off, the gradients of all blocks' keys and
-    values would have to be kept, which is the whole sequence.
+    Its weight gradient is computed at once, whatever the schedule: to put it off, the gradients of
+    all blocks' keys and values would have to be kept, which is the whole sequence.
 
     Args:
         weight: kv_up's, `[a/tp·(dn+dv), r]`.
@@ -150,7 +182,9 @@ class LatentKV:
         rows: of the weight, those of the heads that are wanted; None = all.
     """
 
-    def __init__(self, weight: Tensor, num_heads: int, dims: tuple[int, int, int], rows: slice | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, num_heads: int, dims: tuple[int, int, int], rows: slice | None = None
+    ) -> None:
         self.weight, self.num_heads, self.dims = weight, num_heads, dims
         self.rows = slice(None) if rows is None else rows
         self.value_dim = dims[2]
@@ -160,7 +194,11 @@ class LatentKV:
         dn, _, dv = self.dims
         n = self.num_heads // size
         rows = n * (dn + dv)
-        return LatentKV(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows)) if size > 1 else self
+        return (
+            LatentKV(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows))
+            if size > 1
+            else self
+        )
 
     def unpack(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """Latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]`."""
@@ -170,7 +208,8 @@ class LatentKV:
         return _keys_values(kv, k_pe.unsqueeze(2), dn)
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Returns the gradient of the block, `[t, b, r+dr]`; adds the weight gradient to its buffer."""
+        """Returns the gradient of the block, `[t, b, r+dr]`; adds the weight gradient to its
+        buffer."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]

@@ -1,4 +1,5 @@
-"""The feed-forward half of a dense block; its two matrices also make the shared expert of a MoE block."""
+"""The feed-forward half of a dense block; its two matrices also make the shared expert of a MoE
+block."""
 
 from functools import partial
 
@@ -14,7 +15,8 @@ from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelL
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x))), the inner dim cut over tp; if gated, `up` holds the gate rows, then the up rows.
+    """down(activation(up(x))), the inner dim cut over tp; if gated, `up` holds the gate rows, then
+    the up rows.
 
     Args:
         shared: what it is built from.
@@ -32,10 +34,13 @@ class FeedForward(nn.Module):
         blocks = [(f, 1), (f, 1)] if model.gated else [(f, 1)]
         linear = {"sp": shared.sp, "bias": bias, **shared.factory}
         self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=model.init_std, **linear)
-        self.down = RowParallelLinear(f, h, f"{name}.down", tp, init=model.output_init_std, **linear)
+        self.down = RowParallelLinear(
+            f, h, f"{name}.down", tp, init=model.output_init_std, **linear
+        )
 
     def project_up(self, x: Tensor, defer: Defer) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b, f/tp]`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b,
+        f/tp]`."""
         return self.parts.run("mlp", partial(self._up_and_activation, defer=defer), x)
 
     def project_down(self, inner: Tensor, defer: Defer) -> Tensor:
@@ -44,7 +49,8 @@ class FeedForward(nn.Module):
 
     def _up_and_activation(self, x: Tensor, defer: Defer) -> Tensor:
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        # The activation's backward may write over the output of `up`, which no other operation saves.
+        # The activation's backward may write over the output of `up`, which no other operation
+        # saves.
         gemms, overwrite = gemms_of(self.down.weight), self.parts.keeps("activation")
         reader = gemms_of(self.up.weight) if overwrite and self.up.bias is None else None
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite, reader=reader)
@@ -63,8 +69,11 @@ class MLP(nn.Module):
         self.post_norm = shared.post_norm(name)
         self.feed_forward = FeedForward(shared, model.ffn_hidden_size, name, bias=model.mlp_bias)
 
-    def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the same, one."""
+    def forward(
+        self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer
+    ) -> Tensor:
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the
+        same, one."""
         gemms = gemms_of(self.feed_forward.up.weight)
         normed, x = enter_branch(self.norm, state, gemms)  # [s/cp/tp, b, h]
         inner = self.feed_forward.project_up(normed, defer)  # [s/cp, b, f/tp]  all_gather tp

@@ -5,8 +5,8 @@
                then the routed experts, times the router's weights; starts sending outputs back
     combine    waits, sums each token's outputs, adds the shared expert and the residual
 
-With sp each tp rank routes the tokens that it has. Without sp all tp ranks have the same tokens: each routes its share
-of them, and the outputs are gathered.
+With sp each tp rank routes the tokens that it has. Without sp all tp ranks have the same tokens:
+each routes its share of them, and the outputs are gathered.
 """
 
 from __future__ import annotations
@@ -31,22 +31,28 @@ from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.mesh import Mesh
 
 if TYPE_CHECKING:
-    from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher, NodeDispatch
+    from megatron5d.expert_parallel.hierarchical_dispatcher import (
+        HierarchicalDispatcher,
+        NodeDispatch,
+    )
 
 
 class MoEState(NamedTuple):
     """What the phases of one layer pass on."""
 
     residual: Tensor  # [s/cp/tp, b, h]
-    rows: Tensor  # async handle (comm/all_to_all.py): tokens on their way to experts, later outputs back
+    # async handle (comm/all_to_all.py): tokens on their way to experts, later outputs back
+    rows: Tensor
     weights: Tensor | None  # async handle of the router's weights, on their way to experts
-    shared: Tensor | None  # [s/cp/tp, b, h]: the shared expert's input, then its output; None without one
+    # [s/cp/tp, b, h]: the shared expert's input, then its output; None without one
+    shared: Tensor | None
     dispatch: DirectDispatch | NodeDispatch
     source: Source | None  # the tokens, where a recomputed `permute` dispatches them again
 
 
 def capturable(shared: BlockInputs) -> bool:
-    """Says whether the phases can be captured as graphs: neither splits nor files are read on the host."""
+    """Says whether the phases can be captured as graphs: neither splits nor files are read on the
+    host."""
     moe = shared.config.moe
     planned = shared.mesh["ep"].size == 1 or moe.exchange == "planned"
     return planned and moe.replay is None and moe.record is None
@@ -55,11 +61,14 @@ def capturable(shared: BlockInputs) -> bool:
 def dispatcher_of(
     num_experts: int, mesh: Mesh, codec: Codec | None = None, room: Room | None = None
 ) -> Dispatcher | HierarchicalDispatcher:
-    """Builds the dispatcher that sends tokens straight to experts, or first to nodes (parallel.ep_inner)."""
+    """Builds the dispatcher that sends tokens straight to experts, or first to nodes
+    (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
         from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
 
-        outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
+        outer, inner, etp, inner_etp = (
+            mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp")
+        )
         return HierarchicalDispatcher(num_experts, outer, inner, etp, inner_etp, codec)
     return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec, room)
 
@@ -87,21 +96,29 @@ class MoEDispatch(nn.Module):
         self.routing = shared.routing
         self.cp_tp, name = shared.mesh["cp_tp"], f"layers.{layer}"
         self.capturable = capturable(shared)
-        self.norm = None if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
+        self.norm = (
+            None if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
+        )
         biased = self.config.router_bias or "bias" in self.moe.balance
         owner = self.balancer.stage.rank == 0
-        self.router = Router(self.config, f"{name}.router", shared.tp, biased=biased, owner=owner, **shared.factory)
+        self.router = Router(
+            self.config, f"{name}.router", shared.tp, biased=biased, owner=owner, **shared.factory
+        )
         if self.router.bias is not None:
             self.balancer.biases[layer] = self.router.bias
         codec = _codec(self.moe.fp8_dispatch)
         self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, codec, shared.room)
 
-    def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> MoEState:
-        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
+    def forward(
+        self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer
+    ) -> MoEState:
+        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them ->
+        MoEState.
 
         n = s/cp/tp·b tokens are routed here, with sp or without.
 
-        Comm: none / without sp all_gather tp of n·h elements; with a capacity all_gather cp_tp of 2k+1 numbers a token;
+        Comm: none / without sp all_gather tp of n·h elements; with a capacity all_gather cp_tp of
+            2k+1 numbers a token;
         for balancing all_reduce cp_tp of E counts a sequence; the dispatcher's `dispatch`.
         """
         normed, x = enter_branch(self.norm, state)  # [s/cp/tp, b, h]
@@ -114,7 +131,8 @@ class MoEDispatch(nn.Module):
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
             weights = tokens.masked(weights)
-        taken, weights, dropped = self.limit_capacity(experts, weights, tokens)  # all_gather cp_tp, if limited
+        # all_gather cp_tp, if limited
+        taken, weights, dropped = self.limit_capacity(experts, weights, tokens)
         self.balancer.observe(self.layer, logits, experts, dropped, tokens)
         weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
         # [n, h] -> [n·k, h], [n, k] -> [n·k] under way  2× all_to_all ep
@@ -123,7 +141,8 @@ class MoEDispatch(nn.Module):
         return MoEState(x, rows, weights, shared, dispatch, self.parts.source("permute", mine))
 
     def _forced(self, tokens: Tokens) -> Tensor | None:
-        """Returns int64 `[n, k]`, the experts that a token takes whatever the router says; None = as it says."""
+        """Returns int64 `[n, k]`, the experts that a token takes whatever the router says; None =
+        as it says."""
         if self.moe.replay is not None and self.routing is not None and tokens.samples is not None:
             return self.routing.chosen(self.layer, tokens)
         return round_robin(tokens.turns, self.config) if self.moe.force_balanced else None
@@ -132,15 +151,26 @@ class MoEDispatch(nn.Module):
         if self.jitter is None or tokens.samples is None:
             return x
         position = tokens.order // tokens.num_sequences
-        return self.jitter(x, f"layers.{self.layer}.router", tokens.samples[tokens.sequence], position)
+        return self.jitter(
+            x, f"layers.{self.layer}.router", tokens.samples[tokens.sequence], position
+        )
 
-    def limit_capacity(self, experts: Tensor, weights: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Drops choices beyond the experts' capacity: their expert becomes none, their weight 0; and counts them."""
+    def limit_capacity(
+        self, experts: Tensor, weights: Tensor, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Drops choices beyond the experts' capacity: their expert becomes none, their weight 0;
+        and counts them."""
         if self.moe.capacity_factor is None:
             return experts, weights, None
         num_experts = self.config.num_experts
         keep = within_capacity(
-            experts, weights, tokens.order, num_experts, self.moe.capacity_factor, self.moe.drop_by, self.cp_tp
+            experts,
+            weights,
+            tokens.order,
+            num_experts,
+            self.moe.capacity_factor,
+            self.moe.drop_by,
+            self.cp_tp,
         )
         dropped = (~keep & (experts < num_experts)).sum()
         return experts.masked_fill(~keep, num_experts), weights * keep.to(weights.dtype), dropped
@@ -163,12 +193,18 @@ class MoEExperts(nn.Module):
             )
         if model.shared_expert_gate:
             self.shared_gate = replicated_parameter(
-                (1, model.hidden_size), f"{name}.shared_expert.gate.weight", shared.tp, partial_grad=shared.sp,
-                init=model.init_std, decay=True, **shared.factory,
-            )  # fmt: skip
+                (1, model.hidden_size),
+                f"{name}.shared_expert.gate.weight",
+                shared.tp,
+                partial_grad=shared.sp,
+                init=model.init_std,
+                decay=True,
+                **shared.factory,
+            )
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> MoEState:
-        """Waits for r rows `[r, h]` of this rank's experts, and starts sending their outputs back."""
+        """Waits for r rows `[r, h]` of this rank's experts, and starts sending their outputs
+        back."""
         x, handle, weights, normed, dispatch, source = state
         assert weights is not None
         shared = None
@@ -181,7 +217,8 @@ class MoEExperts(nn.Module):
                 shared = shared * torch.sigmoid(local_linear(normed, self.shared_gate, defer))
         rows, weights, dispatch = dispatch.receive(handle, weights)  # [r, h], [r]
         if source is not None:
-            computed_from(source, dispatch.redispatch, rows)  # all_to_all ep and all_gather etp once more
+            # all_to_all ep and all_gather etp once more
+            computed_from(source, dispatch.redispatch, rows)
         y = self.experts(rows, weights, dispatch.offsets, defer)  # [r, h], partial over etp
         return MoEState(x, dispatch.start_combine(y), None, shared, dispatch, None)
 

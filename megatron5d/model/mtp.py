@@ -1,4 +1,5 @@
-"""Multi-token prediction: blocks after the last layer, each of which predicts one token further ahead; training only.
+"""Multi-token prediction: blocks after the last layer, each of which predicts one token further
+ahead; training only.
 
 With h⁰ the normed output of the last layer, for depth k = 1 ... D:
 
@@ -6,12 +7,13 @@ With h⁰ the normed output of the last layer, for depth k = 1 ... D:
     hᵏ  = norm(block(x))                                        attention and MLP or experts, like the last layer's
     loss of depth k: hᵏ through the model's own head predicts token i+k+1, where that token exists
 
-The objective gets train.mtp_loss times the average of their mean losses over the depths that have targets. On the last
-stage the blocks' phases follow the head; beside the hidden states they carry the sums of losses so far. On a stage
-before it (`pipeline.layout`) they carry h⁰ ... hᵏ⁻¹, and the head computes the losses of all. If the embedding is on
-another stage, theirs holds a copy of it, like that of a tied one.
-The order of the halves and the norm of h⁰ are those of the released weights. Source: DeepSeek-V3
-(arXiv:2412.19437), section 2.2; Megatron-Core's multi_token_prediction.py.
+The objective gets train.mtp_loss times the average of their mean losses over the depths that have
+targets. On the last stage the blocks' phases follow the head; beside the hidden states they carry
+the sums of losses so far. On a stage before it (`pipeline.layout`) they carry h⁰ ... hᵏ⁻¹, and the
+head computes the losses of all. If the embedding is on another stage, theirs holds a copy of it,
+like that of a tied one. The order of the halves and the norm of h⁰ are those of the released
+weights. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2; Megatron-Core's
+multi_token_prediction.py.
 """
 
 from __future__ import annotations
@@ -31,24 +33,31 @@ from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 
 
 class Carrying(nn.Module):
-    """A phase of a block that also passes on what it does not read: `(carried, x)` -> `(carried, phase(x))`."""
+    """A phase of a block that also passes on what it does not read: `(carried, x)` -> `(carried,
+    phase(x))`."""
 
     def __init__(self, phase: nn.Module) -> None:
         super().__init__()
         self.phase, self.kind = phase, getattr(phase, "kind", None)
-        self.capturable = getattr(phase, "capturable", True)  # this and the next for graphs (phase_graphs.py)
+        # this and the next for graphs (phase_graphs.py)
+        self.capturable = getattr(phase, "capturable", True)
         self.adds_grads_at_once = getattr(phase, "adds_grads_at_once", False)
 
-    def forward(self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Any]:
-        """Passes what is carried on as it is, x as the phase takes and returns it. Comm: that of the phase."""
+    def forward(
+        self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer
+    ) -> tuple[Tensor, Any]:
+        """Passes what is carried on as it is, x as the phase takes and returns it. Comm: that of
+        the phase."""
         carried, x = state
         return carried, self.phase(x, batch, defer)
 
 
 class MtpInput(nn.Module):
-    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> (sums, the block's input, of the same shape).
+    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> (sums, the block's input, of the same
+    shape).
 
-    Before the head: h⁰ ... hᵏ⁻¹ `[k·s/cp/tp, b, h]`, or the last layer's output -> (h⁰ ... hᵏ⁻¹, the block's input).
+    Before the head: h⁰ ... hᵏ⁻¹ `[k·s/cp/tp, b, h]`, or the last layer's output -> (h⁰ ... hᵏ⁻¹,
+    the block's input).
 
     Args:
         shared: what it is built from.
@@ -57,36 +66,48 @@ class MtpInput(nn.Module):
         before_head: the head is on a later stage; the first block has the norm of h⁰.
     """
 
-    def __init__(self, shared: BlockInputs, depth: int, table: nn.Parameter, before_head: bool) -> None:
+    def __init__(
+        self, shared: BlockInputs, depth: int, table: nn.Parameter, before_head: bool
+    ) -> None:
         super().__init__()
         self.before_head = before_head
         self.final_norm = shared.norm("final_norm") if before_head and depth == 0 else nn.Identity()
         model, name = shared.model, f"layers.{shared.model.num_layers + depth}.mtp"
         self.depth, h = depth, model.hidden_size
         scale = model.embedding_scale
-        self.tokens = VocabParallelEmbedding(table, model.vocab_size, shared.tp, sp=shared.sp, scale=scale)
+        self.tokens = VocabParallelEmbedding(
+            table, model.vocab_size, shared.tp, sp=shared.sp, scale=scale
+        )
         self.embedding_norm = shared.norm(f"{name}.embedding_norm")
         self.hidden_norm = shared.norm(f"{name}.hidden_norm")
         self.join = replicated_parameter(
-            (h, 2 * h), f"{name}.join.weight", shared.tp, partial_grad=shared.sp, init=model.init_std, decay=True,
+            (h, 2 * h),
+            f"{name}.join.weight",
+            shared.tp,
+            partial_grad=shared.sp,
+            init=model.init_std,
+            decay=True,
             **shared.factory,
-        )  # fmt: skip
+        )
 
     def forward(self, state: Any, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
-        """Passes what is carried on as it is, `[s/cp/tp, b, h]` -> `[s/cp/tp, b, h]`. Comm: that of the embedding."""
+        """Passes what is carried on as it is, `[s/cp/tp, b, h]` -> `[s/cp/tp, b, h]`. Comm: that of
+        the embedding."""
         if self.before_head:
             carried = self.final_norm(state)
             hidden = carried.chunk(self.depth + 1)[-1]
         else:
             carried, hidden = state
         assert batch.ahead_tokens is not None, "look_ahead makes what the prediction blocks read"
-        embedded = self.tokens(batch.ahead_tokens[self.depth], defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        # [s/cp/tp, b, h]  reduce_scatter tp
+        embedded = self.tokens(batch.ahead_tokens[self.depth], defer)
         joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
         return carried, local_linear(joined, self.join, defer)  # [s/cp/tp, b, h]
 
 
 class MtpHead(nn.Module):
-    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask appended.
+    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask
+    appended.
 
     Before the head: (h⁰ ... hᵏ⁻¹, hidden states) -> h⁰ ... hᵏ `[(k+1)·s/cp/tp, b, h]`.
 
@@ -103,7 +124,8 @@ class MtpHead(nn.Module):
         self.output = output
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:
-        """Maps sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the normed x.
+        """Maps sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the
+        normed x.
 
         Comm: that of OutputMatrix.losses.
         """
@@ -115,7 +137,9 @@ class MtpHead(nn.Module):
         return sums if self.last else (sums, hidden)
 
 
-def mtp_block(shared: BlockInputs, depth: int, table: nn.Parameter, output: OutputMatrix | None) -> nn.ModuleList:
+def mtp_block(
+    shared: BlockInputs, depth: int, table: nn.Parameter, output: OutputMatrix | None
+) -> nn.ModuleList:
     """Builds the phases of one depth; arguments as in MtpInput and MtpHead."""
     block = TransformerBlock(shared, shared.model.num_layers + depth)
     first, phases = MtpInput(shared, depth, table, output is None), map(Carrying, block.children())

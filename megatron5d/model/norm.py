@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm over the last dim, replicated in tp, or over all heads, cut over tp; residual branches."""
+"""RMSNorm and LayerNorm over the last dim, replicated in tp, or over all heads, cut over tp;
+residual branches."""
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ class Norm(nn.Module):
         size: n.
         name: global name.
         tp: ranks that hold copies of the weight.
-        partial_grad: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
+        partial_grad: this rank's norm sees a share of the sequence or of the heads, so its gradient
+            is summed over tp.
         eps: added to the variance.
         zero_centered: it scales by 1 + weight.
         factory: dtype and device.
@@ -29,9 +31,17 @@ class Norm(nn.Module):
     parts = KEEP_ALL  # `norm` may be recomputed
 
     def __init__(
-        self, kind: str, size: int, name: str, tp: Axis, *,
-        partial_grad: bool, eps: float, zero_centered: bool = False, **factory,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        size: int,
+        name: str,
+        tp: Axis,
+        *,
+        partial_grad: bool,
+        eps: float,
+        zero_centered: bool = False,
+        **factory,
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, zero_centered
         init = "zeros" if zero_centered else "ones"
@@ -41,7 +51,9 @@ class Norm(nn.Module):
         self.bias = None
         self.kind = kind
         if kind == "layernorm":
-            self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial_grad=partial_grad, **factory)
+            self.bias = replicated_parameter(
+                (size,), f"{name}.bias", tp, partial_grad=partial_grad, **factory
+            )
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
         """Maps `[..., n]` -> the same.
@@ -56,8 +68,8 @@ class Norm(nn.Module):
     def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
         """Begins a residual branch: the normalised x, and x itself for the sum at the branch's end.
 
-        The two gradients meet in the norm's backward, in one pass over memory; if the norm is recomputed, autograd adds
-        them.
+        The two gradients meet in the norm's backward, in one pass over memory; if the norm is
+        recomputed, autograd adds them.
 
         Args:
             x, gemms: as in `forward`.
@@ -88,29 +100,44 @@ class AllHeadsNorm(nn.Module):
     """
 
     def __init__(
-        self, num_heads: int, head_dim: int, name: str, tp: Axis, *,
-        copies: Axis, eps: float, zero_centered: bool = False, **factory,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_dim: int,
+        name: str,
+        tp: Axis,
+        *,
+        copies: Axis,
+        eps: float,
+        zero_centered: bool = False,
+        **factory,
+    ) -> None:
         super().__init__()
         self.tp, self.eps, self.zero_centered = tp, eps, zero_centered
         rows, pieces = column_pieces([(num_heads, head_dim)], (), tp, copies)
         spec = ShardSpec(
-            f"{name}.weight", (num_heads * head_dim,), pieces, init="zeros" if zero_centered else "ones", decay=False
+            f"{name}.weight",
+            (num_heads * head_dim,),
+            pieces,
+            init="zeros" if zero_centered else "ones",
+            decay=False,
         )
         self.weight = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the same."""
+        """Maps `[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the
+        same."""
         wide = x.flatten(2).to(statistics_dtype(x.dtype))
         squares = wide.square().sum(-1, keepdim=True)
-        # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its size
+        # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its
+        # size
         mean = copy_to(reduce_from(squares, self.tp), self.tp) / (self.tp.size * wide.shape[-1])
         weight = centred_weight(self.weight) if self.zero_centered else self.weight
         return (wide * torch.rsqrt(mean + self.eps) * weight).to(x.dtype).view(x.shape)
 
 
 def centred_weight(weight: Tensor) -> Tensor:
-    """Returns 1 + weight, in fp32 (fp64 for fp64): in bf16 the sum would lose most bits of a small weight."""
+    """Returns 1 + weight, in fp32 (fp64 for fp64): in bf16 the sum would lose most bits of a small
+    weight."""
     return weight.to(statistics_dtype(weight.dtype)) + 1.0
 
 
@@ -121,7 +148,8 @@ def enter_branch(
 
     Args:
         norm: before the branch, if any.
-        state: hidden states; in the second branch of a parallel block the residual, and what the branch reads.
+        state: hidden states; in the second branch of a parallel block the residual, and what the
+            branch reads.
         gemms: as in Norm.
     """
     if isinstance(state, tuple):
@@ -131,5 +159,6 @@ def enter_branch(
 
 
 def leave_branch(residual: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
-    """Ends a residual branch: the sum of the residual and the output, behind its norm if there is one."""
+    """Ends a residual branch: the sum of the residual and the output, behind its norm if there is
+    one."""
     return residual + (y if norm is None else norm(y))

@@ -23,7 +23,9 @@ MORE_AT_ENDS = 1 / 4
 """Of an even share of the layers: what `ends` gives to the two end ranks beyond that."""
 
 
-def split_layers(balance: str, costs: Sequence[float], placement: Placement, first: float, last: float) -> list[int]:
+def split_layers(
+    balance: str, costs: Sequence[float], placement: Placement, first: float, last: float
+) -> list[int]:
     """Layers per stage so that what `balance` names is even.
 
     Args:
@@ -46,12 +48,16 @@ def split_layers(balance: str, costs: Sequence[float], placement: Placement, fir
     return fewer_in_the_middle(layout, more)
 
 
-def even_stages(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Layers per stage so that the most expensive stage costs as little as possible; of such splits the most even one.
+def even_stages(
+    costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0
+) -> list[int]:
+    """Layers per stage so that the most expensive stage costs as little as possible; of such splits
+    the most even one.
 
     Args:
         costs: of every layer, in any unit.
-        num_stages: to deal the layers to; each gets one at least, but for an end whose own cost is not 0.
+        num_stages: to deal the layers to; each gets one at least, but for an end whose own cost is
+            not 0.
         first: cost that the first stage has besides (the embedding), in the same unit.
         last: cost that the last stage has besides (the head).
 
@@ -63,7 +69,9 @@ def even_stages(costs: Sequence[float], num_stages: int, first: float = 0.0, las
 
     def load(stage: int) -> np.ndarray:
         own = first * (stage == 0) + last * (stage == num_stages - 1)
-        return np.where((end > begin) | ((end == begin) & (own > 0)), total - total[:, None] + own, inf)
+        return np.where(
+            (end > begin) | ((end == begin) & (own > 0)), total - total[:, None] + own, inf
+        )
 
     highest, _ = _cheapest_split(len(costs), num_stages, load, np.maximum)
     if highest == inf:
@@ -85,8 +93,8 @@ def _cheapest_split(
     load: Callable[[int], np.ndarray],
     add: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[float, list[int]]:
-    """Returns the cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the
-    larger ones.
+    """Returns the cost and the layout of the cheapest cut of a row of layers into stages; earlier
+    stages are the larger ones.
 
     Args:
         num_layers, num_stages: sizes.
@@ -95,7 +103,8 @@ def _cheapest_split(
     """
     cost, cuts = np.array([0.0] + [inf] * num_layers), []
     for stage in range(num_stages):
-        options = add(cost[::-1, None], load(stage)[::-1])  # backwards: of equal ones the one that begins last
+        # backwards: of equal ones the one that begins last
+        options = add(cost[::-1, None], load(stage)[::-1])
         cuts.append(num_layers - options.argmin(axis=0))
         cost = options.min(axis=0)
     layout, end = [], num_layers
@@ -105,13 +114,16 @@ def _cheapest_split(
     return float(cost[-1]), layout[::-1]
 
 
-def even_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Layers per stage so that the busiest rank, with all its stages, has as little to do as can be.
+def even_ranks(
+    costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0
+) -> list[int]:
+    """Layers per stage so that the busiest rank, with all its stages, has as little to do as can
+    be.
 
-    Of such splits one with even ranks, and of these one with even stages. Each layer in turn goes to the rank with the
-    least, and there to the stage with the least, which is the optimum where layers cost the same; where they do not,
-    layers then move on as long as that helps. A rank that an end keeps busy may hold no layer anywhere, so stages
-    between the ends may be empty.
+    Of such splits one with even ranks, and of these one with even stages. Each layer in turn goes
+    to the rank with the least, and there to the stage with the least, which is the optimum where
+    layers cost the same; where they do not, layers then move on as long as that helps. A rank that
+    an end keeps busy may hold no layer anywhere, so stages between the ends may be empty.
 
     Args:
         costs: of every layer, in any unit.
@@ -152,16 +164,18 @@ def even_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0,
 
 
 def fewer_in_the_middle(layout: Sequence[int], more: int) -> list[int]:
-    """Layers per stage where rank r holds stages r and p − 1 − r, so that the middle ranks are not late.
+    """Layers per stage where rank r holds stages r and p − 1 − r, so that the middle ranks are not
+    late.
 
-    A middle rank waits for its first micro-batch, and then for the first one to come back: in both it helps to have
-    fewer layers there. So the pairs of stages hold the fewer layers, the nearer they are to the middle, and what
-    differs lies in the second half, where the last stages are the larger ones. Found by experiment.
+    A middle rank waits for its first micro-batch, and then for the first one to come back: in both
+    it helps to have fewer layers there. So the pairs of stages hold the fewer layers, the nearer
+    they are to the middle, and what differs lies in the second half, where the last stages are the
+    larger ones. Found by experiment.
 
     Args:
         layout: of `even_ranks`.
-        more: layers that move from the middle to the first stage; end ranks wait for nobody, and a head has no
-            all-to-all, so they may have more to do than the others.
+        more: layers that move from the middle to the first stage; end ranks wait for nobody, and a
+            head has no all-to-all, so they may have more to do than the others.
     """
     half = len(layout) // 2
     pairs = sorted((layout[s] + layout[-1 - s] for s in range(1, half)), reverse=True)
@@ -176,17 +190,21 @@ def fewer_in_the_middle(layout: Sequence[int], more: int) -> list[int]:
 
 
 def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how even splits are, given every rank's work `[options, ranks]`: the sum of squares, and the maximum."""
+    """Returns how even splits are, given every rank's work `[options, ranks]`: the sum of squares,
+    and the maximum."""
     return np.square(ranks).sum(axis=1), ranks.max(axis=1)
 
 
 def _first_of(*keys: np.ndarray) -> int:
-    """Returns the option that is least by the last key, then by the key before; the first of equal ones."""
-    return int(np.lexsort([key.round(9) for key in keys])[0])  # rounded, for equal ones differ in the last digits
+    """Returns the option that is least by the last key, then by the key before; the first of equal
+    ones."""
+    # rounded, for equal ones differ in the last digits
+    return int(np.lexsort([key.round(9) for key in keys])[0])
 
 
 def _moves(counts: np.ndarray, busiest: np.ndarray) -> Iterator[np.ndarray]:
-    """Splits with one layer in another stage: from any to its neighbours, from those of the busiest rank to all.
+    """Splits with one layer in another stage: from any to its neighbours, from those of the busiest
+    rank to all.
 
     What lies between the two stages shifts by a layer.
     """
@@ -206,8 +224,10 @@ class StageSpec:
 
     layers: range  # global indices
     embedding: bool = False  # the first stage
-    head: bool = False  # the last stage, which computes the losses, those of multi-token prediction among them
-    mtp: range = range(0)  # depths of the multi-token prediction blocks that follow its layers, or its head
+    # the last stage, which computes the losses, those of multi-token prediction among them
+    head: bool = False
+    # depths of the multi-token prediction blocks that follow its layers, or its head
+    mtp: range = range(0)
 
     @property
     def sent(self) -> int:
@@ -215,12 +235,14 @@ class StageSpec:
         return 1 + self.mtp.stop
 
     def blocks(self, model: ModelConfig) -> list[int]:
-        """Returns its layers and, numbered after all of them, its blocks of multi-token prediction."""
+        """Returns its layers and, numbered after all of them, its blocks of multi-token
+        prediction."""
         return [*self.layers, *(model.num_layers + depth for depth in self.mtp)]
 
 
 def stage_specs(layout: Sequence[int], model: ModelConfig) -> list[StageSpec]:
-    """Returns what every stage holds, given its number of layers as `layers_per_stage` counts them."""
+    """Returns what every stage holds, given its number of layers as `layers_per_stage` counts
+    them."""
     n, last, found, end = model.num_layers, len(layout) - 1, list[StageSpec](), 0
     for stage, count in enumerate(layout):
         begin, end = end, end + count
@@ -235,17 +257,24 @@ def whole_model(model: ModelConfig) -> StageSpec:
 
 
 def layers_per_stage(config: Config, placement: Placement) -> list[int]:
-    """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and `pipeline.balance` say.
+    """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and
+    `pipeline.balance` say.
 
-    The blocks of multi-token prediction follow the head on the last stage, and no number counts them. Those that
-    `pipeline.layout` gives to a stage before it count like the layers that they follow.
+    The blocks of multi-token prediction follow the head on the last stage, and no number counts
+    them. Those that `pipeline.layout` gives to a stage before it count like the layers that they
+    follow.
 
-    `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that it gives says so.
+    `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that
+    it gives says so.
 
-    Raises ValueError: the layout does not fit the stages or the model, or leaves a rank without anything to do; or
-    `recompute.stage_layers` counts for other stages.
+    Raises ValueError: the layout does not fit the stages or the model, or leaves a rank without
+    anything to do; or `recompute.stage_layers` counts for other stages.
     """
-    pipeline, num_stages, counts = config.pipeline, placement.num_stages, config.recompute.stage_layers
+    pipeline, num_stages, counts = (
+        config.pipeline,
+        placement.num_stages,
+        config.recompute.stage_layers,
+    )
     if counts is not None and len(counts) != num_stages:
         legal = ",".join(map(str, (counts + [0] * num_stages)[:num_stages]))
         raise ValueError(
@@ -255,9 +284,16 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
         )
     if pipeline.layout is not None:
         return _explicit_layout(config, placement)
-    costs, first, last = [1.0] * config.model.num_layers, pipeline.embedding_layers, pipeline.head_layers
+    costs, first, last = (
+        [1.0] * config.model.num_layers,
+        pipeline.embedding_layers,
+        pipeline.head_layers,
+    )
     if pipeline.split == "cost":
-        costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(config.model.num_layers)]
+        costs = [
+            layer_flops(config.model, i, config.train.seq_len)
+            for i in range(config.model.num_layers)
+        ]
         first, last = 0.0, end_flops(config.model, config.train.seq_len)
     return list(_cached_split(pipeline.balance, tuple(costs), placement, first, last))
 
@@ -266,13 +302,19 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
 def _cached_split(
     balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float
 ) -> Sequence[int]:
-    """Keeps splits: every schedule that is compared asks for the same, and many stages take tenths of a second."""
+    """Keeps splits: every schedule that is compared asks for the same, and many stages take tenths
+    of a second."""
     return split_layers(balance, costs, placement, first, last)
 
 
 def _explicit_layout(config: Config, placement: Placement) -> list[int]:
-    """Returns `pipeline.layout`, which may leave a stage without a layer but no rank without anything."""
-    pipeline, num_layers, num_stages = config.pipeline, config.model.num_layers, placement.num_stages
+    """Returns `pipeline.layout`, which may leave a stage without a layer but no rank without
+    anything."""
+    pipeline, num_layers, num_stages = (
+        config.pipeline,
+        config.model.num_layers,
+        placement.num_stages,
+    )
     layout, even = list(pipeline.layout or ()), "null (as even as possible)"
     if len(layout) != num_stages:
         raise ValueError(
@@ -286,7 +328,8 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
             f"{f', and {most} with the blocks of model.num_mtp_layers' if most > num_layers else ''}; "
             f"nearest legal: pipeline.layout={even}"
         )
-    layout[-1] = max(0, num_layers - sum(layout[:-1]))  # blocks of multi-token prediction follow the head there
+    # blocks of multi-token prediction follow the head there
+    layout[-1] = max(0, num_layers - sum(layout[:-1]))
     holding = {stage for stage, count in enumerate(layout) if count} | {0, num_stages - 1}
     busy = {line[stage] for line in placement.route for stage in holding}
     idle = next((rank for rank in range(placement.num_ranks) if rank not in busy), None)
@@ -299,7 +342,9 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
     return layout
 
 
-def shared_parameters(placement: Placement, specs: Sequence[StageSpec], model: ModelConfig) -> Shared:
+def shared_parameters(
+    placement: Placement, specs: Sequence[StageSpec], model: ModelConfig
+) -> Shared:
     """Returns which pipeline ranks hold parameters together.
 
     Args:
@@ -317,7 +362,11 @@ def shared_parameters(placement: Placement, specs: Sequence[StageSpec], model: M
                 f"{list(placement.route[0])}, so direction 1 must run through {mirror}, not {list(placement.route[1])}"
             )
         found["pair"] = [(rank, last - rank) for rank in range(placement.num_ranks // 2)]
-    reading = [s for s, spec in enumerate(specs) if spec.embedding or spec.mtp or (spec.head and model.tie_embeddings)]
+    reading = [
+        s
+        for s, spec in enumerate(specs)
+        if spec.embedding or spec.mtp or (spec.head and model.tie_embeddings)
+    ]
     holders = tuple(sorted({line[stage] for line in placement.route for stage in reading}))
     if len(holders) > placement.copies:  # two copies share all that they hold
         found["tied"] = [holders]

@@ -1,11 +1,11 @@
 """Rotary position embedding: frequencies and their stretching to longer contexts.
 
-Pair j of the rotary dims is rotated by position·θ^(-2j/dr) (Su et al., arXiv:2104.09864). Stretchings, by their
-names in Hugging Face's configurations:
+Pair j of the rotary dims is rotated by position·θ^(-2j/dr) (Su et al., arXiv:2104.09864).
+Stretchings, by their names in Hugging Face's configurations:
   linear   all frequencies / factor (Chen et al., arXiv:2306.15595)
   llama3   wavelengths longer than original/low_freq_factor are divided by factor, those shorter than
-           original/high_freq_factor kept, a linear blend between (Dubey et al., arXiv:2407.21783; constants in its
-           released configuration)
+           original/high_freq_factor kept, a linear blend between (Dubey et al., arXiv:2407.21783;
+           constants in its released configuration)
   yarn     the same idea with a ramp between the dims that make beta_slow and beta_fast turns over the original context,
            and cos, sin multiplied by an attention factor (Peng et al., arXiv:2309.00071)
 """
@@ -20,7 +20,9 @@ from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
 
-def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32) -> Tensor:
+def inverse_frequencies(
+    dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Returns angle per position of each rotary pair.
 
     Args:
@@ -43,7 +45,11 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: tor
 
 
 def _llama3(inv: Tensor, scaling: RopeScaling) -> Tensor:
-    original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    original, low, high = (
+        scaling.original_max_positions,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+    )
     wavelength = 2 * math.pi / inv
     blend = (original / wavelength - low) / (high - low)
     between = (1 - blend) * inv / scaling.factor + blend * inv
@@ -54,8 +60,13 @@ def _llama3(inv: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     def dim_of(turns: float) -> float:
-        """Returns the (fractional) pair index that makes this many rotations over the original context."""
-        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        """Returns the (fractional) pair index that makes this many rotations over the original
+        context."""
+        return (
+            dim
+            * math.log(scaling.original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
     if scaling.truncate:
@@ -77,7 +88,8 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def softmax_temperature(scaling: RopeScaling) -> float:
-    """Returns what latent attention multiplies its scores with (DeepSeek's mscale_all_dim; 1 otherwise)."""
+    """Returns what latent attention multiplies its scores with (DeepSeek's mscale_all_dim; 1
+    otherwise)."""
     return _temperature(scaling, scaling.mscale_all_dim) ** 2 if scaling.type == "yarn" else 1.0
 
 
@@ -86,7 +98,8 @@ def _temperature(scaling: RopeScaling, mscale: float) -> float:
 
 
 class RotaryTables:
-    """cos and sin of a token's angles by its position, computed once for all layers of a stage with this base.
+    """cos and sin of a token's angles by its position, computed once for all layers of a stage with
+    this base.
 
     Args:
         dim: rotary dims dr of a head.
@@ -94,12 +107,15 @@ class RotaryTables:
         dtype: of the model; tables are fp32, fp64 for fp64.
     """
 
-    def __init__(self, dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device) -> None:
+    def __init__(
+        self, dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device
+    ) -> None:
         self.inv = inverse_frequencies(dim, theta, scaling, statistics_dtype(dtype)).to(device)
         self.factor = attention_factor(scaling)
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of a micro-batch, `[s/cp, b, dr/2]`; a stage's phases get the same tensors."""
+        """Returns cos and sin of a micro-batch, `[s/cp, b, dr/2]`; a stage's phases get the same
+        tensors."""
         return batch.once(self, lambda: self.of(batch.positions))
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """The learning rate of each step.
 
-Step s counts from 1; with optim.schedule_by = samples, every number of steps below is that of the samples they take.
-While warming up the rate is lr·s/warmup_steps; then the schedule runs and reaches min_lr exactly
-at the last step (`constant` stays at lr). wsd = warm-up, stable, decay: linear over the last decay_steps
-(Hu et al. 2024, arXiv:2404.06395).
+Step s counts from 1; with optim.schedule_by = samples, every number of steps below is that of the
+samples they take. While warming up the rate is lr·s/warmup_steps; then the schedule runs and
+reaches min_lr exactly at the last step (`constant` stays at lr). wsd = warm-up, stable, decay:
+linear over the last decay_steps (Hu et al. 2024, arXiv:2404.06395).
 """
 
 import math
@@ -12,7 +12,9 @@ from megatron5d.config.derived import BatchSchedule, samples_of_steps
 from megatron5d.config.schema import OptimConfig
 
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int, batches: BatchSchedule = ((0, 1),)) -> float:
+def learning_rate(
+    config: OptimConfig, step: int, total_steps: int, batches: BatchSchedule = ((0, 1),)
+) -> float:
     """Returns the rate of one step.
 
     Args:
@@ -33,5 +35,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, batches: Bat
         return config.lr
     progress = (position(step) - position(begin)) / (position(total_steps) - position(begin))
     if config.schedule == "cosine":
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (
+            1 + math.cos(math.pi * progress)
+        )
     return config.lr + (config.min_lr - config.lr) * progress

@@ -2,30 +2,37 @@
 
     m ← μ·m + g;   O = NewtonSchulz(g + μ·m);   w ← w·(1 - lr·weight_decay) - lr·0.2·√max(rows, cols)·O
 
-with g the reduced and clipped gradient. A full-rank O has a root mean square of 1/√max(rows, cols), so that of every
-update is 0.2·lr, about the same as AdamW's: both use the same learning rate and weight decay.
+with g the reduced and clipped gradient. A full-rank O has a root mean square of 1/√max(rows, cols),
+so that of every update is 0.2·lr, about the same as AdamW's: both use the same learning rate and
+weight decay.
 
-q, k and v of a fused projection are separate matrices, and so are gate and up (`ShardSpec.stack`) and those of each
-expert; MLA's projections are one matrix each. With optim.muon_per_head each head of q, k and v (MLA: of the
-up-projections) is a matrix of its own. Norms, biases and what `optim.muon_exclude` names are updated by AdamW.
+q, k and v of a fused projection are separate matrices, and so are gate and up (`ShardSpec.stack`)
+and those of each expert; MLA's projections are one matrix each. With optim.muon_per_head each head
+of q, k and v (MLA: of the up-projections) is a matrix of its own. Norms, biases and what
+`optim.muon_exclude` names are updated by AdamW.
 
-The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is orthogonalised whole, on
-one rank, in the dtype of the weights, so the numbers are the same on any layout.
-Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3; Kimi K2.
+The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is
+orthogonalised whole, on one rank, in the dtype of the weights, so the numbers are the same on any
+layout.
+Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3;
+    Kimi K2.
 
-NewtonSchulz approximates the nearest orthogonal matrix with GEMMs only: X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X maps every
-singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors. The coefficients enlarge small values quickly
-(by a⁵ ≈ 485 in five steps) and keep large ones within [0.68, 1.14].
+NewtonSchulz approximates the nearest orthogonal matrix with GEMMs only: X ← a·X + (b·XXᵀ +
+c·(XXᵀ)²)·X maps every singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors.
+The coefficients enlarge small values quickly (by a⁵ ≈ 485 in five steps) and keep large ones within
+[0.68, 1.14].
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
-A matrix is sharded twice: by tp (experts: etp) into the parameters of several ranks, and each parameter by ZeRO into
-flat slices over the shard axis of its bucket. So two all-to-alls gather it, and two send the result back:
+A matrix is sharded twice: by tp (experts: etp) into the parameters of several ranks, and each
+parameter by ZeRO into flat slices over the shard axis of its bucket. So two all-to-alls gather it,
+and two send the result back:
 
     slices  --shard-->  parameter of one tp rank  --tp-->  whole matrix  --tp-->  --shard-->  slices
 
-The matrices are assigned to the ranks of shard × tp in rounds of one matrix per rank, largest first. So a rank works
-on 1/(shard·tp) of them, while other ranks work on matrices of about the same size, and holds one whole matrix at a
-time. Ranks that own the same slices (`Bucket.replicate`) all do the same work.
+The matrices are assigned to the ranks of shard × tp in rounds of one matrix per rank, largest
+first. So a rank works on 1/(shard·tp) of them, while other ranks work on matrices of about the same
+size, and holds one whole matrix at a time. Ranks that own the same slices (`Bucket.replicate`) all
+do the same work.
 """
 
 import math
@@ -41,7 +48,13 @@ from megatron5d.comm.all_to_all import start_all_to_all
 from megatron5d.comm.collectives import gather_objects
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
+from megatron5d.optim.sharded_state import (
+    SliceOptimizer,
+    SliceState,
+    decay_of,
+    scale_of,
+    store_rounded,
+)
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import Piece, ShardSpec, spec_of
@@ -55,7 +68,8 @@ class CutMatrix:
 
     spec: ShardSpec
     shape: tuple[int, ...]  # of the local parameter, the same on every rank of tp
-    shares: list[tuple[int, int]]  # flat range of the local parameter that each rank of the shard axis owns
+    # flat range of the local parameter that each rank of the shard axis owns
+    shares: list[tuple[int, int]]
     read: Callable[[], Tensor]  # gives the input for this rank's share, flat
     write: Callable[[Tensor], None]  # takes the result for this rank's share, flat
 
@@ -79,11 +93,14 @@ class CutMatrix:
 def _rows_of(spec: ShardSpec) -> tuple[int, int]:
     """Returns (start, stop) of the indices of dim 0 that this rank has a part of."""
     spans = [(piece.offset[0], piece.offset[0] + piece.shape[0]) for piece in spec.pieces]
-    return min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
+    return min((start for start, _ in spans), default=0), max(
+        (stop for _, stop in spans), default=0
+    )
 
 
 def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """Returns the shape of a gathered parameter: the global one, but of experts only those of this rank."""
+    """Returns the shape of a gathered parameter: the global one, but of experts only those of this
+    rank."""
     *lead, rows, cols = spec.shape
     first, last = _rows_of(spec)
     return (last - first, rows, cols) if lead else (rows, cols)
@@ -103,10 +120,14 @@ class MatrixGather:
     def __init__(self, matrices: Sequence[CutMatrix], shard: Axis, cut: Axis) -> None:
         self.matrices = sorted(matrices, key=lambda each: (-each.numel, each.spec.name))
         self.shard, self.cut = shard, cut
-        mine = [[(piece.offset, piece.shape, piece.row) for piece in matrix.spec.pieces] for matrix in self.matrices]
+        mine = [
+            [(piece.offset, piece.shape, piece.row) for piece in matrix.spec.pieces]
+            for matrix in self.matrices
+        ]
         self._pieces = {
             matrix.spec.name: [
-                [Piece(tuple(offset), tuple(shape), row) for offset, shape, row in part] for part in parts
+                [Piece(tuple(offset), tuple(shape), row) for offset, shape, row in part]
+                for part in parts
             ]
             for matrix, parts in zip(self.matrices, zip(*gather_objects(mine, cut)))
         }
@@ -114,7 +135,8 @@ class MatrixGather:
     def transform(self, work: Work) -> None:
         """Applies `work` to each whole matrix and gives every rank its part of the result.
 
-        Comm: for each round of shard·tp matrices two all_to_alls over `shard` of this rank's shares, and two over `cut`
+        Comm: for each round of shard·tp matrices two all_to_alls over `shard` of this rank's
+            shares, and two over `cut`
         of a local parameter to each rank of it.
         """
         together = self.shard.size * self.cut.size
@@ -124,7 +146,8 @@ class MatrixGather:
     def _round(self, batch: Sequence[CutMatrix], work: Work) -> None:
         """Runs one round: up to shard·tp matrices, of which each rank gathers at most one."""
         size = self.shard.size
-        owned = [batch[rank::size] for rank in range(size)]  # those of a rank of `shard`, one per rank of `cut`
+        # those of a rank of `shard`, one per rank of `cut`
+        owned = [batch[rank::size] for rank in range(size)]
         mine = owned[self.shard.rank]
         sent_counts = [sum(matrix.share(self.shard.rank) for matrix in each) for each in owned]
         received_counts = [sum(matrix.share(rank) for matrix in mine) for rank in range(size)]
@@ -135,7 +158,9 @@ class MatrixGather:
         if mine:
             flat = self._over_cut(mine, flat, work)
         made = start_all_to_all(flat, self.shard, received_counts, sent_counts).wait()
-        for matrix, part in zip(order, made.split([matrix.share(self.shard.rank) for matrix in order])):
+        for matrix, part in zip(
+            order, made.split([matrix.share(self.shard.rank) for matrix in order])
+        ):
             matrix.write(part)
 
     def _over_cut(self, mine: Sequence[CutMatrix], flat: Tensor, work: Work) -> Tensor:
@@ -158,13 +183,20 @@ class MatrixGather:
         del flat, slices
         if self.cut.rank < len(mine):
             self._whole(mine[self.cut.rank], parts, work)
-        made = start_all_to_all(parts, self.cut, received_counts, sent_counts).wait().split(sent_counts)
-        by_matrix = [part.split([matrix.share(rank) for rank in range(self.shard.size)])
-                     for matrix, part in zip(mine, made)]  # fmt: skip
+        made = (
+            start_all_to_all(parts, self.cut, received_counts, sent_counts)
+            .wait()
+            .split(sent_counts)
+        )
+        by_matrix = [
+            part.split([matrix.share(rank) for rank in range(self.shard.size)])
+            for matrix, part in zip(mine, made)
+        ]
         return torch.cat([shares[rank] for rank in range(self.shard.size) for shares in by_matrix])
 
     def _whole(self, matrix: CutMatrix, parts: Tensor, work: Work) -> None:
-        """Gathers one matrix from the local parameters of all ranks of `cut`, and writes the result over them."""
+        """Gathers one matrix from the local parameters of all ranks of `cut`, and writes the result
+        over them."""
         local = parts.view(self.cut.size, *matrix.shape)
         whole = parts.new_empty(whole_shape(matrix.spec))
         places = [
@@ -195,7 +227,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]  # the Gram matrix of the short side is smaller
     x = matrices.mT if tall else matrices
-    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _EPS)  # no singular value above 1
+    # no singular value above 1
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _EPS)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -209,7 +242,8 @@ def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool
     """Replaces each matrix of a whole parameter's momentum by its update at rate 1, in place.
 
     Args:
-        whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into matrices.
+        whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into
+            matrices.
         per_head: `spec.head_rows` divides each of these further.
     """
     matrices = whole if whole.ndim == 3 else whole[None]
@@ -226,8 +260,9 @@ class Muon(SliceOptimizer):
 
     Args:
         buckets: all their parameters are matrices (`takes_muon`).
-        config: momentum, ns_steps, weight_decay, decay_exclude, scales; with offload, master weights and momentum stay
-            on the host, and matrices are copied to the device to be orthogonalised.
+        config: momentum, ns_steps, weight_decay, decay_exclude, scales; with offload, master
+            weights and momentum stay on the host, and matrices are copied to the device to be
+            orthogonalised.
         mesh: its tp and etp axes shard the matrices.
 
     Comm: as in `MatrixGather`, once.
@@ -236,7 +271,11 @@ class Muon(SliceOptimizer):
     kinds = ("momentum",)
 
     def __init__(
-        self, buckets: Sequence[Bucket], config: OptimConfig, mesh: Mesh, rounding_seed: int | None = None
+        self,
+        buckets: Sequence[Bucket],
+        config: OptimConfig,
+        mesh: Mesh,
+        rounding_seed: int | None = None,
     ) -> None:
         super().__init__(buckets, config, rounding_seed)
         groups: dict[tuple[str, str], tuple[list[CutMatrix], Axis, Axis]] = {}
@@ -257,14 +296,17 @@ class Muon(SliceOptimizer):
         self._rate = 0.0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """Updates as SliceOptimizer does. Comm: `MatrixGather.transform`'s, for each pair of axes that cut matrices."""
+        """Updates as SliceOptimizer does. Comm: `MatrixGather.transform`'s, for each pair of axes
+        that cut matrices."""
         self._take_grads(scale)
         self.step_count += 1
         self._rate = lr
         for state in self.slices:
             state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
         for gather in self._gathers:
-            work = partial(replace_by_update, steps=self.config.ns_steps, per_head=self.config.muon_per_head)
+            work = partial(
+                replace_by_update, steps=self.config.ns_steps, per_head=self.config.muon_per_head
+            )
             gather.transform(work)
         self.masters_to_weights()
 
@@ -272,15 +314,19 @@ class Muon(SliceOptimizer):
         self.step(0.0)
 
     def _nesterov_momentum(self, state: SliceState, segment: Segment | None) -> Tensor:
-        """Returns g + μ·m of a segment, flat, in the weights' dtype and on their device; empty without a segment."""
+        """Returns g + μ·m of a segment, flat, in the weights' dtype and on their device; empty
+        without a segment."""
         weights = state.bucket.weight_slice
         if segment is None:
             return weights.new_empty(0)
         span = slice(*segment.owned)
-        return torch.add(state.grads[span], state.moments["momentum"][span], alpha=self.config.momentum).to(weights)
+        return torch.add(
+            state.grads[span], state.moments["momentum"][span], alpha=self.config.momentum
+        ).to(weights)
 
     def _apply_update(self, state: SliceState, segment: Segment | None, update: Tensor) -> None:
-        """Applies weight decay and the update to a segment; weights without masters are rounded stochastically."""
+        """Applies weight decay and the update to a segment; weights without masters are rounded
+        stochastically."""
         if segment is None:
             return
         span = slice(*segment.owned)

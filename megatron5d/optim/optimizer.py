@@ -15,7 +15,8 @@ from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, takes_muo
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
-_BLOCK = 1 << 18  # elements that a CPU adds up at once in float32, within a millionth; a norm of 10⁷ was 0.05 % off
+# elements that a CPU adds up at once in float32, within a millionth; a norm of 10⁷ was 0.05 % off
+_BLOCK = 1 << 18
 
 
 class Optimizer:
@@ -54,7 +55,8 @@ class Optimizer:
             part.weights_to_masters()
 
     def take_unsaved_masters(self) -> None:
-        """Copies, after a resume, the weights into masters of the same dtype, which are not saved."""
+        """Copies, after a resume, the weights into masters of the same dtype, which are not
+        saved."""
         for part in self.parts:
             part.take_unsaved_masters()
 
@@ -63,7 +65,8 @@ class Optimizer:
             part.set_step_count(count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
+        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a
+        checkpoint saves."""
         for part in self.parts:
             yield from part.tensors()
 
@@ -74,7 +77,8 @@ def build_optimizer(
     """Returns the optimiser of a run.
 
     Args:
-        buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a bucket.
+        buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a
+            bucket.
         mesh: its tp and etp axes shard the matrices.
 
     Comm: for Muon as in `MatrixGather`, once.
@@ -91,10 +95,11 @@ def build_optimizer(
 
 
 def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
-    """Returns this rank's share of the squared L2 norm of all gradients; the sum over the world is the whole.
+    """Returns this rank's share of the squared L2 norm of all gradients; the sum over the world is
+    the whole.
 
-    To count each element once, a rank adds up only the pieces of which it holds the first copy, and only if it is the
-    first of the ranks that own the same slice.
+    To count each element once, a rank adds up only the pieces of which it holds the first copy, and
+    only if it is the first of the ranks that own the same slice.
 
     Returns fp64 scalar.
     """
@@ -104,7 +109,8 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
             continue
         grads = bucket.grad_slice
         if bucket.counted_spans:
-            wide = torch.promote_types(grads.dtype, torch.float32)  # in bf16 each norm would be rounded to 8 bits
+            # in bf16 each norm would be rounded to 8 bits
+            wide = torch.promote_types(grads.dtype, torch.float32)
             spans = [grads[start:stop] for start, stop in bucket.counted_spans]
             if grads.is_cpu:
                 parts = (part.to(wide) for span in spans for part in span.split(_BLOCK))
@@ -115,7 +121,8 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float | None:
-    """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
+    """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's
+    `clip_grad_norm_`.
 
     Args:
         max_norm: 0 = no clipping.

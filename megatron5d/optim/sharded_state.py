@@ -1,14 +1,17 @@
-"""The base of all optimisers: master weights and moments of the owned slices, on the device or on the host.
+"""The base of all optimisers: master weights and moments of the owned slices, on the device or on
+the host.
 
-An optimiser updates whole buckets. It names the moments that it keeps (`kinds`), each of which is a flat tensor over
-the owned slice. Checkpoints, resharding and the memory forecast need only these names.
+An optimiser updates whole buckets. It names the moments that it keeps (`kinds`), each of which is a
+flat tensor over the owned slice. Checkpoints, resharding and the memory forecast need only these
+names.
 
-Without master weights, new values are rounded to bfloat16 stochastically. An update w ← bf16(w - u) is lost whenever u
-is below half the spacing of bf16 numbers near w. Rounded up or down at random it happens with the probability u /
-spacing, and nothing is lost on average (Gupta et al. 2015, arXiv:1502.02551).
+Without master weights, new values are rounded to bfloat16 stochastically. An update w ← bf16(w - u)
+is lost whenever u is below half the spacing of bf16 numbers near w. Rounded up or down at random it
+happens with the probability u / spacing, and nothing is lost on average (Gupta et al. 2015,
+arXiv:1502.02551).
 
-The random bits depend only on seed, step, global name and global index of an element (topology/init_weights.py), so
-slices, copies and resumed runs use the same.
+The random bits depend only on seed, step, global name and global index of an element
+(topology/init_weights.py), so slices, copies and resumed runs use the same.
 """
 
 import fnmatch
@@ -34,7 +37,8 @@ class SliceState:
 
     bucket: Bucket
     segments: list[Segment]
-    master: Tensor  # fp32 (fp64) weights; the model's weights themselves where no wider or other copy is kept
+    # fp32 (fp64) weights; the model's weights themselves where no wider or other copy is kept
+    master: Tensor
     grads: Tensor  # the gradients that the update reads: `reduced`, or its copy on the host
     reduced: Tensor  # this slice of the bucket's main gradients
     moments: dict[str, Tensor]  # by kind
@@ -52,19 +56,29 @@ class SliceState:
 
 
 def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
-    """Says if weight decay applies to a parameter: to those of two and more dims that no glob of `exclude` matches."""
-    return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
+    """Says if weight decay applies to a parameter: to those of two and more dims that no glob of
+    `exclude` matches."""
+    return (
+        spec.decay
+        and len(spec.shape) >= 2
+        and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
+    )
 
 
 def scale_of(spec: ShardSpec, scales: Sequence[str]) -> float:
-    """Returns the factor of a parameter in a list such as ["0.1 *.router.*"]: of the first match, else 1."""
+    """Returns the factor of a parameter in a list such as ["0.1 *.router.*"]: of the first match,
+    else 1."""
     pairs = (entry.split(maxsplit=1) for entry in scales)
     return next((float(factor) for factor, glob in pairs if fnmatch.fnmatch(spec.name, glob)), 1.0)
 
 
 def decay_of(spec: ShardSpec, config: OptimConfig) -> float:
     """Returns the weight decay of a parameter, before it is multiplied by the rate."""
-    return config.weight_decay * decays(spec, config.decay_exclude) * scale_of(spec, config.decay_scale)
+    return (
+        config.weight_decay
+        * decays(spec, config.decay_exclude)
+        * scale_of(spec, config.decay_scale)
+    )
 
 
 def freezes(spec: ShardSpec, config: OptimConfig) -> bool:
@@ -73,14 +87,16 @@ def freezes(spec: ShardSpec, config: OptimConfig) -> bool:
 
 
 def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Returns whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
+    """Returns whether Muon updates a parameter: with optim.name=muon, matrices not in
+    optim.muon_exclude."""
     excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
     matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
     return config.name == "muon" and matrix and not excluded
 
 
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns an empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
+    """Returns an empty tensor on the host in the shape of another, pinned if that is on a GPU; meta
+    if that is meta."""
     device = "meta" if tensor.is_meta else "cpu"
     return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
 
@@ -90,14 +106,17 @@ class SliceOptimizer(ABC):
 
     Args:
         buckets: their owned slices are updated from the reduced gradients.
-        config: of the update. With offload, masters and moments stay on the host; every step copies the gradients there
-            and the new weights back.
-        rounding_seed: for stochastic rounding of bf16 weights without masters; None = they have masters.
+        config: of the update. With offload, masters and moments stay on the host; every step copies
+            the gradients there and the new weights back.
+        rounding_seed: for stochastic rounding of bf16 weights without masters; None = they have
+            masters.
     """
 
     kinds: ClassVar[tuple[str, ...]]  # names of the moments
 
-    def __init__(self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None
+    ) -> None:
         self.config, self.rounding_seed = config, rounding_seed
         self.slices = [self._slice(bucket) for bucket in buckets]
         self.step_count = 0
@@ -110,7 +129,8 @@ class SliceOptimizer(ABC):
         if self.config.offload:
             grads, master = _host_like(reduced, wide), _host_like(owned, wide)
             if not owned.is_meta:
-                master.copy_(owned.cpu())  # widened on the host: the device may have no room for another copy
+                # widened on the host: the device may have no room for another copy
+                master.copy_(owned.cpu())
         else:
             grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
         moments = {kind: torch.zeros_like(master, dtype=wide) for kind in self.kinds}
@@ -150,7 +170,8 @@ class SliceOptimizer(ABC):
                 state.master.copy_(state.bucket.weight_slice)
 
     def take_unsaved_masters(self) -> None:
-        """Copies, after a resume, the weights into masters of the same dtype (offload), which are not saved."""
+        """Copies, after a resume, the weights into masters of the same dtype (offload), which are
+        not saved."""
         for state in self.slices:
             if state.on_host and not state.has_wider_master:
                 state.master.copy_(state.bucket.weight_slice)
@@ -160,7 +181,8 @@ class SliceOptimizer(ABC):
         self.step_count = count
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
+        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a
+        checkpoint saves."""
         for state in self.slices:
             if state.has_wider_master:
                 yield "master", state.master, state
@@ -183,7 +205,9 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isfinite(), raised.view(torch.float32), x).to(torch.bfloat16)
 
 
-def global_index(piece: Piece, shape: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
+def global_index(
+    piece: Piece, shape: tuple[int, ...], start: int, stop: int, device: torch.device
+) -> Tensor:
     """Returns the flat indices in the global tensor of a flat range of a piece.
 
     Args:
@@ -214,8 +238,11 @@ def store_rounded(wide: Tensor, into: Tensor, segment: Segment, seed: int, step:
     key = stream_key(seed, f"{segment.spec.name}/{step}")
     into.copy_(wide)
     for piece, (first, last) in segment.pieces():
-        behind = piece.flat[0] - segment.local[0]  # of the piece's first element, from the segment's
+        # of the piece's first element, from the segment's
+        behind = piece.flat[0] - segment.local[0]
         for start in range(first - segment.owned[0], last - segment.owned[0], _CHUNK):
             stop = min(start + _CHUNK, last - segment.owned[0])
-            index = global_index(piece, segment.spec.shape, start - behind, stop - behind, wide.device)
+            index = global_index(
+                piece, segment.spec.shape, start - behind, stop - behind, wide.device
+            )
             into[start:stop] = round_stochastically(wide[start:stop], hash_bits(key, index))

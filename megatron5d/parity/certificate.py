@@ -1,4 +1,5 @@
-"""A parity certificate: what the check has found, and whether it still holds for a configuration and this code.
+"""A parity certificate: what the check has found, and whether it still holds for a configuration
+and this code.
 
 What has been found is a record for programs, and a text for people (`report_text`).
 """
@@ -28,8 +29,9 @@ def configuration_hash(config: Config) -> str:
 
 
 def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
-    """Returns why a certificate says nothing about this configuration on this many ranks, run by this code; [] where it
-    does. Raises ValueError: it is no certificate, or a newer version wrote it."""
+    """Returns why a certificate says nothing about this configuration on this many ranks, run by
+    this code; [] where it does. Raises ValueError: it is no certificate, or a newer version wrote
+    it."""
     try:
         told = certificate["format"], certificate["verdict"], certificate["world"]
         hashes = certificate["configuration_hash"], certificate["code"]["source_hash"]
@@ -52,7 +54,10 @@ def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[s
 
 def plain(each: Difference) -> dict[str, Any]:
     """Returns a difference without what JSON has no word for."""
-    return {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in asdict(each).items()}
+    return {
+        key: None if isinstance(v, float) and not isfinite(v) else v
+        for key, v in asdict(each).items()
+    }
 
 
 def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
@@ -73,7 +78,9 @@ def report_text(record: dict[str, Any]) -> str:
         lines += [record["failure"], "", "FAILED: the ranks did not come to an end"]
     else:
         lines.append(f"{'quantity':<16}{'worst':>9}  where")
-        lines += [f"{quantity:<16}{_place(each, bf16)}" for quantity, each in record["quantities"].items()]
+        lines += [
+            f"{quantity:<16}{_place(each, bf16)}" for quantity, each in record["quantities"].items()
+        ]
         lines.append("")
     lines += [f"not tried: {each}" for each in record.get("untried", [])]
     if record["verdict"] == "equal":
@@ -85,7 +92,9 @@ def report_text(record: dict[str, Any]) -> str:
     if record["verdict"] == "different":
         lines += _story(record)
     if None in (without := record["without"]).values():
-        return "\n".join([*lines, f"--bisect tries it with one of these at a time: {', '.join(without)}"])
+        return "\n".join(
+            [*lines, f"--bisect tries it with one of these at a time: {', '.join(without)}"]
+        )
     for verdict in ("equal", "different", "failed"):
         if names := [change for change, each in without.items() if each == verdict]:
             lines.append(f"{verdict} with one of: {', '.join(names)}")
@@ -97,26 +106,53 @@ def _place(each: dict[str, Any], bf16: bool) -> str:
         return f"{'-':>9}  {each['name']} {each['position']} is held by nobody"
     relative = "not finite" if each["relative"] is None else f"{each['relative']:.1e}"
     name = f"{each['name']} {list(each['position'])}" if each["position"] else each["name"]
-    got, expected = ("not finite" if value is None else f"{value:.12g}" for value in (each["got"], each["expected"]))
+    got, expected = (
+        "not finite" if value is None else f"{value:.12g}"
+        for value in (each["got"], each["expected"])
+    )
     values = f": {got}, and {expected} in one process" if each["ranks"] else ""
     if bf16 and values:
-        got, expected = ("not finite" if v is None else f"{v:.2g}" for v in (each["got"], each["expected"]))
+        got, expected = (
+            "not finite" if v is None else f"{v:.2g}" for v in (each["got"], each["expected"])
+        )
         values = f": {got} away from fp64, one process in bf16 {expected}"
     return f"{relative:>9}  {name} on rank {each['rank']}{values}"
 
 
-# what a step does, in order: the quantities that tell of it, and where to look if they are the first to differ
+# what a step does, in order: the quantities that tell of it, and where to look if they are the
+# first to differ
 _STAGES: tuple[tuple[str, str], ...] = (
-    (SAMPLES, "Ranks read other sequences than the order of the data says: look at how dp divides the batch."),
-    ("num_targets", "The number of targets differs: look at the masks, or at the count over dp and cp."),
-    (HIDDEN, "The forward differs, first in the output of {place}: look there, or at what is read there."),
-    ("routers", "The outputs of all phases are equal, what routers tell differs: look at the counts, or their sum."),
-    ("loss", "The outputs of all phases are equal, a loss differs: look at the head, or at the sum of the losses."),
+    (
+        SAMPLES,
+        "Ranks read other sequences than the order of the data says: look at how dp divides the batch.",
+    ),
+    (
+        "num_targets",
+        "The number of targets differs: look at the masks, or at the count over dp and cp.",
+    ),
+    (
+        HIDDEN,
+        "The forward differs, first in the output of {place}: look there, or at what is read there.",
+    ),
+    (
+        "routers",
+        "The outputs of all phases are equal, what routers tell differs: look at the counts, or their sum.",
+    ),
+    (
+        "loss",
+        "The outputs of all phases are equal, a loss differs: look at the head, or at the sum of the losses.",
+    ),
     ("gradient", "Losses are equal, gradients differ: look at a backward, or a sum over ranks."),
     ("auxiliary", "Gradients are equal, an auxiliary loss differs: look at the sum of its values."),
-    ("grad_norm", "Gradients are equal, their norm differs: look at which elements it counts, and over which ranks."),
+    (
+        "grad_norm",
+        "Gradients are equal, their norm differs: look at which elements it counts, and over which ranks.",
+    ),
     ("weight", "Gradients and their norm are equal, weights differ: look at the update."),
-    ("bias", "All weights with gradients are equal, biases of routers differ: look at how balancing moves them."),
+    (
+        "bias",
+        "All weights with gradients are equal, biases of routers differ: look at how balancing moves them.",
+    ),
     ("moment", "Weights are equal, the optimiser's moments differ: look at the update."),
 )
 _UNSENT = (
@@ -128,7 +164,12 @@ _UNSENT = (
 def stage_of(each: Difference) -> tuple[int, int]:
     """Returns when in a run a quantity is computed: the step, and the place in it."""
     kind = each.quantity
-    if kind == "routers" and "bias_range" in each.name or kind == "weight" and each.name.endswith("router.bias"):
+    if (
+        kind == "routers"
+        and "bias_range" in each.name
+        or kind == "weight"
+        and each.name.endswith("router.bias")
+    ):
         kind = "bias"
     elif kind.endswith("_loss") and kind not in ("z_loss", "mtp_loss"):
         kind = "auxiliary"
@@ -145,7 +186,11 @@ def advice(first: Difference) -> str:
         return "The weights before the first step differ: look at how they begin."
     text = _STAGES[stage][1].format(place=first.name.partition(",")[0])
     text = f"Step {step}. {text}"
-    return f"{text} {_UNSENT}" if step > 1 and _STAGES[stage][0] in (HIDDEN, "loss", "gradient") else text
+    return (
+        f"{text} {_UNSENT}"
+        if step > 1 and _STAGES[stage][0] in (HIDDEN, "loss", "gradient")
+        else text
+    )
 
 
 def _story(record: dict[str, Any]) -> list[str]:
@@ -160,13 +205,27 @@ def _story(record: dict[str, Any]) -> list[str]:
     limit = f"by more than {record['tolerance']:g}"
     if bf16:
         limit = f"by more than rounding, over {record['tolerance']:g} times as far from fp64 as one process in bf16"
-    lines = [f"DIFFERENT {limit}: {'; '.join(counts) or 'figures of later steps alone'}", record["advice"]]
+    lines = [
+        f"DIFFERENT {limit}: {'; '.join(counts) or 'figures of later steps alone'}",
+        record["advice"],
+    ]
     if not tensors:
         return lines
     first = tensors[0]
-    same = [each for each in tensors if (each["quantity"], each["step"]) == (first["quantity"], first["step"])]
-    for title, each in (("first in the model", first), ("last in the model, where a backward begins", same[-1])):
-        ranks = "none holds it" if each["rank"] is None else f"ranks {', '.join(map(str, each['ranks']))}"
+    same = [
+        each
+        for each in tensors
+        if (each["quantity"], each["step"]) == (first["quantity"], first["step"])
+    ]
+    for title, each in (
+        ("first in the model", first),
+        ("last in the model, where a backward begins", same[-1]),
+    ):
+        ranks = (
+            "none holds it"
+            if each["rank"] is None
+            else f"ranks {', '.join(map(str, each['ranks']))}"
+        )
         lines += [
             f"  {title}: {each['quantity']} of {each['name']}, {ranks}",
             f"    {_place(each, bf16).strip()}",

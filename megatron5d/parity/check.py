@@ -1,4 +1,5 @@
-"""Holds a layout against one process, and says what differs: what tools/parity.py does with a configuration."""
+"""Holds a layout against one process, and says what differs: what tools/parity.py does with a
+configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +25,24 @@ from megatron5d.parity.certificate import (
     stage_of,
     worst_of,
 )
-from megatron5d.parity.differences import Difference, axes_of, differences, sample_differences, untried
+from megatron5d.parity.differences import (
+    Difference,
+    axes_of,
+    differences,
+    sample_differences,
+    untried,
+)
 from megatron5d.parity.local_ranks import RankFailure
 from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
-from megatron5d.parity.run import ROWS_SEED, Choices, RankRecord, alone, make_rows, short_run, with_gaps
+from megatron5d.parity.run import (
+    ROWS_SEED,
+    Choices,
+    RankRecord,
+    alone,
+    make_rows,
+    short_run,
+    with_gaps,
+)
 from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
@@ -36,7 +51,8 @@ from megatron5d.train.provenance import code_here
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
 STEPS = {"fp64": 3, "bf16": 1}  # rounding adds up over steps
-IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
+# of a row at most is padding, so that no two ranks have the same number of target tokens
+IGNORED = 0.3
 
 
 def compare(asked: Config, options: argparse.Namespace) -> int:
@@ -58,12 +74,19 @@ def compare(asked: Config, options: argparse.Namespace) -> int:
     config, exactly = _tried(asked, options)
     sizes = sizes_of(config, options.world)
     record: dict[str, Any] = {
-        "format": FORMAT, "overrides": options.overrides, "world": options.world, "layout": asdict(sizes),
-        "configuration_hash": configuration_hash(asked), "changed": differing(asked, config), "device": "cpu",
-        "seeds": {"weights": config.train.seed, "tokens": None if options.data else ROWS_SEED}, "steps": options.steps,
-        "precision": options.precision, "tolerance": options.tolerance,
+        "format": FORMAT,
+        "overrides": options.overrides,
+        "world": options.world,
+        "layout": asdict(sizes),
+        "configuration_hash": configuration_hash(asked),
+        "changed": differing(asked, config),
+        "device": "cpu",
+        "seeds": {"weights": config.train.seed, "tokens": None if options.data else ROWS_SEED},
+        "steps": options.steps,
+        "precision": options.precision,
+        "tolerance": options.tolerance,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    }
     _say(f"{config.model.name} on {options.world} ranks: {_layout(config, options.world)}")
     check = Check(config, exactly, options)
     try:
@@ -72,7 +95,11 @@ def compare(asked: Config, options: argparse.Namespace) -> int:
         record |= {"verdict": "failed", "failure": str(failure)}
     else:
         off = sorted((each for each in found if each.relative > options.tolerance), key=stage_of)
-        record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
+        record |= {
+            "verdict": "different" if off else "equal",
+            "compared": len(found),
+            "quantities": worst_of(found),
+        }
         record["untried"] = untried(config, check.truth, records, TOLERANCES["fp64"])
         if off:
             figures = [each.quantity for each in off if each.step == 1 and not each.position]
@@ -80,7 +107,9 @@ def compare(asked: Config, options: argparse.Namespace) -> int:
             tensors = [each for each in off if each.position and each.step == off[0].step]
             record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in tensors]
     if record["verdict"] != "equal":
-        record["without"] = check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
+        record["without"] = (
+            check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
+        )
     if options.certificate:
         options.certificate.write_text(json.dumps(record | {"code": code_here()}, indent=2) + "\n")
     print(json.dumps(record, indent=2) if options.json else report_text(record))
@@ -88,7 +117,8 @@ def compare(asked: Config, options: argparse.Namespace) -> int:
 
 
 def _tried(asked: Config, options: argparse.Namespace) -> tuple[Config, Config]:
-    """Returns what is run in its place, small unless that is forbidden: in its precision, and in fp64."""
+    """Returns what is run in its place, small unless that is forbidden: in its precision, and in
+    fp64."""
     config = exact(asked, options.steps)
     if options.data:
         config = replace(config, data=replace(asked.data, eod=end_of_document(asked)))
@@ -128,9 +158,14 @@ class Check:
     def _train(self, config: Config, world: int) -> list[RankRecord]:
         since = time.perf_counter()
         records = short_run(
-            config, world, self.rows, self.options.steps, coarse=self.coarse, choices=self.choices,
+            config,
+            world,
+            self.rows,
+            self.options.steps,
+            coarse=self.coarse,
+            choices=self.choices,
             timeout=self.options.timeout,
-        )  # fmt: skip
+        )
         _say(f"{world} rank{'s' if world > 1 else ''}: {time.perf_counter() - since:.1f} s")
         return records
 
@@ -142,7 +177,9 @@ class Check:
             list(sample_differences(records, self.truth, sizes_of(config, world))),
         )
         if self.rounded is not None:
-            return records, found + rounding_differences(records, self.rounded, self.truth, tolerance)
+            return records, found + rounding_differences(
+                records, self.rounded, self.truth, tolerance
+            )
         return records, found + differences(records, self.truth, tolerance)
 
     def ablations(self) -> Iterator[Ablation]:

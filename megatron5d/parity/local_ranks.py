@@ -1,7 +1,9 @@
-"""Ranks for tests and tools: fork gloo processes from this one, run a function on each, and return the values.
+"""Ranks for tests and tools: fork gloo processes from this one, run a function on each, and return
+the values.
 
-A fork of a process that has imported torch becomes a rank in milliseconds, and the function may be a closure. The
-parent must use a single OpenMP thread, because others do not survive a fork and their work would hang.
+A fork of a process that has imported torch becomes a rank in milliseconds, and the function may be
+a closure. The parent must use a single OpenMP thread, because others do not survive a fork and
+their work would hang.
 """
 
 import ctypes
@@ -59,7 +61,8 @@ class Transport:
         """Ends in a rank, before its value is reported."""
 
     def mismatch(self) -> str | None:
-        """Returns in the parent, once all ranks have ended, where their calls differ, if that is known."""
+        """Returns in the parent, once all ranks have ended, where their calls differ, if that is
+        known."""
         return None
 
     def close(self) -> None:
@@ -72,14 +75,19 @@ class Gloo(Transport):
     def connect(self, rank: int) -> None:
         """Joins the world's group, over a file."""
         use_batch_scheduling()
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
+        # connections on first use: groups become several times cheaper
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         dist.set_debug_level_from_env()
         store = dist.FileStore(str(self.folder / "store"), self.world)
-        patience = datetime.timedelta(seconds=max(self.timeout, 1.0) + 60)  # the parent's own timeout comes first
-        dist.init_process_group("gloo", rank=rank, world_size=self.world, store=store, timeout=patience)
+        # the parent's own timeout comes first
+        patience = datetime.timedelta(seconds=max(self.timeout, 1.0) + 60)
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=self.world, store=store, timeout=patience
+        )
 
 
-transport: type[Transport] = Gloo  # the suite has one of its own, which compares what ranks call (tests/pipe_group.py)
+# the suite has one of its own, which compares what ranks call (tests/pipe_group.py)
+transport: type[Transport] = Gloo
 
 
 class RankFailure(AssertionError):
@@ -88,7 +96,8 @@ class RankFailure(AssertionError):
 
 @dataclass
 class _Rank:
-    """A forked process: the pipe of its report, the file for its stack, and its value or error once it has reported."""
+    """A forked process: the pipe of its report, the file for its stack, and its value or error once
+    it has reported."""
 
     pid: int
     pipe: Connection
@@ -104,27 +113,34 @@ class _Rank:
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `fn(rank, world, *args)` on `world` forked ranks and returns their values in rank order.
+    """Calls `fn(rank, world, *args)` on `world` forked ranks and returns their values in rank
+    order.
 
-    TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks, as it does for a user.
+    TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks, as it does for a
+    user.
 
     Args:
         fn: any callable, closures included; its value must be picklable.
         world: number of ranks; 1 runs without a process group, like the real thing.
         args: reach the ranks by fork, nothing is pickled.
-        timeout: seconds until ranks that have not reported are named, shown with their stacks, and killed.
+        timeout: seconds until ranks that have not reported are named, shown with their stacks, and
+            killed.
 
     Raises:
-        RankFailure: a rank raised, died or stayed silent, or ranks called other collectives; the first line is the root
-            cause.
+        RankFailure: a rank raised, died or stayed silent, or ranks called other collectives; the
+            first line is the root cause.
     """
-    assert torch.get_num_threads() == 1, "set torch.set_num_threads(1) before forking: a rank would hang in OpenMP"
+    assert torch.get_num_threads() == 1, (
+        "set torch.set_num_threads(1) before forking: a rank would hang in OpenMP"
+    )
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         ranks: list[_Rank] = []
         joined = transport(world, Path(folder), timeout) if world > 1 else None
         try:
             for rank in range(world):
-                ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), joined))
+                ranks.append(
+                    _fork(partial(fn, rank, world, *args), rank, world, Path(folder), joined)
+                )
             _collect(ranks, timeout)
             if any(not r.done or r.error for r in ranks):
                 raise RankFailure(_failures(ranks, timeout))
@@ -147,8 +163,10 @@ def _fork(call: partial, rank: int, world: int, folder: Path, joined: Transport 
     if pid == 0:
         try:
             receiver.close()
-            gc.freeze()  # collecting the parent's objects would touch, and so copy, their memory pages
-            gc.set_threshold(20_000, 10, 10)  # a short run makes little garbage, and looking for it took a tenth of it
+            # collecting the parent's objects would touch, and so copy, their memory pages
+            gc.freeze()
+            # a short run makes little garbage, and looking for it took a tenth of it
+            gc.set_threshold(20_000, 10, 10)
             die_with_parent(parent)
             faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
             _set_variables(rank, world)
@@ -164,7 +182,8 @@ def _fork(call: partial, rank: int, world: int, folder: Path, joined: Transport 
 def _outcome(call: partial, rank: int, joined: Transport | None) -> tuple[bool, Any]:
     """Returns (True, the value of `call`), or (False, the traceback)."""
     try:
-        torch.set_num_threads(1)  # makes torch's pool anew; gloo's threads would race to do so, and one would fail
+        # makes torch's pool anew; gloo's threads would race to do so, and one would fail
+        torch.set_num_threads(1)
         if joined is None:
             return True, call()
         joined.connect(rank)
@@ -176,42 +195,60 @@ def _outcome(call: partial, rank: int, joined: Transport | None) -> tuple[bool, 
 
 
 def _set_variables(rank: int, world: int) -> None:
-    """Sets what a launcher would, so that the rank can run a whole program, even several times, in the same group."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MEGATRON5D_MEETING": "met"}
+    """Sets what a launcher would, so that the rank can run a whole program, even several times, in
+    the same group."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MEGATRON5D_MEETING": "met",
+    }
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a tensor of the CPU as its bytes, ten times faster than torch does, and without its shared storage."""
+    """Writes a tensor of the CPU as its bytes, ten times faster than torch does, and without its
+    shared storage."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
         flat = value.contiguous()
-        return _tensor, (ctypes.string_at(flat.data_ptr(), flat.nbytes), flat.dtype, tuple(flat.shape))
+        return _tensor, (
+            ctypes.string_at(flat.data_ptr(), flat.nbytes),
+            flat.dtype,
+            tuple(flat.shape),
+        )
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def _report(sender: Connection, good: bool, value: Any) -> None:
     """Sends the outcome to the parent.
 
-    Pickled here because a multiprocessing pipe would use torch's pickler, which passes tensors as file descriptors that
-    are gone when the rank ends.
+    Pickled here because a multiprocessing pipe would use torch's pickler, which passes tensors as
+    file descriptors that are gone when the rank ends.
     """
     message = io.BytesIO()
     try:
         _Pickler(message).dump((good, value))
     except Exception:
-        message = io.BytesIO(pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}")))
+        message = io.BytesIO(
+            pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}"))
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send_bytes(message.getbuffer())
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> None:
-    """Receives reports until all are in or time is up; after a failure, others have a short time to report as well."""
+    """Receives reports until all are in or time is up; after a failure, others have a short time to
+    report as well."""
     deadline = time.monotonic() + timeout
     while waiting := [r for r in ranks if not r.done]:
         ready = wait([r.pipe for r in waiting], max(0.0, deadline - time.monotonic()))
@@ -248,7 +285,8 @@ def _death(rank: _Rank) -> str:
 
 
 def _failures(ranks: list[_Rank], timeout: float) -> str:
-    """Returns the message of a failure: the cause in full, echoes in one line each, silent ranks with their stacks."""
+    """Returns the message of a failure: the cause in full, echoes in one line each, silent ranks
+    with their stacks."""
     failed = sorted((r for r in ranks if r.error), key=lambda r: (r.echo, ranks.index(r)))
     silent = [r for r in ranks if not r.done]
     lines = []

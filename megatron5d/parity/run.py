@@ -1,8 +1,9 @@
-"""A short training run on any layout, which returns all its numbers for the parity check to compare.
+"""A short training run on any layout, which returns all its numbers for the parity check to
+compare.
 
-What a rank has comes in global coordinates, as rectangles of whole tensors, every copy of every rank: also two copies
-that should be one are seen to differ. tools/parity.py holds a user's own layout to one process; the suite holds ours
-to a model on one page (tests/reference_gpt.py).
+What a rank has comes in global coordinates, as rectangles of whole tensors, every copy of every
+rank: also two copies that should be one are seen to differ. tools/parity.py holds a user's own
+layout to one process; the suite holds ours to a model on one page (tests/reference_gpt.py).
 
 One run can repeat another's choices of experts, so that rounding cannot send a token another way.
 """
@@ -50,14 +51,17 @@ def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) ->
     for phase in model.modules():
         if isinstance(phase, MoEDispatch):
             shape = num_samples * seq_len + 1, phase.config.top_k
-            empty = {name: torch.zeros(shape, dtype=torch.int64) for name in ("chosen", "plain", "kept")}
+            empty = {
+                name: torch.zeros(shape, dtype=torch.int64) for name in ("chosen", "plain", "kept")
+            }
             noted[phase.layer] = choices[phase.layer] if choices else empty
             _fix_phase(phase, noted[phase.layer], bool(choices), seq_len)
     return noted
 
 
 def _fix_phase(phase: MoEDispatch, table: dict[str, Tensor], repeat: bool, seq_len: int) -> None:
-    """Replaces what chooses in one phase by what notes its choice, or repeats the one in the tables."""
+    """Replaces what chooses in one phase by what notes its choice, or repeats the one in the
+    tables."""
     model, choose, limit = phase.config, phase.router.forward, phase.limit_capacity
     plainly = type(phase.balancer).plain_choice
     rows = torch.zeros(0, dtype=torch.int64)  # of the tables: what is routed now
@@ -67,7 +71,9 @@ def _fix_phase(phase: MoEDispatch, table: dict[str, Tensor], repeat: bool, seq_l
         x, batch, *_ = arguments
         tokens = phase.share.tokens(x.shape, batch)
         rows = batch.samples[tokens.sequence] * seq_len + tokens.order // tokens.num_sequences
-        rows = rows.masked_fill(tokens.order >= seq_len * tokens.num_sequences, len(table["chosen"]) - 1)
+        rows = rows.masked_fill(
+            tokens.order >= seq_len * tokens.num_sequences, len(table["chosen"]) - 1
+        )
         phase.balancer.plain_choice = plain_choice  # type: ignore[method-assign]
 
     def forward(logits: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -83,14 +89,21 @@ def _fix_phase(phase: MoEDispatch, table: dict[str, Tensor], repeat: bool, seq_l
             table["plain"][rows] = plainly(phase.balancer, logits, experts, tokens)
         return table["plain"][rows].masked_fill(experts == model.num_experts, model.num_experts)
 
-    def limited(experts: Tensor, weights: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+    def limited(
+        experts: Tensor, weights: Tensor, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if not repeat:
             taken, weights, dropped = limit(experts, weights, tokens)
             table["kept"][rows] = (taken == experts).long()
             return taken, weights, dropped
-        keep = (table["kept"][rows] > 0) | (experts == model.num_experts)  # padding has no choice to drop
+        # padding has no choice to drop
+        keep = (table["kept"][rows] > 0) | (experts == model.num_experts)
         dropped = None if phase.moe.capacity_factor is None else (~keep).sum()
-        return experts.masked_fill(~keep, model.num_experts), weights * keep.to(weights.dtype), dropped
+        return (
+            experts.masked_fill(~keep, model.num_experts),
+            weights * keep.to(weights.dtype),
+            dropped,
+        )
 
     phase.register_forward_pre_hook(start)
     phase.router.forward = forward  # type: ignore[method-assign]
@@ -98,35 +111,46 @@ def _fix_phase(phase: MoEDispatch, table: dict[str, Tensor], repeat: bool, seq_l
 
 
 ROWS_SEED = 7  # of the random tokens
-Rectangles = list[tuple[str, tuple[int, ...], Tensor]]  # global name, first index in the whole tensor, values
+# global name, first index in the whole tensor, values
+Rectangles = list[tuple[str, tuple[int, ...], Tensor]]
 
 
 @dataclass
 class RankRecord:
     """What one rank had; lists have an entry for each step."""
 
-    figures: list[dict[str, float]] = field(default_factory=list)  # losses by name, grad_norm, num_targets
+    # losses by name, grad_norm, num_targets
+    figures: list[dict[str, float]] = field(default_factory=list)
     layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did
-    samples: list[list[list[int]]] = field(default_factory=list)  # numbers of the sequences of each micro-batch
+    # numbers of the sequences of each micro-batch
+    samples: list[list[list[int]]] = field(default_factory=list)
     repeats: int = 0  # steps that were run once more, for want of room (moe.exchange=planned)
-    hidden: list[dict[str, float]] = field(default_factory=list)  # its share of each phase's output, as one number
+    # its share of each phase's output, as one number
+    hidden: list[dict[str, float]] = field(default_factory=list)
     gradients: list[Rectangles] = field(default_factory=list)  # what it owns, before clipping
     # before the first step and after the last all that it holds, after the others what it owns
     weights: list[Rectangles] = field(default_factory=list)  # the routers' biases among them
-    moments: dict[str, Rectangles] = field(default_factory=dict)  # of the optimiser, by kind, after the last step
+    # of the optimiser, by kind, after the last step
+    moments: dict[str, Rectangles] = field(default_factory=dict)
     specs: dict[str, ShardSpec] = field(default_factory=dict)  # in the order of the model
     choices: Choices = field(default_factory=dict)  # of experts, where they were to be noted
 
 
 def alone(config: Config) -> Config:
-    """Returns the same mathematics in one process, plainly: no axis, nothing computed twice or kept elsewhere."""
+    """Returns the same mathematics in one process, plainly: no axis, nothing computed twice or kept
+    elsewhere."""
     optim = replace(config.optim, implementation="auto", offload=False)
-    plain = {"parallel": ParallelConfig(), "pipeline": PipelineConfig(), "recompute": RecomputeConfig()}
+    plain = {
+        "parallel": ParallelConfig(),
+        "pipeline": PipelineConfig(),
+        "recompute": RecomputeConfig(),
+    }
     return replace(config, optim=optim, **plain)  # type: ignore[arg-type]
 
 
 def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
-    """Returns random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its end.
+    """Returns random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its
+    end.
 
     In the first step every token is both read and predicted, where the batch has room for that.
     """
@@ -136,25 +160,33 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
     rows = torch.randint(0, vocab, shape, generator=generator)
     padding = torch.zeros(shape, dtype=torch.bool)
     if ignored:
-        lengths = torch.randint(int(shape[1] * (1 - ignored)), shape[1], (shape[0],), generator=generator)
+        lengths = torch.randint(
+            int(shape[1] * (1 - ignored)), shape[1], (shape[0],), generator=generator
+        )
         padding = torch.arange(shape[1])[None] > lengths[:, None]
     places, met = ~padding[: t.gbs], -1
-    for _ in range(20):  # a token may fall on the first places of rows alone, which nothing predicts
+    # a token may fall on the first places of rows alone, which nothing predicts
+    for _ in range(20):
         count = int(places.sum())
-        drawn = torch.cat([torch.randperm(vocab, generator=generator) for _ in range(-(-count // vocab))])[:count]
+        drawn = torch.cat(
+            [torch.randperm(vocab, generator=generator) for _ in range(-(-count // vocab))]
+        )[:count]
         if config.data.eod is not None:  # documents end in every step
             drawn[vocab::4] = config.data.eod
         first = torch.full((t.gbs, shape[1]), IGNORED)
         first[places] = drawn
-        both = sum(first[:, part][places[:, 1:]].unique().numel() for part in (slice(None, -1), slice(1, None)))
+        both = sum(
+            first[:, part][places[:, 1:]].unique().numel()
+            for part in (slice(None, -1), slice(1, None))
+        )
         if both > met:
             rows[: t.gbs], met = first, both
     return rows.masked_fill(padding, IGNORED)
 
 
 def with_gaps(rows: Tensor, gbs: int) -> Tensor:
-    """Returns rows in whose last step, where it is not the first, every other one has padding inside, and the last one
-    is padding throughout."""
+    """Returns rows in whose last step, where it is not the first, every other one has padding
+    inside, and the last one is padding throughout."""
     rows, length = rows.clone(), rows.shape[1]
     if len(rows) > gbs > 1:
         rows[-gbs::2, length // 4 : length // 2] = rows[-1] = IGNORED
@@ -165,17 +197,21 @@ def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> 
     """Returns all rows, or as in training those of these numbers."""
     data, rows = config.data, rows if numbers is None else rows[numbers]
     batch = make_micro_batch(
-        rows, document_mask=data.document_mask, eod=data.eod, eod_mask_loss=data.eod_mask_loss,
+        rows,
+        document_mask=data.document_mask,
+        eod=data.eod,
+        eod_mask_loss=data.eod_mask_loss,
         causal=config.model.attention_causal,
-    )  # fmt: skip
+    )
     return replace(batch, samples=numbers)
 
 
 def perturb(parameters, coarse: bool = False) -> None:
-    """Moves vectors off their ones and zeros, the same on any layout, so that every gradient path is seen.
+    """Moves vectors off their ones and zeros, the same on any layout, so that every gradient path
+    is seen.
 
-    Biases get the size of what they are added to: larger ones would make all tokens alike, and send them to the same
-    experts.
+    Biases get the size of what they are added to: larger ones would make all tokens alike, and send
+    them to the same experts.
 
     Args:
         coarse: all of them are rounded to what bf16 has, vectors before and after.
@@ -192,7 +228,8 @@ def perturb(parameters, coarse: bool = False) -> None:
             matrix = specs.get(re.sub(r"\.(linear_)?bias$", ".weight", spec.name))
             if spec.name.endswith("bias") and matrix is not None and len(matrix.shape) == 2:
                 noise *= float(matrix.init)
-                if spec.name.endswith("router.bias"):  # scores are softmax or sigmoid of w·x, with features of about 1
+                # scores are softmax or sigmoid of w·x, with features of about 1
+                if spec.name.endswith("router.bias"):
                     noise *= sqrt(matrix.shape[1]) / matrix.shape[0]
             for piece in spec.pieces:
                 span = slice(piece.offset[0], piece.offset[0] + piece.shape[0])
@@ -207,16 +244,24 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
     """Returns what this rank owns of the `weight_slice` or the `grad_slice` of every bucket."""
     found: Rectangles = []
     for bucket in sync.buckets:
-        for segment in bucket.segments() if getattr(bucket, buffer).numel() else ():  # frozen ones have no gradient
+        # frozen ones have no gradient
+        for segment in bucket.segments() if getattr(bucket, buffer).numel() else ():
             parts = sharded_slice(segment, getattr(bucket, buffer), writing=False).parts
             found += [(segment.spec.name, offset, view.clone()) for offset, view in parts.items()]
     return found
 
 
 def short_run(
-    config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, choices: Choices | None = None,
-    phases: bool = True, timeout: float = 120.0,
-) -> list[RankRecord]:  # fmt: skip
+    config: Config,
+    world: int,
+    rows: Tensor,
+    steps: int,
+    *,
+    coarse: bool = False,
+    choices: Choices | None = None,
+    phases: bool = True,
+    timeout: float = 120.0,
+) -> list[RankRecord]:
     """Trains the real thing on forked ranks.
 
     Args:
@@ -239,9 +284,17 @@ def short_run(
 
 
 def train_on_rank(
-    rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
-    choices: Choices | None, *, phases: bool,
-) -> RankRecord:  # fmt: skip
+    rank: int,
+    world: int,
+    config: Config,
+    layout: PipelineLayout,
+    rows: Tensor,
+    steps: int,
+    coarse: bool,
+    choices: Choices | None,
+    *,
+    phases: bool,
+) -> RankRecord:
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=layout.shared)
     model = GPT(config, mesh, "cpu", layout.stage_specs(mesh["pp"].rank), layout.shared)
@@ -252,7 +305,9 @@ def train_on_rank(
     record.weights.append(_held(model.weights()))
     if choices is not None:
         record.choices = fix_routing(model, choices, len(rows), t.seq_len)
-    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size) if phases else dict
+    take_hidden = (
+        _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size) if phases else dict
+    )
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     finish_reduce = sync.finish_reduce
 
@@ -266,17 +321,23 @@ def train_on_rank(
         numbers = micro_batch_samples(step * t.gbs, t.gbs, t.mbs, dp.rank, dp.size)
         where = StepSamples(step + 1, range(step * t.gbs, (step + 1) * t.gbs))
         batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
-        result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True, where=where)
+        result = trainer.step(
+            batches, learning_rate(config.optim, step + 1, t.steps), watched=True, where=where
+        )
         if result.repeated:
             del record.gradients[-2]
             record.repeats += 1
         targets = float(result.num_targets)
-        record.figures.append(result.losses | {"grad_norm": result.grad_norm, "num_targets": targets})
+        record.figures.append(
+            result.losses | {"grad_norm": result.grad_norm, "num_targets": targets}
+        )
         record.layers.append(result.layers)
         record.samples.append([list(each) for each in numbers])
         record.hidden.append(take_hidden())
         if step + 1 < steps:  # gathering more would repair copies that were not sent
-            record.weights.append(owned_slices(sync, "weight_slice") + _held(model.weights(), buffers=True))
+            record.weights.append(
+                owned_slices(sync, "weight_slice") + _held(model.weights(), buffers=True)
+            )
     with sync.weights.whole():
         record.weights.append(_held(model.weights()))
     for key, tensor in run_tensors(sync, optimizer, (), writing=False).items():
@@ -290,7 +351,11 @@ def train_on_rank(
 def _held(weights: list[Tensor], buffers: bool = False) -> Rectangles:
     """Copies of all weights of a rank, or of those alone that are no parameters."""
     return [
-        (spec_of(weight).name, piece.offset, weight.detach()[piece.row : piece.row + piece.shape[0]].clone())
+        (
+            spec_of(weight).name,
+            piece.offset,
+            weight.detach()[piece.row : piece.row + piece.shape[0]].clone(),
+        )
         for weight in weights
         if not (buffers and isinstance(weight, nn.Parameter))
         for piece in spec_of(weight).pieces
@@ -302,25 +367,35 @@ def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
     if model.embedding is not None:
         yield "embedding", model.embedding
     blocks = [(name, list(block.children())) for name, block in model.layers.items()]
-    blocks += [(f"mtp {depth}", list(block.children())) for depth, block in model.mtp_blocks.items()]
+    blocks += [
+        (f"mtp {depth}", list(block.children())) for depth, block in model.mtp_blocks.items()
+    ]
     for name, phases in blocks:
         prefix = name if name.startswith("mtp") else f"layers.{name}"
-        yield from ((f"{prefix}.{getattr(phase, 'kind', None) or i}", phase) for i, phase in enumerate(phases))
+        yield from (
+            (f"{prefix}.{getattr(phase, 'kind', None) or i}", phase)
+            for i, phase in enumerate(phases)
+        )
 
 
 def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
-    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step."""
+    """Lets every phase note its hidden states as one number, and returns what takes the sums of a
+    step."""
     seen: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _phases(model)}
 
     def note(name: str) -> Callable:
         def hook(phase, arguments, y) -> None:
-            y = y[1] if isinstance(y, tuple) and len(y) == 2 else y  # (sums of losses, hidden states)
+            # (sums of losses, hidden states)
+            y = y[1] if isinstance(y, tuple) and len(y) == 2 else y
             if isinstance(y, Tensor) and y.ndim == 3:
-                if getattr(phase, "output", phase) is None:  # multi-token prediction before the head: of all depths
+                # multi-token prediction before the head: of all depths
+                if getattr(phase, "output", phase) is None:
                     y = y.chunk(phase.depth + 2)[-1]
-                features = torch.arange(y.shape[-1], dtype=torch.float64).cos()  # that a feature is told from another
+                # that a feature is told from another
+                features = torch.arange(y.shape[-1], dtype=torch.float64).cos()
                 total = (y.detach().double() * features).square().sum().item()
-                seen[name][tuple(arguments[1].samples.tolist())] = total / copies  # a recomputed one counts once
+                # a recomputed one counts once
+                seen[name][tuple(arguments[1].samples.tolist())] = total / copies
 
         return hook
 

@@ -13,12 +13,16 @@ class StageCosts:
     """Times and memory of every stage, modelled or measured, in any one unit of time."""
 
     compute: np.ndarray  # `[len(OPS), num_stages]` compute time of each op on each stage
-    a2a: np.ndarray  # `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide
-    # latency of a message between neighbouring stages on different ranks; one number, or `[num_stages]`, of each stage
-    # with the next
+    # `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide
+    # latency of a message between neighbouring stages on different ranks; one number, or
+    # `[num_stages]`, of each stage with the next
+    a2a: np.ndarray
     comm: float | np.ndarray
-    activation: np.ndarray  # `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers
-    stash: np.ndarray  # `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same unit
+    # `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers
+    activation: np.ndarray
+    # `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same
+    # unit
+    stash: np.ndarray
 
     def plain(self) -> np.ndarray:
         """Returns `[len(OPS), num_stages]` the time of an action that nothing overlaps."""
@@ -27,12 +31,14 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch through one rank's share (1/num_ranks) of the model; they divide over its chunks."""
+    """Times of one micro-batch through one rank's share (1/num_ranks) of the model; they divide
+    over its chunks."""
 
     F: float = 1.0  # compute of a forward
     I: float = 1.0  # compute of a backward of the input
     W: float = 1.0  # compute of a backward of the weights; a full backward B costs I + W
-    # latency of a message between neighbouring stages on different ranks; it delays the receiver only
+    # latency of a message between neighbouring stages on different ranks; it delays the receiver
+    # only
     comm: float = 0.0
     a2aF: float = 0.0  # all-to-all inside F
     a2aB: float = 0.0  # all-to-all inside I, or inside B
@@ -45,9 +51,15 @@ class Costs:
         Raises ValueError: `stage_scale` has another number of stages than the placement.
         """
         num_stages = placement.num_stages
-        scale = np.ones(num_stages) if self.stage_scale is None else np.array(self.stage_scale, dtype=float)
+        scale = (
+            np.ones(num_stages)
+            if self.stage_scale is None
+            else np.array(self.stage_scale, dtype=float)
+        )
         if len(scale) != num_stages:
-            raise ValueError(f"stage_scale has {len(scale)} entries, but the schedule has {num_stages} stages")
+            raise ValueError(
+                f"stage_scale has {len(scale)} entries, but the schedule has {num_stages} stages"
+            )
         share = scale * (placement.num_ranks / num_stages)
         compute = {"F": self.F, "I": self.I, "W": self.W, "B": self.I + self.W}
         a2a = {"F": self.a2aF, "I": self.a2aB, "W": 0.0, "B": self.a2aB}
@@ -61,9 +73,11 @@ class Costs:
 
 
 def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
-    """Returns the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits is as by default.
+    """Returns the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it
+    omits is as by default.
 
-    Raises ValueError: an unknown key, a key twice, or a value that is no finite number of at least 0.
+    Raises ValueError: an unknown key, a key twice, or a value that is no finite number of at least
+    0.
     """
     names = [field.name for field in fields(Costs) if field.name != "stage_scale"]
     values: dict[str, float] = {}

@@ -21,8 +21,11 @@ PNG_COLUMNS = 200  # digits that fit beside each other
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "full backward"}
 
 
-def draw_text(program: Program, result: Simulation, width: int = 160, coloured: bool = False) -> str:
-    """Returns one line a rank, time from left to right; `·` is waiting, and a pair shares its time half and half.
+def draw_text(
+    program: Program, result: Simulation, width: int = 160, coloured: bool = False
+) -> str:
+    """Returns one line a rank, time from left to right; `·` is waiting, and a pair shares its time
+    half and half.
 
     The later half of the stages, or the second direction, is in small letters.
 
@@ -94,34 +97,59 @@ def draw_png(program: Program, result: Simulation, path: Path) -> None:
                 label = str(action.microbatch)
                 if PNG_COLUMNS * (end - start) >= result.makespan * len(label):
                     middle = ((start + end) / 2, low + height / 2)
-                    axes.text(*middle, label, size=7 if len(slot) == 1 else 6, ha="center", va="center")
+                    axes.text(
+                        *middle, label, size=7 if len(slot) == 1 else 6, ha="center", va="center"
+                    )
         for (colour, low, height), spans in bars.items():
-            axes.broken_barh(spans, (low, height), facecolors=colour, edgecolors="white", linewidth=0.3)
-    axes.set(title=_caption(program, result), xlabel="time", ylabel="rank", xlim=(0, result.makespan))
+            axes.broken_barh(
+                spans, (low, height), facecolors=colour, edgecolors="white", linewidth=0.3
+            )
+    axes.set(
+        title=_caption(program, result), xlabel="time", ylabel="rank", xlim=(0, result.makespan)
+    )
     axes.set_yticks(range(program.num_ranks))
     axes.invert_yaxis()
     axes.set_facecolor(IDLE)
-    ops = [Patch(facecolor=colour, edgecolor="#ccc", label=name) for colour, name in _legend(program)]
+    ops = [
+        Patch(facecolor=colour, edgecolor="#ccc", label=name) for colour, name in _legend(program)
+    ]
     figure.legend(handles=ops, ncols=len(ops), loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=120)
 
 
 def chrome_trace(program: Program, result: Simulation) -> dict[str, list[dict]]:
-    """Returns the simulated step in Chrome's trace format, one thread a rank; a unit of time is a millisecond.
+    """Returns the simulated step in Chrome's trace format, one thread a rank; a unit of time is a
+    millisecond.
 
     The actions of an overlapped pair are two events on two threads of their rank.
     """
     events: list[dict] = []
     edges = program.table.rank_start.tolist()
     for rank, line in enumerate(program.ranks):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": rank,
+                "args": {"name": f"pipeline rank {rank}"},
+            }
+        )
         for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
             start, end = float(result.start[index]), float(result.end[index])
             for thread, action in enumerate(slot):
                 told = {"stage": action.stage, "microbatch": action.microbatch}
                 span = {"ts": 1000 * start, "dur": 1000 * (end - start)}
-                events.append({"ph": "X", "name": str(action), "cat": NAMES[action.op], "pid": rank, "tid": thread,
-                               **span, "args": told})  # fmt: skip
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": str(action),
+                        "cat": NAMES[action.op],
+                        "pid": rank,
+                        "tid": thread,
+                        **span,
+                        "args": told,
+                    }
+                )
     return {"traceEvents": events}
 
 
@@ -133,7 +161,9 @@ def _svg_box(box: tuple[float, float, float, float], colour: str, tip: str, labe
     points = min(11.0, height * 0.8)
     if width < 0.62 * points * len(label):
         return shape
-    middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 0.36 * points:.2f}" font-size="{points:.1f}"'
+    middle = (
+        f'x="{x + width / 2:.2f}" y="{y + height / 2 + 0.36 * points:.2f}" font-size="{points:.1f}"'
+    )
     return shape + f'<text {middle} text-anchor="middle" pointer-events="none">{label}</text>'
 
 
@@ -145,12 +175,22 @@ def _caption(program: Program, result: Simulation) -> str:
 
 def _legend(program: Program) -> list[tuple[str, str]]:
     """Returns the colour and meaning of all that a picture shows."""
-    present = {(action.op, _shade(program, action)) for line in program.ranks for slot in line for action in slot}
+    present = {
+        (action.op, _shade(program, action))
+        for line in program.ranks
+        for slot in line
+        for action in slot
+    }
     second = "second direction" if program.copies > 1 else "later stages"
-    shown = [(op, name, shade) for op, name in NAMES.items() for shade in (0, 1) if (op, shade) in present]
-    return [(COLOURS[op][shade], f"{op} {name}" + f", {second}" * shade) for op, name, shade in shown] + [
-        (IDLE, "idle")
+    shown = [
+        (op, name, shade)
+        for op, name in NAMES.items()
+        for shade in (0, 1)
+        if (op, shade) in present
     ]
+    return [
+        (COLOURS[op][shade], f"{op} {name}" + f", {second}" * shade) for op, name, shade in shown
+    ] + [(IDLE, "idle")]
 
 
 def _shade(program: Program, action: Action) -> int:

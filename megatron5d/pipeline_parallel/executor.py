@@ -1,11 +1,13 @@
-"""Runs one rank's part of any Program: actions in order, messages on their channels, pairs interleaved.
+"""Runs one rank's part of any Program: actions in order, messages on their channels, pairs
+interleaved.
 
-Before a slot runs, the receives of a later slot are posted; where the host may have to wait for its device, those of
-messages that have been sent (messages.py). Then each action waits for its own input, runs its stage phase by phase, and
-passes its output on: to a channel, to another stage of this rank, or at the end of the model to the loss. Two
-overlapped actions take turns, one phase each, so that the communication that one has started proceeds under the compute
-of the other. An executor runs steps of one number of micro-batches; `Pipeline` holds a rank's stages and channels, and
-makes one for any number.
+Before a slot runs, the receives of a later slot are posted; where the host may have to wait for its
+device, those of messages that have been sent (messages.py). Then each action waits for its own
+input, runs its stage phase by phase, and passes its output on: to a channel, to another stage of
+this rank, or at the end of the model to the loss. Two overlapped actions take turns, one phase
+each, so that the communication that one has started proceeds under the compute of the other. An
+executor runs steps of one number of micro-batches; `Pipeline` holds a rank's stages and channels,
+and makes one for any number.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +45,9 @@ Value = tuple[str, int, int]
 Receives = list[tuple[tuple[ReceiveChannel, int], ...]]
 """Before each slot: the channels on which a message is received, and the boundary that it crosses."""
 
-MAX_UNPROVEN = 2  # messages of a channel that are under way where forwards run alone, and nothing proves their arrival
+# messages of a channel that are under way where forwards run alone, and nothing proves their
+# arrival
+MAX_UNPROVEN = 2
 
 
 class PipelineError(RuntimeError):
@@ -82,7 +86,9 @@ class _Task:
         self.is_last = self.op == "F" and index == num_stages - 1
         if self.op == "F":
             self.source = ("F", index, self.microbatch) if index > 0 else None
-            self.target = ("B", index, self.microbatch) if self.is_last else ("F", index + 1, self.microbatch)
+            self.target = (
+                ("B", index, self.microbatch) if self.is_last else ("F", index + 1, self.microbatch)
+            )
         elif self.op != "W":
             self.source = ("B", index, self.microbatch)
             self.target = ("B", index - 1, self.microbatch) if index > 0 else None
@@ -102,21 +108,32 @@ class Executor:
     """
 
     def __init__(
-        self, program: Program, rank: int, stages: Mapping[tuple[int, int], Stage],
-        channels: Mapping[Flow, SendChannel | ReceiveChannel], name: str = "", training: bool = True,
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[tuple[int, int], Stage],
+        channels: Mapping[Flow, SendChannel | ReceiveChannel],
+        name: str = "",
+        training: bool = True,
         waits: Exposure | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.rank, self.name = program, rank, name or f"pipeline rank {rank}"
         self.training, self._waits = training, waits
-        # bfs runs all micro-batches through one chunk before the next one takes any: their outputs have to be kept
-        self._most_sent = MAX_UNPROVEN if not training and finishes_with(program, MAX_UNPROVEN) else None
+        # bfs runs all micro-batches through one chunk before the next one takes any: their outputs
+        # have to be kept
+        self._most_sent = (
+            MAX_UNPROVEN if not training and finishes_with(program, MAX_UNPROVEN) else None
+        )
         self._stages = dict(stages)
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
         proofs = completed_sends(program, rank)
-        self._split = {action[1:] for slot in program.ranks[rank] for action in slot if action.op == "I"}
+        self._split = {
+            action[1:] for slot in program.ranks[rank] for action in slot if action.op == "I"
+        }
         self._slots = [
-            tuple(self._look_up(action, stages, channels, proofs) for action in slot) for slot in program.ranks[rank]
+            tuple(self._look_up(action, stages, channels, proofs) for action in slot)
+            for slot in program.ranks[rank]
         ]
         self._following = _following(self._slots)
         self._channels = dict(channels)
@@ -125,7 +142,8 @@ class Executor:
 
     def _receives(self, messages: Iterable[Sequence[Message]]) -> Receives:
         return [
-            tuple((_end(self._channels, each, ReceiveChannel), each.flow.boundary) for each in due) for due in messages
+            tuple((_end(self._channels, each, ReceiveChannel), each.flow.boundary) for each in due)
+            for due in messages
         ]
 
     def _look_up(self, action: Action, stages, channels, proofs) -> _Task:
@@ -141,16 +159,21 @@ class Executor:
         return task
 
     def run(
-        self, batches: Sequence[MicroBatch], loss: Loss, forms: Sequence[TensorMeta], host_may_wait: bool = False
+        self,
+        batches: Sequence[MicroBatch],
+        loss: Loss,
+        forms: Sequence[TensorMeta],
+        host_may_wait: bool = False,
     ) -> None:
         """Runs the whole Program once, and waits until all its messages have arrived.
 
         Args:
             batches: the MicroBatch of every micro-batch, which its phases read.
             loss: takes the last stage's outputs and returns their gradients.
-            forms: shape and dtype of what is sent between each stage and the next, `[s/cp/tp, b, h]`.
-            host_may_wait: for its device, as for kernels that no run before has launched, or for memory. The same on
-                every pipeline rank; the first run is taken to be such.
+            forms: shape and dtype of what is sent between each stage and the next, `[s/cp/tp, b,
+                h]`.
+            host_may_wait: for its device, as for kernels that no run before has launched, or for
+                memory. The same on every pipeline rank; the first run is taken to be such.
 
         Raises:
             PipelineError: an action failed, or the rank that it waited for is gone.
@@ -159,7 +182,9 @@ class Executor:
         """
         receives = self._early
         if host_may_wait or self._lockstep is None:
-            self._lockstep = self._lockstep or self._receives(lockstep_receives(self.program, self.rank))
+            self._lockstep = self._lockstep or self._receives(
+                lockstep_receives(self.program, self.rank)
+            )
             receives = self._lockstep
         for due, tasks, following in zip(receives, self._slots, self._following):
             self._post(due, tasks, forms)
@@ -177,7 +202,10 @@ class Executor:
         self._finish()
 
     def _post(
-        self, receives: Sequence[tuple[ReceiveChannel, int]], tasks: tuple[_Task, ...], forms: Sequence[TensorMeta]
+        self,
+        receives: Sequence[tuple[ReceiveChannel, int]],
+        tasks: tuple[_Task, ...],
+        forms: Sequence[TensorMeta],
     ) -> None:
         try:
             for receive_channel, boundary in receives:
@@ -188,8 +216,8 @@ class Executor:
     def _advance(self, task: _Task, batches: Sequence[MicroBatch], loss: Loss) -> bool:
         """Runs the next step of an action; returns whether another follows.
 
-        The action takes its input at its first step, so that a partner computes meanwhile, and passes its output on
-        after its last. The stage alone holds the input, and decides how long.
+        The action takes its input at its first step, so that a partner computes meanwhile, and
+        passes its output on after its last. The stage alone holds the input, and decides how long.
         """
         try:
             batch = batches[task.microbatch]
@@ -197,7 +225,9 @@ class Executor:
                 y = task.stage.evaluate(self._input(task), batch)
             else:
                 if task.running is None:
-                    task.running = task.stage.begin(task.op, task.microbatch, self._input(task), batch, task.split)
+                    task.running = task.stage.begin(
+                        task.op, task.microbatch, self._input(task), batch, task.split
+                    )
                 if task.running.advance():
                     return True
                 y, task.running = task.running.state, None
@@ -211,13 +241,18 @@ class Executor:
         """Waits for the action's input `[s/cp/tp, b, h]` and returns it; None at the model's beginning.  receive pp"""
         if task.receive_channel is None:
             return None if task.source is None else self._values.pop(task.source)
-        x = task.receive_channel.take() if self._waits is None else self._waits.during(task.receive_channel.take)
+        x = (
+            task.receive_channel.take()
+            if self._waits is None
+            else self._waits.during(task.receive_channel.take)
+        )
         for send_channel, count in task.completed_sends:
             send_channel.settle(count)
         return x
 
     def _hand_on(self, task: _Task, y: Tensor, batch: MicroBatch, loss: Loss) -> None:
-        """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
+        """Passes the action's output on: to a channel, to another stage of this rank, or to the
+        loss."""
         if task.send_channel is not None:
             task.output = y
         elif task.is_last:
@@ -248,8 +283,12 @@ class Executor:
         except ConnectionError as error:
             raise PipelineError(f"{self.name}, at the end of the step: {error}") from error
         assert not self._values, f"{self.name}: made and never used: {sorted(self._values)}"
-        owed = {key: stage.num_in_flight for key, stage in self._stages.items() if stage.num_in_flight}
-        assert not owed, f"{self.name}: micro-batches that still owe a backward, per (direction, stage): {owed}"
+        owed = {
+            key: stage.num_in_flight for key, stage in self._stages.items() if stage.num_in_flight
+        }
+        assert not owed, (
+            f"{self.name}: micro-batches that still owe a backward, per (direction, stage): {owed}"
+        )
 
     def _failure(self, action: Action, error: Exception) -> PipelineError:
         return PipelineError(
@@ -259,7 +298,8 @@ class Executor:
 
 
 def _following(slots: Sequence[tuple[_Task, ...]]) -> list[tuple[_Task, ...]]:
-    """Returns for each slot that reads weights the actions of the next one that does, whose weights can be gathered.
+    """Returns for each slot that reads weights the actions of the next one that does, whose weights
+    can be gathered.
 
     W reads none, and an empty stage has none.
     """
@@ -283,7 +323,9 @@ def forward_only(program: Program) -> Program:
     return make_program(f"{program.name} (forward)", program.placement, program.direction, lines)
 
 
-def _end(channels: Mapping[Flow, SendChannel | ReceiveChannel], message: Message, kind: type) -> Any:
+def _end(
+    channels: Mapping[Flow, SendChannel | ReceiveChannel], message: Message, kind: type
+) -> Any:
     end = channels[message.flow]
     assert isinstance(end, kind), f"{message.flow} ends here as {end}"
     return end
@@ -293,23 +335,38 @@ class Pipeline:
     """Executors for every number of micro-batches, over one set of stages and channels.
 
     Args:
-        program_of: number of micro-batches of a step -> verified Program, always with the same placement.
+        program_of: number of micro-batches of a step -> verified Program, always with the same
+            placement.
         stages: the stage of every (direction, stage) that this rank holds.
         axis: pp.
-        forms: shape and dtype of what each stage sends to the next, `[s/cp/tp, b, h]`, or several one after the other.
-        timeout_s: seconds after which a message is given up (`parallel.timeout_s`); None = torch's own.
+        forms: shape and dtype of what each stage sends to the next, `[s/cp/tp, b, h]`, or several
+            one after the other.
+        timeout_s: seconds after which a message is given up (`parallel.timeout_s`); None = torch's
+            own.
 
     Comm: the channels are opened, see comm/p2p.py.
     """
 
     def __init__(
-        self, program_of: Callable[[int], Program], placement: Placement, stages: Mapping[tuple[int, int], Stage],
-        axis: Axis, forms: Sequence[TensorMeta], timeout_s: float | None = None,
-    ) -> None:  # fmt: skip
-        self.placement, self.axis, self.forms, device = placement, axis, forms, torch.device(forms[0].device)
+        self,
+        program_of: Callable[[int], Program],
+        placement: Placement,
+        stages: Mapping[tuple[int, int], Stage],
+        axis: Axis,
+        forms: Sequence[TensorMeta],
+        timeout_s: float | None = None,
+    ) -> None:
+        self.placement, self.axis, self.forms, device = (
+            placement,
+            axis,
+            forms,
+            torch.device(forms[0].device),
+        )
         self._program_of, self._stages = program_of, stages
         lines = flows(Program("channels", placement, (), ()))
-        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, device, timeout_s)
+        ends = open_channels(
+            [(flow.source, flow.destination) for flow in lines], axis, device, timeout_s
+        )
         self._channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._waits, self._runs = Exposure(device), Exposure(device)
@@ -330,7 +387,9 @@ class Pipeline:
         key = num_microbatches, training
         if key not in self._executors:
             program = self._program_of(num_microbatches)
-            assert program.placement == self.placement, f"{program.name} has another placement than the model"
+            assert program.placement == self.placement, (
+                f"{program.name} has another placement than the model"
+            )
             if not training:
                 program = forward_only(program)
             name = f"rank {self.axis.ranks[self.axis.rank]} (pipeline rank {self.axis.rank})"
@@ -345,17 +404,20 @@ class Pipeline:
         return self._runs.timed()
 
     def take_bubble(self) -> float:
-        """Returns the share of the last `timed` step that this rank waited for messages; waits for the device."""
+        """Returns the share of the last `timed` step that this rank waited for messages; waits for
+        the device."""
         waited, ran = self._waits.take(), self._runs.take()
         return waited / ran if ran else 0.0
 
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs the forward of all micro-batches through the same pipeline."""
         executor = self.executor(len(batches), training=False)
-        executor.run(batches, loss, self.forms, host_may_wait=True)  # what is evaluated may differ from time to time
+        # what is evaluated may differ from time to time
+        executor.run(batches, loss, self.forms, host_may_wait=True)
 
     def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
-        """Returns every local phase with its number of micro-batches, in the order in which phases finish.
+        """Returns every local phase with its number of micro-batches, in the order in which phases
+        finish.
 
         The order is the same on all ranks that hold copies of the same stages.
         """
@@ -363,7 +425,9 @@ class Pipeline:
         return passes_of(self.executor(num_microbatches).program, phases)
 
 
-def passes_of(program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Module]]) -> dict[nn.Module, int]:
+def passes_of(
+    program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Module]]
+) -> dict[nn.Module, int]:
     """Returns, as `Pipeline.passes`, those of the phases of every (direction, stage)."""
     counts: dict[nn.Module, int] = {}
     for stage in sorted({stage for _, stage in phases}, key=lambda stage: _finish(program, stage)):
@@ -375,15 +439,22 @@ def passes_of(program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Mod
 
 
 def _finish(program: Program, stage: int) -> tuple[int, int]:
-    """Returns when a stage has its last weight gradient on all holders of a copy, as (slots from the end, stage).
+    """Returns when a stage has its last weight gradient on all holders of a copy, as (slots from
+    the end, stage).
 
-    Slots are counted back from each rank's end, since ranks begin at different times and end together.
+    Slots are counted back from each rank's end, since ranks begin at different times and end
+    together.
     """
     left = []
     for rank in {line[stage] for line in program.placement.route}:
         line = program.ranks[rank]
         last = max(
-            (position for position, slot in enumerate(line) for op, held, _ in slot if op in "WB" and held == stage),
+            (
+                position
+                for position, slot in enumerate(line)
+                for op, held, _ in slot
+                if op in "WB" and held == stage
+            ),
             default=0,
         )
         left.append(last - len(line))

@@ -1,8 +1,9 @@
 """Whether the devices have so little memory left that a host may have to wait for its own.
 
-Where an allocation finds no memory, torch's allocator gives what is not in use back to CUDA, which waits until nothing
-runs. What runs may be a receive that was posted early, and whose message depends on what this very host has yet to
-launch (messages.py). So steps post receives in lockstep where another one may take more than is free.
+Where an allocation finds no memory, torch's allocator gives what is not in use back to CUDA, which
+waits until nothing runs. What runs may be a receive that was posted early, and whose message
+depends on what this very host has yet to launch (messages.py). So steps post receives in lockstep
+where another one may take more than is free.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ class FreeMemory:
         """Starts asking all ranks. Comm: all_reduce world of one number."""
         if not self._is_watched:
             return
-        free, total = torch.cuda.mem_get_info(self._device)  # asks the driver, which does not wait for the device
+        # asks the driver, which does not wait for the device
+        free, total = torch.cuda.mem_get_info(self._device)
         before, self._reserved = self._reserved, torch.cuda.memory_reserved(self._device)
-        is_short = torch.tensor([float(free < max(self._reserved - before, SPARE * total))]).pin_memory()
+        is_short = torch.tensor(
+            [float(free < max(self._reserved - before, SPARE * total))]
+        ).pin_memory()
         self._asked = start_all_reduce(is_short.to(self._device, non_blocking=True), world)
 
     def finish_asking(self) -> None:

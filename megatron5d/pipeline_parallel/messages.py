@@ -1,20 +1,23 @@
-"""The messages of a Program: what each rank sends after which slot, and when it posts which receive.
+"""The messages of a Program: what each rank sends after which slot, and when it posts which
+receive.
 
-A *flow* is all messages from one rank to another across one boundary between two stages, in one direction (F or B).
-Each flow is a channel of its own: within it messages keep their order, between channels none is needed. A receive is
-posted two slots before its consumer: early enough that no message waits for the receiver to get to it, and late enough
-that at most two messages per rank arrive before their time (four around overlapped slots).
-With fewer channels (one per pair of ranks, or one per direction) V-shaped, zigzag, bidirectional and looped zero-bubble
-schedules would deadlock.
+A *flow* is all messages from one rank to another across one boundary between two stages, in one
+direction (F or B). Each flow is a channel of its own: within it messages keep their order, between
+channels none is needed. A receive is posted two slots before its consumer: early enough that no
+message waits for the receiver to get to it, and late enough that at most two messages per rank
+arrive before their time (four around overlapped slots). With fewer channels (one per pair of ranks,
+or one per direction) V-shaped, zigzag, bidirectional and looped zero-bubble schedules would
+deadlock.
 
-On a GPU a receive that waits is a kernel that runs, and the host waits until nothing runs where it launches a new
-kernel, which CUDA loads then, and where it gives memory back. If the message depends on what this very host has yet to
-launch, both wait for ever. Where that may be, `lockstep_receives` posts a receive no earlier than its message has been
-sent.
+On a GPU a receive that waits is a kernel that runs, and the host waits until nothing runs where it
+launches a new kernel, which CUDA loads then, and where it gives memory back. If the message depends
+on what this very host has yet to launch, both wait for ever. Where that may be, `lockstep_receives`
+posts a receive no earlier than its message has been sent.
 
-A sent tensor may be freed once its send is complete. Polling costs a call into the backend in every slot, and gloo
-does not answer. The Program proves it for free: if rank q consumes our message in slot c and sends us another one
-after slot c, then our send is complete when q's message has arrived.
+A sent tensor may be freed once its send is complete. Polling costs a call into the backend in every
+slot, and gloo does not answer. The Program proves it for free: if rank q consumes our message in
+slot c and sends us another one after slot c, then our send is complete when q's message has
+arrived.
 """
 
 from __future__ import annotations
@@ -40,14 +43,13 @@ class Flow(NamedTuple):
 
     source: int
     destination: int
-    kind: str  # "F": outputs go from stage `boundary` to `boundary` + 1; "B": their gradients come back
+    # "F": outputs go from stage `boundary` to `boundary` + 1; "B": their gradients come back
+    kind: str
     boundary: int
 
     def __str__(self) -> str:
         arrow = ">" if self.kind == "F" else "<"
-        return (
-            f"{self.kind} of stages {self.boundary}{arrow}{self.boundary + 1}, rank {self.source} to {self.destination}"
-        )
+        return f"{self.kind} of stages {self.boundary}{arrow}{self.boundary + 1}, rank {self.source} to {self.destination}"
 
 
 class Message(NamedTuple):
@@ -58,7 +60,8 @@ class Message(NamedTuple):
 
 
 class SlotMessages(NamedTuple):
-    """One slot with its messages: post the receives, wait for the slot's own inputs, run it, send its outputs."""
+    """One slot with its messages: post the receives, wait for the slot's own inputs, run it, send
+    its outputs."""
 
     receives: tuple[Message, ...]
     slot: Slot
@@ -66,7 +69,8 @@ class SlotMessages(NamedTuple):
 
 
 def input_of(program: Program, action: Action) -> Message | None:
-    """Returns the message that `action` waits for, or None where its input is made on the same rank or read as data."""
+    """Returns the message that `action` waits for, or None where its input is made on the same rank
+    or read as data."""
     if action.op == "W" or (action.op == "F" and action.stage == 0):
         return None
     if action.op == "F":
@@ -77,7 +81,8 @@ def input_of(program: Program, action: Action) -> Message | None:
 
 
 def output_of(program: Program, action: Action) -> Message | None:
-    """Returns the message that `action` sends, or None where its output stays on the rank or ends the chain."""
+    """Returns the message that `action` sends, or None where its output stays on the rank or ends
+    the chain."""
     if action.op == "W" or (action.op == "F" and action.stage == program.num_stages - 1):
         return None
     if action.op == "F":
@@ -88,7 +93,8 @@ def output_of(program: Program, action: Action) -> Message | None:
 
 
 def flows(program: Program) -> list[Flow]:
-    """Returns every flow of the Program in one order that is the same on all ranks, to create its channels in."""
+    """Returns every flow of the Program in one order that is the same on all ranks, to create its
+    channels in."""
     found = set()
     for line in program.placement.route:
         for boundary, (near, far) in enumerate(zip(line, line[1:])):
@@ -98,7 +104,8 @@ def flows(program: Program) -> list[Flow]:
 
 
 def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
-    """Yields a rank's slots of a verified Program, the receives to post before and the sends to issue after each."""
+    """Yields a rank's slots of a verified Program, the receives to post before and the sends to
+    issue after each."""
     line = program.ranks[rank]
     inputs = [tuple(filter(None, (input_of(program, action) for action in slot))) for slot in line]
     for position, slot in enumerate(line):
@@ -108,21 +115,29 @@ def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
 
 
 def lockstep_receives(program: Program, rank: int) -> list[tuple[Message, ...]]:
-    """Returns the receives to post before each slot of a rank where any host may wait at any time for its device.
+    """Returns the receives to post before each slot of a rank where any host may wait at any time
+    for its device.
 
-    In rounds, every rank runs the next slot whose inputs are there; what the slots of a round send is received before
-    the next slot. So slots and messages have one order in which a wait for all that came before always ends.
+    In rounds, every rank runs the next slot whose inputs are there; what the slots of a round send
+    is received before the next slot. So slots and messages have one order in which a wait for all
+    that came before always ends.
     """
     places, here = [0] * program.num_ranks, set[Message]()
     due: list[list[Message]] = [[] for _ in program.ranks[rank]]
     while slots := {
         each: line[place]
         for each, (line, place) in enumerate(zip(program.ranks, places))
-        if place < len(line) and here.issuperset(filter(None, (input_of(program, action) for action in line[place])))
+        if place < len(line)
+        and here.issuperset(filter(None, (input_of(program, action) for action in line[place])))
     }:
         for each in slots:
             places[each] += 1
-        sent = [message for slot in slots.values() for action in slot if (message := output_of(program, action))]
+        sent = [
+            message
+            for slot in slots.values()
+            for action in slot
+            if (message := output_of(program, action))
+        ]
         here.update(sent)
         for message in sent:
             if message.flow.destination == rank:
@@ -131,7 +146,8 @@ def lockstep_receives(program: Program, rank: int) -> list[tuple[Message, ...]]:
 
 
 def finishes_with(program: Program, unproven: int) -> bool:
-    """Returns whether all ranks finish if each waits after a message until all receives but the last are posted.
+    """Returns whether all ranks finish if each waits after a message until all receives but the
+    last are posted.
 
     Args:
         program: a verified Program.
@@ -146,7 +162,9 @@ def finishes_with(program: Program, unproven: int) -> bool:
     def walk(rank: int) -> Iterator[None]:
         for each in slot_messages(program, rank):
             asked.update(message.flow for message in each.receives)
-            while not here.issuperset(filter(None, (input_of(program, action) for action in each.slot))):
+            while not here.issuperset(
+                filter(None, (input_of(program, action) for action in each.slot))
+            ):
                 yield
             for message in each.sends:
                 here.add(message)
@@ -160,9 +178,15 @@ def finishes_with(program: Program, unproven: int) -> bool:
     return not walks
 
 
-def _message(program: Program, kind: str, source: int, destination: int, microbatch: int) -> Message | None:
+def _message(
+    program: Program, kind: str, source: int, destination: int, microbatch: int
+) -> Message | None:
     near, far = program.rank_of(source, microbatch), program.rank_of(destination, microbatch)
-    return None if near == far else Message(Flow(near, far, kind, min(source, destination)), microbatch)
+    return (
+        None
+        if near == far
+        else Message(Flow(near, far, kind, min(source, destination)), microbatch)
+    )
 
 
 CompletedSends = dict[Action, list[tuple[Flow, int]]]
@@ -171,9 +195,9 @@ CompletedSends = dict[Action, list[tuple[Flow, int]]]
 
 @lru_cache(maxsize=1)
 def _exchanged(program: Program) -> np.ndarray:
-    """Returns `[messages, 7]` in the order of their sends, rank by rank: source, destination, whether it is a gradient,
-    boundary, slots of the send and of the receive on their ranks, and the action that takes it, by place in the
-    table."""
+    """Returns `[messages, 7]` in the order of their sends, rank by rank: source, destination,
+    whether it is a gradient, boundary, slots of the send and of the receive on their ranks, and the
+    action that takes it, by place in the table."""
     import numpy as np
 
     table, m = program.table, program.num_microbatches
@@ -187,16 +211,29 @@ def _exchanged(program: Program) -> np.ndarray:
         taken = at[cell[sent] + step * m]
         sent, taken = (each[rank[sent] != rank[taken]] for each in (sent, taken))
         boundary = np.minimum(table.stage[sent], table.stage[taken])
-        found.append(np.stack([
-            rank[sent], rank[taken], np.full(len(sent), is_grad), boundary, position[sent], position[taken], taken, sent
-        ], 1))  # fmt: skip
+        found.append(
+            np.stack(
+                [
+                    rank[sent],
+                    rank[taken],
+                    np.full(len(sent), is_grad),
+                    boundary,
+                    position[sent],
+                    position[taken],
+                    taken,
+                    sent,
+                ],
+                1,
+            )
+        )
     messages = np.concatenate(found)
     return messages[np.argsort(messages[:, -1])][:, :-1]
 
 
 @lru_cache(maxsize=1)
 def completed_sends(program: Program, rank: int) -> CompletedSends:
-    """Returns which sends of `rank` in a verified Program each action's input proves to be complete."""
+    """Returns which sends of `rank` in a verified Program each action's input proves to be
+    complete."""
     import numpy as np
 
     if program.num_ranks == 1:

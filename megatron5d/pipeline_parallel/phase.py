@@ -1,4 +1,5 @@
-"""What every phase of a stage may read beside its input (`MicroBatch`), and who is told when it runs (`PhaseHooks`).
+"""What every phase of a stage may read beside its input (`MicroBatch`), and who is told when it
+runs (`PhaseHooks`).
 
 Data parallelism is told, so that weights are gathered and gradients reduced in time.
 """
@@ -20,19 +21,23 @@ and ends when `backward` has."""
 
 
 class PhaseHooks(Protocol):
-    """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may have several."""
+    """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may
+    have several."""
 
     def register(self, phases: Sequence[nn.Module]) -> None:
         """Receives the phases that a stage will run, in forward order, when the stage is made."""
 
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
-        """Announces the first phase of the action after the one that starts now: its weights may be gathered early."""
+        """Announces the first phase of the action after the one that starts now: its weights may be
+        gathered early."""
 
     def before(self, phase: nn.Module, kind: str) -> None:
-        """Announces that the phase is about to run for one of KINDS. All but `wgrad` read its weights."""
+        """Announces that the phase is about to run for one of KINDS. All but `wgrad` read its
+        weights."""
 
     def after(self, phase: nn.Module, kind: str) -> None:
-        """Announces that it has run. Its weights stay from `recompute` to the end of `backward`; others release them.
+        """Announces that it has run. Its weights stay from `recompute` to the end of `backward`;
+        others release them.
 
         At the end of `wgrad` all weight gradients of this phase and micro-batch have been added up.
         """
@@ -59,18 +64,24 @@ IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignore
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences of one micro-batch on one data-parallel rank, b = mbs; whole until data/batch.py cuts them."""
+    """The sequences of one micro-batch on one data-parallel rank, b = mbs; whole until
+    data/batch.py cuts them."""
 
     tokens: Tensor  # int64 [b, s/cp]: inputs; padding is 0
     labels: Tensor  # int64 [b, s/cp]: the token after each input; padding is IGNORED
     loss_mask: Tensor  # fp32 [b, s/cp]: 1 where the prediction counts, 0 where it does not
-    positions: Tensor  # int64 [b, s/cp]: place in the sequence, or in its document under data.document_mask
-    documents: Tensor | None  # int64 [b, s]: document's number in its sequence; None = no such masks, or in `context`
+    # int64 [b, s/cp]: place in the sequence, or in its document under data.document_mask
+    positions: Tensor
+    # int64 [b, s]: document's number in its sequence; None = no such masks, or in `context`
+    documents: Tensor | None
     padding: Tensor | None = None  # bool [b, s/cp]: True where the input is padding; None = nowhere
-    samples: Tensor | None = None  # int64 [b], in training: numbers of the sequences among all that the run reads
-    context: Any = None  # under cp: what attention computes on this rank (block_attention.ContextPlan)
-    # with multi-token prediction of D depths (model/mtp.py: look_ahead):
-    ahead_tokens: Tensor | None = None  # int64 [D, b, s/cp]: the token 1, 2, ... D places after each input
+    # int64 [b], in training: numbers of the sequences among all that the run reads
+    samples: Tensor | None = None
+    # under cp: what attention computes on this rank (block_attention.ContextPlan) with multi-token
+    # prediction of D depths (model/mtp.py: look_ahead):
+    context: Any = None
+    # int64 [D, b, s/cp]: the token 1, 2, ... D places after each input
+    ahead_tokens: Tensor | None = None
     ahead_labels: Tensor | None = None  # int64 [D, b, s/cp]: the token after that
     ahead_mask: Tensor | None = None  # fp32 [D, b, s/cp]: 1 where the prediction counts
 
@@ -81,7 +92,8 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> Tensor:
-        """Number of predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
+        """Number of predictions that count, an fp32 scalar: this micro-batch's share of the loss's
+        denominator."""
         return self.loss_mask.sum()
 
     @property
@@ -97,9 +109,11 @@ class MicroBatch:
         return count if self.padding is None else count - self.padding.sum()
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns `make()`, called once for each key: what phases compute from the micro-batch alone, and share.
+        """Returns `make()`, called once for each key: what phases compute from the micro-batch
+        alone, and share.
 
-        A stage keeps a copy of the micro-batch, without such results, so they live until its backward.
+        A stage keeps a copy of the micro-batch, without such results, so they live until its
+        backward.
         """
         made = self.__dict__.setdefault("_made", {})
         if key not in made:
@@ -117,7 +131,8 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """Returns the same micro-batch in page-locked memory, from which copies to a GPU overlap with compute."""
+        """Returns the same micro-batch in page-locked memory, from which copies to a GPU overlap
+        with compute."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> MicroBatch:

@@ -1,15 +1,18 @@
-"""CUDA graphs of phases (`train.cuda_graph=phases`): each replay costs the host one launch, whatever the phase holds.
+"""CUDA graphs of phases (`train.cuda_graph=phases`): each replay costs the host one launch,
+whatever the phase holds.
 
-A slot is the memory of one micro-batch in flight: its static inputs, and a memory pool in which the graphs of its
-phases are captured in the order of their passes, forward, backward, weight gradients. What one graph frees, a later one
-uses again; this stays right because every micro-batch passes the slot in that same order, and the slot takes the next
-one only after the last weight gradient. So micro-batches whose backward is split (I, W) have slots of their own. A rank
-has as many slots as its schedule has micro-batches in flight, whichever schedule that is.
+A slot is the memory of one micro-batch in flight: its static inputs, and a memory pool in which the
+graphs of its phases are captured in the order of their passes, forward, backward, weight gradients.
+What one graph frees, a later one uses again; this stays right because every micro-batch passes the
+slot in that same order, and the slot takes the next one only after the last weight gradient. So
+micro-batches whose backward is split (I, W) have slots of their own. A rank has as many slots as
+its schedule has micro-batches in flight, whichever schedule that is.
 
-The first step that meets a form of micro-batch runs without graphs: it compiles kernels and connects communicators,
-neither of which may happen in a capture. Between the graphs hooks run as ever: weights are gathered, gradients reduced.
-Under ZeRO-2 and 3 both have the same addresses in every step (data_parallel/temporary_buffer.py).
-Collectives that a phase leaves under way for the next one end with its graph instead.
+The first step that meets a form of micro-batch runs without graphs: it compiles kernels and
+connects communicators, neither of which may happen in a capture. Between the graphs hooks run as
+ever: weights are gathered, gradients reduced. Under ZeRO-2 and 3 both have the same addresses in
+every step (data_parallel/temporary_buffer.py). Collectives that a phase leaves under way for the
+next one end with its graph instead.
 """
 
 from __future__ import annotations
@@ -40,10 +43,12 @@ class GraphPool(Protocol):
     """Captures graphs that share memory."""
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
-        """Runs `work` without doing what it launches; returns its result, whose values each `Replay` makes."""
+        """Runs `work` without doing what it launches; returns its result, whose values each
+        `Replay` makes."""
 
     def release(self) -> None:
-        """Destroys the graphs. NCCL waits for that of every graph in which it sends before it ends a communicator."""
+        """Destroys the graphs. NCCL waits for that of every graph in which it sends before it ends
+        a communicator."""
 
 
 class CudaGraphPool:
@@ -52,11 +57,13 @@ class CudaGraphPool:
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a phase may only pass on what it is given
+        # a phase may only pass on what it is given
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are held to a capture's rules: others pin batches and watch collectives meanwhile.
+        # Only this thread's calls are held to a capture's rules: others pin batches and watch
+        # collectives meanwhile.
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         try:
             result = work()
@@ -111,8 +118,9 @@ class StageGraphs:
         """Begins a step.
 
         Args:
-            num_microbatches: of the step. Phases compute with it, and addresses depend on it: graphs of steps with
-                another number are dropped, and the first step with a new one runs without.
+            num_microbatches: of the step. Phases compute with it, and addresses depend on it:
+                graphs of steps with another number are dropped, and the first step with a new one
+                runs without.
             eager: this step runs without graphs.
         """
         if num_microbatches != self._num_microbatches:
@@ -120,8 +128,8 @@ class StageGraphs:
             self._num_microbatches, eager = num_microbatches, True
         self._warm = set() if eager else self._warm | self._met
         self._met = self._met | self._warm
-        # What eager steps have left no capture can use. To give it back waits for the device: later in the step that
-        # might wait for a message of a peer that waits here.
+        # What eager steps have left no capture can use. To give it back waits for the device: later
+        # in the step that might wait for a message of a peer that waits here.
         if self.captures:
             torch.cuda.empty_cache()
 
@@ -129,7 +137,8 @@ class StageGraphs:
         """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
 
         Args:
-            batch: what they read; one that context parallelism has planned for itself alone gets no graphs.
+            batch: what they read; one that context parallelism has planned for itself alone gets no
+                graphs.
             split: its backward runs as I and W.
         """
         if batch.context is not None and batch.context.documents is not None:
@@ -154,14 +163,20 @@ class Slot(InFlight):
         free: the slots of this form that are free.
     """
 
-    def __init__(self, graphs: StageGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]) -> None:
-        tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    def __init__(
+        self, graphs: StageGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]
+    ) -> None:
+        tensors = {
+            name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)
+        }
         super().__init__(replace(batch, **tensors), num_phases)
-        self.given = tuple(vars(self.batch).values())  # before phases add to it what they make `once`
+        # before phases add to it what they make `once`
+        self.given = tuple(vars(self.batch).values())
         self._graphs, self._free, self._pool = graphs, free, graphs.new_pool()
         self._runs: dict[tuple[str, int], _Run] = {}
         self._last: _Run | None = None
-        self._uncaptured = copy(self.batch)  # what phases without graphs have worked out from it goes with it
+        # what phases without graphs have worked out from it goes with it
+        self._uncaptured = copy(self.batch)
 
     def take(self, batch: MicroBatch) -> None:
         """Takes the next micro-batch."""
@@ -184,10 +199,13 @@ class Slot(InFlight):
         return self.run("evaluate", step, lambda x: super(Slot, self).evaluate(step, x), x)
 
     def end(self, op: str, state: Any) -> Any:
-        """Returns what leaves the stage in memory of its own, which is read when the slot may hold another one's."""
+        """Returns what leaves the stage in memory of its own, which is read when the slot may hold
+        another one's."""
         if op in "BW":
             self._free.append(self)
-            self.phases = [saved if isinstance(saved, _GraphedPhase) else None for saved in self.phases]
+            self.phases = [
+                saved if isinstance(saved, _GraphedPhase) else None for saved in self.phases
+            ]
         return state.clone() if isinstance(state, Tensor) else state
 
     def run(self, kind: str, step: Step, work: Callable[[Any], Any], state: Any) -> Any:
@@ -205,7 +223,11 @@ class Slot(InFlight):
     def _capture(self, step: Step, work: Callable[[Any], Any], state: Any) -> _Run:
         before, ledger = self._last, self._graphs.ledger
         follows = before is not None and before.result is state
-        given = state if follows or any(run.result is state for run in self._runs.values()) else _copied(state)
+        given = (
+            state
+            if follows or any(run.result is state for run in self._runs.values())
+            else _copied(state)
+        )
         weights = list(step.phase.parameters())
         # FP8 copies, which the graph makes anew: others would be those of the capture's step
         forget_copies(weights, gathered=False)
@@ -218,7 +240,8 @@ class Slot(InFlight):
 
 
 class _Passed:
-    """Stands for a state that one graph leaves to the next one, in memory that later graphs use again."""
+    """Stands for a state that one graph leaves to the next one, in memory that later graphs use
+    again."""
 
 
 class _Run:
@@ -226,7 +249,9 @@ class _Run:
 
     __slots__ = ("given", "result", "replay", "traffic")
 
-    def __init__(self, given: Any, result: Any, replay: Replay, traffic: dict[tuple[str, str], Traffic]) -> None:
+    def __init__(
+        self, given: Any, result: Any, replay: Replay, traffic: dict[tuple[str, str], Traffic]
+    ) -> None:
         self.given, self.result, self.replay, self.traffic = given, result, replay, traffic
 
 
@@ -239,7 +264,8 @@ class _GraphedPhase(SavedPhase):
         super().__init__(step.phase, slot.batch)
         self._slot, self._step, self._defers = slot, step, False
         found = {getattr(each, "allocate_main_grad", None) for each in step.phase.parameters()}
-        self._allocate_grads = [allocate for allocate in found if allocate is not None]  # of its buckets
+        # of its buckets
+        self._allocate_grads = [allocate for allocate in found if allocate is not None]
 
     def forward(self, x: Any) -> Any:
         return self._slot.run("forward", self._step, super().forward, x)
@@ -247,7 +273,9 @@ class _GraphedPhase(SavedPhase):
     def backward(self, grad: Any, split: bool) -> Any:
         if getattr(self.phase, "adds_grads_at_once", False):
             self._allocate()
-        grad = self._slot.run("backward", self._step, lambda g: super(_GraphedPhase, self).backward(g, True), grad)
+        grad = self._slot.run(
+            "backward", self._step, lambda g: super(_GraphedPhase, self).backward(g, True), grad
+        )
         if not split:
             self.run_wgrad()
         return grad
@@ -257,11 +285,14 @@ class _GraphedPhase(SavedPhase):
         if self._defers:
             self._allocate()
             last = self._slot._last
-            self._slot.run("wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None)
+            self._slot.run(
+                "wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None
+            )
             self._slot._last = last  # in B the gradient passes by
 
     def _allocate(self) -> None:
-        """Allocates and zeroes the gradients before the graph, which would else hold the zeroing and repeat it."""
+        """Allocates and zeroes the gradients before the graph, which would else hold the zeroing
+        and repeat it."""
         for allocate in self._allocate_grads:
             allocate()
 
@@ -272,7 +303,9 @@ def _is_captured(phase: nn.Module) -> bool:
 
 def _form(batch: MicroBatch) -> Form:
     fields = vars(batch).values()
-    return tuple((each.shape, each.dtype) if isinstance(each, Tensor) else id(each) for each in fields)
+    return tuple(
+        (each.shape, each.dtype) if isinstance(each, Tensor) else id(each) for each in fields
+    )
 
 
 def _copied(state: Any) -> Any:

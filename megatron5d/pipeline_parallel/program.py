@@ -1,9 +1,11 @@
-"""A pipeline schedule as data: which rank holds which stage, and what each rank does in which order.
+"""A pipeline schedule as data: which rank holds which stage, and what each rank does in which
+order.
 
-A stage is one slice of the model (stages run 0 … S−1 from the embedding to the loss). A `Placement` sends every stage
-to a rank; where a schedule is bidirectional each stage has two copies, and micro-batches of direction 0 and 1 take
-different routes through the ranks. A `Program` adds, for each rank, an ordered list of slots; a slot is one action, or
-two that run interleaved so that the communication of one hides under the compute of the other.
+A stage is one slice of the model (stages run 0 … S−1 from the embedding to the loss). A `Placement`
+sends every stage to a rank; where a schedule is bidirectional each stage has two copies, and
+micro-batches of direction 0 and 1 take different routes through the ranks. A `Program` adds, for
+each rank, an ordered list of slots; a slot is one action, or two that run interleaved so that the
+communication of one hides under the compute of the other.
 """
 
 from __future__ import annotations
@@ -53,12 +55,19 @@ class Placement:
 
     @property
     def chunks(self) -> int:
-        """Into how many stages one rank's share (1/num_ranks) of the model is cut; a second copy does not count."""
+        """Into how many stages one rank's share (1/num_ranks) of the model is cut; a second copy
+        does not count."""
         return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int) -> list[tuple[int, int]]:
-        """Returns the (direction, stage) pairs that `rank` holds, in this order: its local chunks."""
-        return [(d, s) for d, line in enumerate(self.route) for s, holder in enumerate(line) if holder == rank]
+        """Returns the (direction, stage) pairs that `rank` holds, in this order: its local
+        chunks."""
+        return [
+            (d, s)
+            for d, line in enumerate(self.route)
+            for s, holder in enumerate(line)
+            if holder == rank
+        ]
 
 
 def loop_placement(num_ranks: int, chunks: int = 1) -> Placement:
@@ -67,20 +76,23 @@ def loop_placement(num_ranks: int, chunks: int = 1) -> Placement:
 
 
 def zigzag_placement(num_ranks: int, chunks: int = 2) -> Placement:
-    """Returns the placement that turns round at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are the V."""
+    """Returns the placement that turns round at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are
+    the V."""
     down = tuple(range(num_ranks))
     legs = (down if chunk % 2 == 0 else down[::-1] for chunk in range(chunks))
     return Placement((tuple(rank for leg in legs for rank in leg),), num_ranks)
 
 
 def mirrored_placement(num_ranks: int) -> Placement:
-    """Returns the bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 − s."""
+    """Returns the bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 −
+    s."""
     down = tuple(range(num_ranks))
     return Placement((down, down[::-1]), num_ranks)
 
 
 def placement_name(placement: Placement) -> str:
-    """Returns what a placement is called: loop, zigzag, mirrored, or its routes where it is none of them."""
+    """Returns what a placement is called: loop, zigzag, mirrored, or its routes where it is none of
+    them."""
     num_ranks, chunks = placement.num_ranks, placement.chunks
     known = {
         "loop": loop_placement(num_ranks, chunks),
@@ -94,8 +106,10 @@ def placement_name(placement: Placement) -> str:
 class Table(NamedTuple):
     """Every action of a Program as integer arrays, rank by rank in program order."""
 
-    rank_start: np.ndarray  # [num_ranks + 1] the slots of rank r are rank_start[r] … rank_start[r + 1] − 1
-    slot_start: np.ndarray  # [num_slots + 1] the actions of slot k are slot_start[k] … slot_start[k + 1] − 1
+    # [num_ranks + 1] the slots of rank r are rank_start[r] … rank_start[r + 1] − 1
+    rank_start: np.ndarray
+    # [num_slots + 1] the actions of slot k are slot_start[k] … slot_start[k + 1] − 1
+    slot_start: np.ndarray
     op: np.ndarray  # [num_actions] index into OPS
     stage: np.ndarray  # [num_actions]
     microbatch: np.ndarray  # [num_actions]
@@ -112,7 +126,9 @@ class Table(NamedTuple):
         """`[num_actions]` the rank of every action."""
         import numpy as np
 
-        return np.repeat(np.arange(len(self.rank_start) - 1), np.diff(self.slot_start[self.rank_start]))
+        return np.repeat(
+            np.arange(len(self.rank_start) - 1), np.diff(self.slot_start[self.rank_start])
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,8 @@ class Program:
 
     name: str  # what the Program is called in tables and messages
     placement: Placement  # which rank holds which stage
-    direction: tuple[int, ...]  # the direction of each micro-batch; all 0 where every stage has one copy
+    # the direction of each micro-batch; all 0 where every stage has one copy
+    direction: tuple[int, ...]
     # `ranks[r]` is the tuple of slots of rank r; a slot is one Action or two overlapped ones
     ranks: tuple[tuple[Slot, ...], ...]
 
@@ -169,13 +186,18 @@ class Program:
         )
 
 
-def make_program(name: str, placement: Placement, direction: Sequence[int], ranks: Iterable[Iterable[Slot]]) -> Program:
+def make_program(
+    name: str, placement: Placement, direction: Sequence[int], ranks: Iterable[Iterable[Slot]]
+) -> Program:
     """Returns a Program from any iterables of slots."""
     return Program(name, placement, tuple(direction), tuple(tuple(slots) for slots in ranks))
 
 
-def program_from_table(name: str, placement: Placement, direction: Sequence[int], table: Table) -> Program:
-    """Returns the Program whose `table` is given: the way from compiled code back to readable slots."""
+def program_from_table(
+    name: str, placement: Placement, direction: Sequence[int], table: Table
+) -> Program:
+    """Returns the Program whose `table` is given: the way from compiled code back to readable
+    slots."""
     columns = (table.op.tolist(), table.stage.tolist(), table.microbatch.tolist())
     actions = [Action(OPS[op], stage, microbatch) for op, stage, microbatch in zip(*columns)]
     bounds = table.slot_start.tolist()

@@ -1,4 +1,5 @@
-"""Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing else to edit."""
+"""Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing
+else to edit."""
 
 import difflib
 import importlib
@@ -29,13 +30,16 @@ class Schedule:
 REGISTERED: dict[str, Schedule] = {}
 
 
-def schedule(name: str, chunks: int = 1, any_chunks: bool = False) -> Callable[[Generator], Generator]:
-    """Returns the decorator that registers a generator under `name`; its arguments are those of `Schedule`."""
+def schedule(
+    name: str, chunks: int = 1, any_chunks: bool = False
+) -> Callable[[Generator], Generator]:
+    """Returns the decorator that registers a generator under `name`; its arguments are those of
+    `Schedule`."""
 
     def register(generator: Generator) -> Generator:
-        assert name not in REGISTERED or REGISTERED[name].generator.__module__ == generator.__module__, (
-            f"two schedules are called {name!r}"
-        )
+        assert (
+            name not in REGISTERED or REGISTERED[name].generator.__module__ == generator.__module__
+        ), f"two schedules are called {name!r}"
         REGISTERED[name] = Schedule(name, generator, chunks, any_chunks)
         return generator
 
@@ -53,11 +57,15 @@ def find_schedule(name: str) -> Schedule:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"pipeline.schedule={name} is unknown; {hint}the named ones are {', '.join(known)}")
+        raise ValueError(
+            f"pipeline.schedule={name} is unknown; {hint}the named ones are {', '.join(known)}"
+        )
     return known[name]
 
 
-def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Program:
+def build_program(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
+) -> Program:
     """Returns the Program of a named schedule.
 
     Args:
@@ -67,7 +75,8 @@ def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int 
         chunks: stages per rank and copy (`parallel.vpp`); None = as the schedule needs.
 
     Raises:
-        ValueError: An unknown name, or sizes that the schedule does not admit; it names the nearest legal value.
+        ValueError: An unknown name, or sizes that the schedule does not admit; it names the nearest
+            legal value.
     """
     found = find_schedule(name)
     if num_ranks < 1 or num_microbatches < 1:
@@ -77,7 +86,9 @@ def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int 
         )
     chunks = found.chunks if chunks is None else chunks
     if found.any_chunks and chunks < 2:
-        raise ValueError(f"pipeline.schedule={name} interleaves chunks, but parallel.vpp={chunks}; set parallel.vpp=2")
+        raise ValueError(
+            f"pipeline.schedule={name} interleaves chunks, but parallel.vpp={chunks}; set parallel.vpp=2"
+        )
     if not found.any_chunks and chunks != found.chunks:
         raise ValueError(
             f"pipeline.schedule={name} cuts the layers of a rank into {found.chunks}, but parallel.vpp={chunks}; "

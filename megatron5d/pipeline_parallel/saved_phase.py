@@ -1,6 +1,8 @@
-"""What a stage keeps of one micro-batch between its forward and its backward: each phase's autograd graph.
+"""What a stage keeps of one micro-batch between its forward and its backward: each phase's autograd
+graph.
 
-What passes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
+What passes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other
+values.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ from megatron5d.autograd.recompute import policy_of, run_backward
 from megatron5d.autograd.wgrad import Closure, hand_over, hand_over_grads, run_now
 from megatron5d.pipeline_parallel.phase import MicroBatch
 
-_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
+# makes autograd record a phase's input; gets no gradient itself
+_ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Step(NamedTuple):
@@ -41,13 +44,16 @@ class SavedPhase:
 
     def __init__(self, phase: nn.Module, batch: MicroBatch | None) -> None:
         self.phase, self.batch = phase, batch
-        self.input_edges: list[GradientEdge] = []  # where gradients of the input's floating-point tensors come out
-        self.output_edges: list[GradientEdge | None] = []  # where those of the output enter the graph
+        # where gradients of the input's floating-point tensors come out
+        self.input_edges: list[GradientEdge] = []
+        # where those of the output enter the graph
+        self.output_edges: list[GradientEdge | None] = []
         self.copies: list[HostCopy] = []  # saved tensors that are offloaded to the host
         self.weight_grads = WeightGrads()
 
     def forward(self, x: Any) -> Any:
-        """Returns the phase's output, detached from its graph; `x` is the detached output of the phase before."""
+        """Returns the phase's output, detached from its graph; `x` is the detached output of the
+        phase before."""
         x, policy = _attach(x, self.input_edges), policy_of(self.phase)
         if policy.keeps_all:
             y = self.phase(x, self.batch, self.weight_grads)
@@ -74,7 +80,9 @@ class SavedPhase:
         defer, inputs, parameters = self.weight_grads, self.input_edges, _parameters_of(self.phase)
         defer.immediate = not split
         roots, given = [], []
-        for edge, each in zip(self.output_edges, grad if isinstance(grad, tuple) else (grad,), strict=True):
+        for edge, each in zip(
+            self.output_edges, grad if isinstance(grad, tuple) else (grad,), strict=True
+        ):
             if edge is not None and each is not None:
                 roots.append(edge)
                 given.append(each)
@@ -125,7 +133,8 @@ class InFlight:
             return step.phase(x, self.read_by(step.phase), run_now)
 
     def end(self, op: str, state: Any) -> Any:
-        """Returns the state in which an action leaves the stage, and drops everything after the last one."""
+        """Returns the state in which an action leaves the stage, and drops everything after the
+        last one."""
         if op in "BW":
             self.batch, self.phases = None, []
         return state
@@ -143,7 +152,12 @@ class InFlight:
     def host_bytes(self) -> int:
         """Bytes that wait in the host's memory until a backward fetches them."""
         copies = [copy for saved in self.phases if saved is not None for copy in saved.copies]
-        inputs = [item for x in self.inputs.values() for item in flattened(x) if isinstance(item, HostCopy)]
+        inputs = [
+            item
+            for x in self.inputs.values()
+            for item in flattened(x)
+            if isinstance(item, HostCopy)
+        ]
         return sum(copy.num_bytes for copy in copies + inputs)
 
 
@@ -162,24 +176,26 @@ class WeightGrads:
 
     def run(self) -> None:
         """Runs the deferred weight gradients (W) in the order in which they were deferred."""
-        with torch.no_grad():  # as in the backward that deferred them: their inputs still require gradients
+        # as in the backward that deferred them: their inputs still require gradients
+        with torch.no_grad():
             for closure in self.waiting:
                 closure()
         self.waiting.clear()
 
 
 def _attach(x: Any, edges: list[GradientEdge]) -> Any:
-    """Returns the state that a phase is called with, and adds where its gradients leave the phase's graph.
+    """Returns the state that a phase is called with, and adds where its gradients leave the phase's
+    graph.
 
-    There a node of torch passes the tensors on; a backward takes the gradients before it would run, and raise. Leaves
-    would keep the values until the backward even where no operation needs them.
+    There a node of torch passes the tensors on; a backward takes the gradients before it would run,
+    and raise. Leaves would keep the values until the backward even where no operation needs them.
     """
     tensors = _floating(x, [])
     if not tensors:
         return x
-    attached = torch._C._functions.DelayedError(b"a phase's graph ends at its input", 1 + len(tensors))(
-        _ANCHOR, *tensors
-    )
+    attached = torch._C._functions.DelayedError(
+        b"a phase's graph ends at its input", 1 + len(tensors)
+    )(_ANCHOR, *tensors)
     node = attached[0].grad_fn
     assert node is not None
     edges += [GradientEdge(node, number) for number in range(1, len(attached))]
@@ -187,13 +203,19 @@ def _attach(x: Any, edges: list[GradientEdge]) -> Any:
 
 
 def _detach(y: Any, edges: list[GradientEdge | None]) -> Any:
-    """Returns a state without its graph, and adds where its gradients enter that: an edge keeps no values alive."""
+    """Returns a state without its graph, and adds where its gradients enter that: an edge keeps no
+    values alive."""
     tensors = _floating(y, [])
     for each in tensors:
-        if each.requires_grad and (each.grad_fn is None or isinstance(each.grad_fn, torch._C._FunctionBase)):
-            each = each.view_as(each)  # an edge into a function in Python, unlike this view's, does not keep it alive
+        if each.requires_grad and (
+            each.grad_fn is None or isinstance(each.grad_fn, torch._C._FunctionBase)
+        ):
+            # an edge into a function in Python, unlike this view's, does not keep it alive
+            each = each.view_as(each)
         edges.append(None if each.grad_fn is None else GradientEdge(each.grad_fn, each.output_nr))
-    return y.detach() if isinstance(y, Tensor) and tensors else _with(y, map(Tensor.detach, tensors))
+    return (
+        y.detach() if isinstance(y, Tensor) and tensors else _with(y, map(Tensor.detach, tensors))
+    )
 
 
 def _floating(state: Any, found: list[Tensor]) -> list[Tensor]:
@@ -232,12 +254,18 @@ def map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:
     """Returns a state with its floating-point tensors changed."""
     if isinstance(state, Tensor):
         return change(state) if state.is_floating_point() else state
-    return tuple([map_tensors(change, item) for item in state]) if isinstance(state, tuple) else state
+    return (
+        tuple([map_tensors(change, item) for item in state]) if isinstance(state, tuple) else state
+    )
 
 
 def flattened(state: Any) -> list[Any]:
     """Returns the entries of a state in order."""
-    return [entry for item in state for entry in flattened(item)] if isinstance(state, tuple) else [state]
+    return (
+        [entry for item in state for entry in flattened(item)]
+        if isinstance(state, tuple)
+        else [state]
+    )
 
 
 def on_device(state: Any) -> Any:

@@ -1,8 +1,10 @@
-"""How long a Program takes and what it holds: one pass over its actions in the order of their dependencies.
+"""How long a Program takes and what it holds: one pass over its actions in the order of their
+dependencies.
 
-A plain action takes its compute plus its own all-to-all. Two overlapped ones start together, end together, and take
-max(sum of computes, sum of all-to-alls, the longest of the two alone). A message delays the neighbour that waits for
-it and occupies nobody; between stages of one rank it costs nothing. A rank runs its slots in program order.
+A plain action takes its compute plus its own all-to-all. Two overlapped ones start together, end
+together, and take max(sum of computes, sum of all-to-alls, the longest of the two alone). A message
+delays the neighbour that waits for it and occupies nobody; between stages of one rank it costs
+nothing. A rank runs its slots in program order.
 """
 
 from dataclasses import dataclass
@@ -23,10 +25,13 @@ class Simulation:
     overhead: float  # makespan − the compute of the busiest rank
     bubble: float  # overhead / makespan
     work: np.ndarray  # `[num_ranks]` compute without all-to-alls and without waiting
-    exposed_a2a: np.ndarray  # `[num_ranks]` time in which a rank's compute stood still for an all-to-all
-    exposed_p2p: np.ndarray  # `[num_ranks]` time in which a rank waited for a message already on its way
+    # `[num_ranks]` time in which a rank's compute stood still for an all-to-all
+    exposed_a2a: np.ndarray
+    # `[num_ranks]` time in which a rank waited for a message already on its way
+    exposed_p2p: np.ndarray
     peak_activations: np.ndarray  # `[num_ranks]` in micro-batches of one rank's layers
-    peak_stash: np.ndarray  # `[num_ranks]` the most that deferred weight gradients held at once, in the same unit
+    # `[num_ranks]` the most that deferred weight gradients held at once, in the same unit
+    peak_stash: np.ndarray
     start: np.ndarray  # `[num_slots]` start of every slot, in the order of `Program.table`
     end: np.ndarray  # `[num_slots]` end of every slot
 
@@ -46,7 +51,8 @@ def simulate(program: Program, costs: Costs | StageCosts) -> Simulation:
     start, end, waited, stuck = _run(program, duration, stage_costs.comm)
     if stuck:
         where = "; ".join(
-            f"rank {rank} for ever at position {position}" for rank, (position, _) in list(stuck.items())[:4]
+            f"rank {rank} for ever at position {position}"
+            for rank, (position, _) in list(stuck.items())[:4]
         )
         raise ValueError(f"{program.name} never ends: it waits on {where}; `verify` tells why")
     edges = program.table.rank_start
@@ -69,9 +75,11 @@ def simulate(program: Program, costs: Costs | StageCosts) -> Simulation:
 
 
 def waiting_shares(program: Program, simulation: Simulation) -> list[float]:
-    """Returns of every rank the share of the time from the step's beginning to its own last action in which it waits.
+    """Returns of every rank the share of the time from the step's beginning to its own last action
+    in which it waits.
 
-    It is what a run can measure of its bubble: a rank that is done sees nothing of the others' last actions.
+    It is what a run can measure of its bubble: a rank that is done sees nothing of the others' last
+    actions.
     """
     shares = []
     for first, stop in _spans(program.table.rank_start):
@@ -95,25 +103,33 @@ def slot_times(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.ndar
 
 
 def peak_memory(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `[num_ranks]` peaks of activations (F until W or B has run) and of stashes (I until W has run)."""
+    """Returns `[num_ranks]` peaks of activations (F until W or B has run) and of stashes (I until W
+    has run)."""
     edges = program.table.rank_start
     held = held_activations(program, costs), held_stash(program, costs)
-    activations, stash = (np.array([line[a:b].max(initial=0.0) for a, b in _spans(edges)]) for line in held)
+    activations, stash = (
+        np.array([line[a:b].max(initial=0.0) for a, b in _spans(edges)]) for line in held
+    )
     return activations, stash
 
 
 def held_activations(program: Program, costs: StageCosts) -> np.ndarray:
-    """Returns `[num_slots]` what a rank's activations hold during each of its slots, from F until W or B has run."""
+    """Returns `[num_slots]` what a rank's activations hold during each of its slots, from F until W
+    or B has run."""
     return _held(program, costs.activation, (F,), (W, B))
 
 
 def held_stash(program: Program, costs: StageCosts) -> np.ndarray:
-    """Returns `[num_slots]` what deferred weight gradients of a rank hold during each slot, from I until W has run."""
+    """Returns `[num_slots]` what deferred weight gradients of a rank hold during each slot, from I
+    until W has run."""
     return _held(program, costs.stash, (I,), (W,))
 
 
-def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: tuple[int, ...]) -> np.ndarray:
-    """Returns memory, which follows from program order alone: a slot allocates at its start and frees at its end."""
+def _held(
+    program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: tuple[int, ...]
+) -> np.ndarray:
+    """Returns memory, which follows from program order alone: a slot allocates at its start and
+    frees at its end."""
     table = program.table
     num_slots, slot = len(table.slot_start) - 1, table.slot
     size = size_of[table.stage]
@@ -126,10 +142,14 @@ def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: 
     return held
 
 
-def kept_between_slots(program: Program, activation: np.ndarray, stash: np.ndarray | float = 0.0) -> np.ndarray:
-    """Returns `[num_ranks]` the most that a rank's activations hold between two slots, from F until I or B has run.
+def kept_between_slots(
+    program: Program, activation: np.ndarray, stash: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Returns `[num_ranks]` the most that a rank's activations hold between two slots, from F until
+    I or B has run.
 
-    It is less than `held_activations` where a slot's actions overlap: while one takes activations, the other frees its.
+    It is less than `held_activations` where a slot's actions overlap: while one takes activations,
+    the other frees its.
 
     Args:
         program: A complete Program.
@@ -137,16 +157,28 @@ def kept_between_slots(program: Program, activation: np.ndarray, stash: np.ndarr
         stash: `[num_stages]` what of it stays from I until W has run.
     """
     table, changes = program.table, np.zeros((len(OPS), program.num_stages))
-    changes[F], changes[B], changes[I], changes[W] = activation, -activation, stash - activation, -stash
-    change = np.bincount(table.slot, changes[table.op, table.stage], minlength=len(table.slot_start) - 1)
-    return np.array([change[first:stop].cumsum().max(initial=0.0) for first, stop in _spans(table.rank_start)])
+    changes[F], changes[B], changes[I], changes[W] = (
+        activation,
+        -activation,
+        stash - activation,
+        -stash,
+    )
+    change = np.bincount(
+        table.slot, changes[table.op, table.stage], minlength=len(table.slot_start) - 1
+    )
+    return np.array(
+        [change[first:stop].cumsum().max(initial=0.0) for first, stop in _spans(table.rank_start)]
+    )
 
 
-def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatches: int, memory: float) -> float:
-    """Returns an overhead that no Program of this placement goes below with `memory` activations per rank.
+def lower_bound(
+    placement: Placement, costs: Costs | StageCosts, num_microbatches: int, memory: float
+) -> float:
+    """Returns an overhead that no Program of this placement goes below with `memory` activations
+    per rank.
 
-    A rank idles until its first forward can have arrived, and again until its first backward can have: before that
-    it has only as many forwards to do as memory admits.
+    A rank idles until its first forward can have arrived, and again until its first backward can
+    have: before that it has only as many forwards to do as memory admits.
 
     Args:
         memory: peak activations in micro-batches of one rank's layers.
@@ -167,7 +199,8 @@ def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatche
 
 
 def _admitted(costs: StageCosts, stages: list[int], per_stage: float, memory: float) -> float:
-    """Returns the most compute of forwards that memory admits on a rank: first of stages that hold little for long."""
+    """Returns the most compute of forwards that memory admits on a rank: first of stages that hold
+    little for long."""
     admitted, size, compute = 0.0, costs.activation, costs.compute[F]
     for stage in sorted(stages, key=lambda stage: size[stage] / max(compute[stage], 1e-12)):
         count = min(per_stage, memory / size[stage]) if size[stage] else per_stage
@@ -176,7 +209,8 @@ def _admitted(costs: StageCosts, stages: list[int], per_stage: float, memory: fl
 
 
 def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns for each direction the earliest start of a forward and of a backward on every stage."""
+    """Returns for each direction the earliest start of a forward and of a backward on every
+    stage."""
     plain = costs.plain()
     found = []
     for line in placement.route:
@@ -189,14 +223,15 @@ def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray,
 
 
 def first_circle(program: Program) -> list[tuple[int, int]]:
-    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through,
-    which must be complete: whatever an action waits for is made somewhere."""
+    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a
+    Program runs through, which must be complete: whatever an action waits for is made somewhere."""
     stuck = _run(program, np.zeros(len(program.table.slot_start) - 1), 0.0)[3]
     rank, passed = next(iter(stuck), -1), []
     while stuck and rank not in passed:
         passed.append(rank)
         stage, microbatch = divmod(
-            stuck[rank][1] % (program.num_stages * program.num_microbatches), program.num_microbatches
+            stuck[rank][1] % (program.num_stages * program.num_microbatches),
+            program.num_microbatches,
         )
         rank = program.rank_of(stage, microbatch)
     return [(other, stuck[other][0]) for other in passed[passed.index(rank) :]] if stuck else []
@@ -206,7 +241,8 @@ Timeline = tuple[list[float], list[float], list[float], dict[int, tuple[int, int
 
 
 def _run(program: Program, duration: np.ndarray, comm: float | np.ndarray) -> Timeline:
-    """Returns start, end and exposed message latency of every slot, and where a rank that hangs waits for which value.
+    """Returns start, end and exposed message latency of every slot, and where a rank that hangs
+    waits for which value.
 
     Every rank runs on until an input is missing, and is woken by the action that makes it.
     """
@@ -248,12 +284,15 @@ def _run(program: Program, duration: np.ndarray, comm: float | np.ndarray) -> Ti
     return start, end, waited, dict(sorted(stuck.items()))
 
 
-def wiring(program: Program, comm: float | np.ndarray) -> tuple[list[int], list[float], list[int], int]:
+def wiring(
+    program: Program, comm: float | np.ndarray
+) -> tuple[list[int], list[float], list[int], int]:
     """Returns what every action waits for and makes, as numbers of values.
 
-    A value is the output of a forward, of an input gradient or of a weight gradient of one (stage, micro-batch); the
-    last value exists from the beginning. Every action has two inputs: its neighbour stage's output (with the
-    message's latency) and its own stage's earlier pass (without).
+    A value is the output of a forward, of an input gradient or of a weight gradient of one (stage,
+    micro-batch); the last value exists from the beginning. Every action has two inputs: its
+    neighbour stage's output (with the message's latency) and its own stage's earlier pass
+    (without).
     """
     table, m, num_stages = program.table, program.num_microbatches, program.num_stages
     stage, op = table.stage.astype(np.int64), table.op

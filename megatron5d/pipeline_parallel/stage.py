@@ -1,19 +1,20 @@
-"""One stage of the model at run time: a list of phases, run forward and backward micro-batch by micro-batch.
+"""One stage of the model at run time: a list of phases, run forward and backward micro-batch by
+micro-batch.
 
-Every phase is a small autograd graph of its own, cut off at its input (saved_phase.py). That gives the actions of a
-schedule without surgery on graphs:
+Every phase is a small autograd graph of its own, cut off at its input (saved_phase.py). That gives
+the actions of a schedule without surgery on graphs:
 
     F   run the phases, keep each one's input and graph
     B   per phase, last to first: gradient of the input, and weight gradients at once
     I   per phase, last to first: gradient of the input; what phases hand to `defer` (the weight-gradient GEMMs) is kept
     W   per phase, last to first: the kept weight gradients
 
-The steps of an action are data, made once a stage (`steps_of`). A `Pass` runs them one at a time, so that two
-micro-batches can be interleaved, the communication of one under the compute of the other.
-Between the phases of a stage goes a tensor or a tuple; its floating-point tensors have gradients, everything else
-(indices, plans, None) is passed on as it is. Between stages goes one tensor.
-Neighbouring phases of one recompute group (ActivationPolicy.group) keep only the input of the first of them, and run
-once more, in B or I, communication included.
+The steps of an action are data, made once a stage (`steps_of`). A `Pass` runs them one at a time,
+so that two micro-batches can be interleaved, the communication of one under the compute of the
+other. Between the phases of a stage goes a tensor or a tuple; its floating-point tensors have
+gradients, everything else (indices, plans, None) is passed on as it is. Between stages goes one
+tensor. Neighbouring phases of one recompute group (ActivationPolicy.group) keep only the input of
+the first of them, and run once more, in B or I, communication included.
 """
 
 from __future__ import annotations
@@ -37,17 +38,27 @@ if TYPE_CHECKING:
 
 
 def steps_of(phases: Sequence[nn.Module]) -> dict[str, list[Step]]:
-    """Returns the steps of every op; a recompute group runs forward once more before its backward, in B and in I."""
+    """Returns the steps of every op; a recompute group runs forward once more before its backward,
+    in B and in I."""
     forward: list[Step] = []
     backward: list[Step] = []
-    for number, (key, members) in enumerate(groupby(enumerate(phases), key=lambda each: policy_of(each[1]).group)):
+    for number, (key, members) in enumerate(
+        groupby(enumerate(phases), key=lambda each: policy_of(each[1]).group)
+    ):
         places, group = list(members), None if key is None else number
 
         def run(kind: str, places=places, group=group) -> list[Step]:
-            return [Step(kind, phase, i, group, group is not None and i == places[0][0]) for i, phase in places]
+            return [
+                Step(kind, phase, i, group, group is not None and i == places[0][0])
+                for i, phase in places
+            ]
 
         forward += run("forward")
-        backward = [*(run("recompute") if group is not None else ()), *run("backward")[::-1], *backward]
+        backward = [
+            *(run("recompute") if group is not None else ()),
+            *run("backward")[::-1],
+            *backward,
+        ]
     wgrad = [Step("wgrad", phase, i) for i, phase in reversed(list(enumerate(phases)))]
     return {"F": forward, "B": backward, "I": backward, "W": wgrad}
 
@@ -56,15 +67,18 @@ class Stage:
     """Runs the phases of one model chunk for any number of micro-batches in flight.
 
     Args:
-        phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the first stage's first
-            phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses. A
-            stage without phases passes its input on.
+        phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the
+            first stage's first phase ignores x (None) and reads tokens from the batch, the last
+            stage's last returns sums of losses. A stage without phases passes its input on.
         hooks: called when phases begin and end; None = no hooks.
         graphs: replay the phases (train.cuda_graph); None = phases run as they are.
     """
 
     def __init__(
-        self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None, graphs: StageGraphs | None = None
+        self,
+        phases: Sequence[nn.Module],
+        hooks: PhaseHooks | None = None,
+        graphs: StageGraphs | None = None,
     ) -> None:
         self.phases, self.graphs = list(phases), graphs
         self.hooks: PhaseHooks = hooks or NoHooks()
@@ -72,16 +86,24 @@ class Stage:
             self.hooks.register(self.phases)
         self.steps = steps_of(self.phases)
         policies = [policy_of(phase) for phase in self.phases]
-        self.offloads = any(each.host_bytes is not None or each.input_host_bytes is not None for each in policies)
+        self.offloads = any(
+            each.host_bytes is not None or each.input_host_bytes is not None for each in policies
+        )
         self._in_flight: dict[int, InFlight] = {}
 
     def prefetch(self, op: str) -> None:
-        """Tells the hooks with which phase the next action begins, whose weights they gather early; W needs none."""
+        """Tells the hooks with which phase the next action begins, whose weights they gather early;
+        W needs none."""
         if op != "W" and self.phases:
             self.hooks.prefetch(self.phases[0 if op == "F" else -1], op == "F")
 
     def begin(
-        self, op: str, microbatch: int, x: Any = None, batch: MicroBatch | None = None, split: bool = False
+        self,
+        op: str,
+        microbatch: int,
+        x: Any = None,
+        batch: MicroBatch | None = None,
+        split: bool = False,
     ) -> Pass:
         """Returns an action that is ready to run.
 
@@ -127,15 +149,20 @@ class Pass:
 
     Args:
         op: F, B, I or W.
-        state: F: the stage's input, and at the end its output. B and I: the gradient of its output, and at the end
-            that of its input; None where it has none.
+        state: F: the stage's input, and at the end its output. B and I: the gradient of its output,
+            and at the end that of its input; None where it has none.
     """
 
     __slots__ = ("steps", "state", "_at", "_inner", "_op", "_hooks", "_saved", "_fetches")
 
     def __init__(self, stage: Stage, op: str, saved: InFlight, state: Any) -> None:
         self.steps, self.state = stage.steps[op], state
-        self._op, self._hooks, self._saved, self._fetches = op, stage.hooks, saved, stage.offloads and op in "BI"
+        self._op, self._hooks, self._saved, self._fetches = (
+            op,
+            stage.hooks,
+            saved,
+            stage.offloads and op in "BI",
+        )
         self._at = 0
         self._inner: Any = None  # goes from phase to phase of a group that runs once more
 
@@ -173,7 +200,8 @@ class Pass:
         return more
 
     def _fetch_ahead(self) -> None:
-        """Copies come back from the host one step before they are read; those of the first step have no such time."""
+        """Copies come back from the host one step before they are read; those of the first step
+        have no such time."""
         if self._at == 0:
             self._saved.fetch(self.steps[0])
         if self._at + 1 < len(self.steps):
@@ -181,7 +209,8 @@ class Pass:
 
 
 def _kept(phase: nn.Module, x: Any) -> Any:
-    """Returns a recompute group's input as it is kept: large tensors on the host where its first phase says so."""
+    """Returns a recompute group's input as it is kept: large tensors on the host where its first
+    phase says so."""
     at_least = policy_of(phase).input_host_bytes
     if at_least is None:
         return x

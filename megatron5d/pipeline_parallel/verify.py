@@ -1,8 +1,10 @@
-"""Prove a Program before it runs: complete, in order, free of deadlock, with matching messages and within its memory.
+"""Prove a Program before it runs: complete, in order, free of deadlock, with matching messages and
+within its memory.
 
-The channel model is the executor's: sends are asynchronous, each flow (see messages.py) is a channel of its own, and a
-message blocks its channel until it has been received. Then a Program can only hang if its actions wait for each other
-in a circle, or if one end of a channel takes messages in another order than the other end sends them.
+The channel model is the executor's: sends are asynchronous, each flow (see messages.py) is a
+channel of its own, and a message blocks its channel until it has been received. Then a Program can
+only hang if its actions wait for each other in a circle, or if one end of a channel takes messages
+in another order than the other end sends them.
 
 A fault names its place, its reason, and the schedule around it.
 """
@@ -33,7 +35,12 @@ class ProgramError(ValueError):
     """
 
     def __init__(
-        self, program: Program, rank: int, position: int, reason: str, others: Sequence[tuple[int, int]] = ()
+        self,
+        program: Program,
+        rank: int,
+        position: int,
+        reason: str,
+        others: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.rank, self.position = rank, position
         places = [(rank, position), *others]
@@ -56,9 +63,14 @@ def slot_name(program: Program, rank: int, position: int) -> str:
 
 
 def _around(program: Program, rank: int, position: int) -> str:
-    """Returns the slots around one place, the place itself in brackets; `[]` where something is missing at the end."""
+    """Returns the slots around one place, the place itself in brackets; `[]` where something is
+    missing at the end."""
     cells = [slot_text(slot) for slot in program.ranks[rank]]
-    before, here, after = cells[:position], "".join(cells[position : position + 1]), cells[position + 1 :]
+    before, here, after = (
+        cells[:position],
+        "".join(cells[position : position + 1]),
+        cells[position + 1 :],
+    )
     shown = ["…"] * (len(before) > SHOWN) + before[-SHOWN:] + [f"[{here}]"] + after[:SHOWN]
     return f"rank {rank}: {' '.join(shown)}{' …' if len(after) > SHOWN else ''}"
 
@@ -75,17 +87,20 @@ class Verified:
 
 
 def verify(
-    program: Program, memory: float | Sequence[float] | None = None, costs: Costs | StageCosts | None = None
+    program: Program,
+    memory: float | Sequence[float] | None = None,
+    costs: Costs | StageCosts | None = None,
 ) -> Verified:
     """Checks a Program completely and returns its peaks.
 
     Args:
-        memory: the most activations a rank may hold, in micro-batches of one rank's layers; one number, or one for
-            every rank. None = no cap.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers; one
+            number, or one for every rank. None = no cap.
         costs: whose activation sizes to use; None = even stages.
 
     Raises:
-        ProgramError: The first fault, with its rank, position and action, and the schedule around it.
+        ProgramError: The first fault, with its rank, position and action, and the schedule around
+            it.
     """
     _check_shape(program)
     _check_places(program)
@@ -94,8 +109,15 @@ def verify(
     _check_channels(program)
     circle = first_circle(program)
     if circle:
-        waits = "; ".join(f"rank {rank} at {slot_name(program, rank, position)}" for rank, position in circle)
-        raise ProgramError(program, *circle[0], f"deadlock: these wait for each other in a circle: {waits}", circle[1:])
+        waits = "; ".join(
+            f"rank {rank} at {slot_name(program, rank, position)}" for rank, position in circle
+        )
+        raise ProgramError(
+            program,
+            *circle[0],
+            f"deadlock: these wait for each other in a circle: {waits}",
+            circle[1:],
+        )
     sizes = costs if isinstance(costs, StageCosts) else (costs or Costs()).of(program.placement)
     if memory is not None:
         _check_memory(program, memory, sizes)
@@ -107,12 +129,16 @@ def _check_shape(program: Program) -> None:
     placement = program.placement
     num_ranks, num_stages, m = program.num_ranks, program.num_stages, program.num_microbatches
     if len(program.ranks) != num_ranks:
-        raise ValueError(f"{program.name} has {len(program.ranks)} lists of slots, but pp={num_ranks}: one a rank")
+        raise ValueError(
+            f"{program.name} has {len(program.ranks)} lists of slots, but pp={num_ranks}: one a rank"
+        )
     for rank in range(num_ranks):
         held = len(placement.stages_of(rank))
         if held * num_ranks != num_stages * placement.copies:
             each = num_stages * placement.copies / num_ranks
-            raise ValueError(f"{program.name}: rank {rank} holds {held} stages, but an even placement has {each:g}")
+            raise ValueError(
+                f"{program.name}: rank {rank} holds {held} stages, but an even placement has {each:g}"
+            )
     for microbatch, way in enumerate(program.direction):
         if not 0 <= way < placement.copies:
             raise ValueError(
@@ -122,18 +148,33 @@ def _check_shape(program: Program) -> None:
     for rank, line in enumerate(program.ranks):
         for position, slot in enumerate(line):
             if not 1 <= len(slot) <= 2:
-                raise ProgramError(program, rank, position, f"{len(slot)} actions in a slot; one, or two that overlap")
+                raise ProgramError(
+                    program,
+                    rank,
+                    position,
+                    f"{len(slot)} actions in a slot; one, or two that overlap",
+                )
             for action in slot:
                 if action.op not in OPS:
-                    raise ProgramError(program, rank, position, f"{action}: {action.op!r} is none of {', '.join(OPS)}")
+                    raise ProgramError(
+                        program,
+                        rank,
+                        position,
+                        f"{action}: {action.op!r} is none of {', '.join(OPS)}",
+                    )
                 if not 0 <= action.stage < num_stages:
-                    raise ProgramError(program, rank, position, f"{action}: the stages are 0 to {num_stages - 1}")
+                    raise ProgramError(
+                        program, rank, position, f"{action}: the stages are 0 to {num_stages - 1}"
+                    )
                 if not 0 <= action.microbatch < m:
-                    raise ProgramError(program, rank, position, f"{action}: the micro-batches are 0 to {m - 1}")
+                    raise ProgramError(
+                        program, rank, position, f"{action}: the micro-batches are 0 to {m - 1}"
+                    )
 
 
 def _check_places(program: Program) -> None:
-    """Checks that every action is on the rank that holds its stage for its micro-batch's direction."""
+    """Checks that every action is on the rank that holds its stage for its micro-batch's
+    direction."""
     table = program.table
     route, direction = np.array(program.placement.route), np.array(program.direction)
     expected = route[direction[table.microbatch], table.stage]
@@ -143,15 +184,21 @@ def _check_places(program: Program) -> None:
         way = f" for direction {program.direction[action.microbatch]}" if program.copies > 1 else ""
         holder = program.rank_of(action.stage, action.microbatch)
         raise ProgramError(
-            program, rank, position, f"{action} is on rank {rank}, but rank {holder} holds its stage{way}"
+            program,
+            rank,
+            position,
+            f"{action} is on rank {rank}, but rank {holder} holds its stage{way}",
         )
 
 
 def _check_complete(program: Program) -> None:
-    """Checks that every micro-batch meets every stage in one F, and in one B or in one I and one W."""
+    """Checks that every micro-batch meets every stage in one F, and in one B or in one I and one
+    W."""
     table, m = program.table, program.num_microbatches
     cell = table.stage.astype(np.int64) * m + table.microbatch
-    seen = np.bincount(cell * len(OPS) + table.op, minlength=program.num_stages * m * len(OPS)).reshape(-1, len(OPS))
+    seen = np.bincount(
+        cell * len(OPS) + table.op, minlength=program.num_stages * m * len(OPS)
+    ).reshape(-1, len(OPS))
     repeated = np.argwhere(seen > 1)
     if len(repeated):
         where, op = repeated[0]
@@ -164,24 +211,42 @@ def _check_complete(program: Program) -> None:
         found = np.flatnonzero((cell == mixed[0]) & np.isin(table.op, (I, W)))[0]
         action, rank, position = locate(program, int(found))
         raise ProgramError(
-            program, rank, position, f"{action} repeats a part of {action._replace(op='B')}, a full backward"
+            program,
+            rank,
+            position,
+            f"{action} repeats a part of {action._replace(op='B')}, a full backward",
         )
     needed = np.array([True, True, True, False])
-    absent = np.argwhere((seen == 0) & needed & ~((seen[:, [B]] > 0) & np.array([False, True, True, False])))
+    absent = np.argwhere(
+        (seen == 0) & needed & ~((seen[:, [B]] > 0) & np.array([False, True, True, False]))
+    )
     if len(absent):
         where, op = absent[0]
         _report_missing(
-            program, Action(OPS[op], int(where) // m, int(where) % m), split=bool(seen[where, [I, W]].any())
+            program,
+            Action(OPS[op], int(where) // m, int(where) % m),
+            split=bool(seen[where, [I, W]].any()),
         )
 
 
 def _report_missing(program: Program, action: Action, split: bool) -> None:
-    """Raises at the place where the missing action is expected: among those of its kind on the same stage."""
+    """Raises at the place where the missing action is expected: among those of its kind on the same
+    stage."""
     rank = program.rank_of(action.stage, action.microbatch)
-    name = str(action) if split or action.op == "F" else f"{action._replace(op='B')} (or {action} and its W)"
+    name = (
+        str(action)
+        if split or action.op == "F"
+        else f"{action._replace(op='B')} (or {action} and its W)"
+    )
     like = action.op if action.op == "F" else action.op + "B"
-    line = [(position, other) for position, slot in enumerate(program.ranks[rank]) for other in slot]
-    kin = [(position, other) for position, other in line if other.stage == action.stage and other.op in like]
+    line = [
+        (position, other) for position, slot in enumerate(program.ranks[rank]) for other in slot
+    ]
+    kin = [
+        (position, other)
+        for position, other in line
+        if other.stage == action.stage and other.op in like
+    ]
     after = [position for position, other in kin if other.microbatch < action.microbatch]
     before = [position for position, other in kin if other.microbatch > action.microbatch]
     position = after[-1] + 1 if after else min(before, default=len(program.ranks[rank]))
@@ -189,7 +254,8 @@ def _report_missing(program: Program, action: Action, split: bool) -> None:
 
 
 def _check_order(program: Program) -> None:
-    """Checks that F comes before I or B, I before W, and that what depends on each other never overlaps."""
+    """Checks that F comes before I or B, I before W, and that what depends on each other never
+    overlaps."""
     table, m = program.table, program.num_microbatches
     slot = program.table.slot
     cell = table.stage.astype(np.int64) * m + table.microbatch
@@ -204,13 +270,17 @@ def _check_order(program: Program) -> None:
             late = int(np.flatnonzero((table.op == first) & (cell == where))[0])
             action, rank, position = locate(program, early)
             earlier, *place = locate(program, late)
-            raise ProgramError(program, rank, position, f"{action} runs before {earlier}", [(place[0], place[1])])
+            raise ProgramError(
+                program, rank, position, f"{action} runs before {earlier}", [(place[0], place[1])]
+            )
 
 
 def _check_overlaps(program: Program, slot: np.ndarray) -> None:
-    """Checks that two actions of one micro-batch overlap only where neither needs the other's result.
+    """Checks that two actions of one micro-batch overlap only where neither needs the other's
+    result.
 
-    All forwards and input gradients of a micro-batch form one chain through the stages; a W hangs on its stage's I.
+    All forwards and input gradients of a micro-batch form one chain through the stages; a W hangs
+    on its stage's I.
     """
     table = program.table
     same = np.flatnonzero((slot[1:] == slot[:-1]) & (table.microbatch[1:] == table.microbatch[:-1]))
@@ -218,7 +288,9 @@ def _check_overlaps(program: Program, slot: np.ndarray) -> None:
         one, rank, position = locate(program, index)
         two = locate(program, index + 1)[0]
         weight, other = (one, two) if one.op == "W" else (two, one)
-        if weight.op == "W" and (other.op == "W" or (other.op in "IB" and other.stage < weight.stage)):
+        if weight.op == "W" and (
+            other.op == "W" or (other.op in "IB" and other.stage < weight.stage)
+        ):
             continue
         if one.stage == two.stage and "F" in (one.op, two.op):
             why = "a forward cannot overlap a backward of its own micro-batch"
@@ -244,7 +316,12 @@ def _check_channels(program: Program) -> None:
         received = at[cell[sent] + step * m]
         crossed = np.flatnonzero((flow[1:] == flow[:-1]) & (received[1:] < received[:-1]))
         for found in crossed.tolist():
-            _report_crossed(program, kind, sent[found : found + 2].tolist(), received[found : found + 2].tolist())
+            _report_crossed(
+                program,
+                kind,
+                sent[found : found + 2].tolist(),
+                received[found : found + 2].tolist(),
+            )
 
 
 def _report_crossed(program: Program, kind: str, sent: list[int], received: list[int]) -> None:

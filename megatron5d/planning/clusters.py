@@ -1,16 +1,18 @@
-"""Devices and networks as data: peaks from vendors' data sheets, and the share of them that training reaches.
+"""Devices and networks as data: peaks from vendors' data sheets, and the share of them that
+training reaches.
 
-Sources, all without sparsity and for one direction unless stated: NVIDIA A100 data sheet (312 TFLOP/s bf16, 1,555 and
-2,039 GB/s, NVLink 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in FP8, 3.35 TB/s, NVLink
-900 GB/s; NVL 835, 3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835,
-bridges of 900 GB/s between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB),
-GB200 NVL72 (2,500 and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink), GH200 (H100's peaks, 96 GB, 4 TB/s, one device
-a node, NVLink-C2C of 900 GB/s both ways to Grace). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
-To the host, one way: PCIe 4.0 and 5.0, 32 GB/s (A100) and 64 (later ones); GB200 225 (NVLink-C2C, 900 GB/s both ways
-for two devices). The host's memory, a device's share: DGX A100 (16 channels of DDR4-3200, 410 GB/s), DGX H100 (16 of
-DDR5-4800, 614 GB/s), Grace (512 GB/s for two devices).
-Between nodes: one adapter a device, HDR InfiniBand (200 Gbit/s) for A100, NDR (400 Gbit/s) for the later ones.
-Latencies are assumptions.
+Sources, all without sparsity and for one direction unless stated: NVIDIA A100 data sheet (312
+TFLOP/s bf16, 1,555 and 2,039 GB/s, NVLink 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and
+1,979 TFLOP/s in FP8, 3.35 TB/s, NVLink 900 GB/s; NVL 835, 3.9 TB/s, bridges of 600 GB/s between
+two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835, bridges of 900 GB/s between up to four),
+DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200 NVL72 (2,500
+and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink), GH200 (H100's peaks, 96 GB, 4 TB/s, one device
+a node, NVLink-C2C of 900 GB/s both ways to Grace). PCIe without a bridge: 64 GB/s both ways (A100),
+128 (H100). To the host, one way: PCIe 4.0 and 5.0, 32 GB/s (A100) and 64 (later ones); GB200 225
+(NVLink-C2C, 900 GB/s both ways for two devices). The host's memory, a device's share: DGX A100 (16
+channels of DDR4-3200, 410 GB/s), DGX H100 (16 of DDR5-4800, 614 GB/s), Grace (512 GB/s for two
+devices). Between nodes: one adapter a device, HDR InfiniBand (200 Gbit/s) for A100, NDR (400
+Gbit/s) for the later ones. Latencies are assumptions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the peaks, fitted on recorded runs of other code bases (docs/notes/planning.md says on which).
+    """Shares of the peaks, fitted on recorded runs of other code bases (docs/notes/planning.md says
+    on which).
 
     Args:
         gemms: of the FLOP/s, in GEMMs; the time for their bytes is counted besides.
@@ -44,7 +47,8 @@ class Efficiency:
 
 
 AMPERE = Efficiency(gemms=0.80, attention=0.29)
-HOPPER = Efficiency(gemms=0.56, attention=0.31)  # also used for later devices, for which no runs were fitted
+# also used for later devices, for which no runs were fitted
+HOPPER = Efficiency(gemms=0.56, attention=0.31)
 
 
 @dataclass(frozen=True)
@@ -96,22 +100,28 @@ class Cluster:
     def seconds(self, group: RankGroup, op: str, calls: float, num_bytes: float) -> float:
         """Returns seconds that collectives take when nothing overlaps with them.
 
-        A ring leaves each node once, over one adapter for each of the group's ranks there. In a shift or a send, one
-        rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the group, to other
-        nodes over the rank's own adapter.
+        A ring leaves each node once, over one adapter for each of the group's ranks there. In a
+        shift or a send, one rank of the node sends over its own adapter. An all-to-all sends the
+        same to every rank of the group, to other nodes over the rank's own adapter.
 
         Args:
             group: the ranks that communicate.
-            op: the name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put or send.
+            op: the name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift,
+                put or send.
             calls: number of collectives.
             num_bytes: bytes that this rank sends in all of them.
         """
         if group.size == 1 or not calls:
             return 0.0
-        near, far = self.link_rate * self.efficiency.links, self.network_rate * self.efficiency.links
+        near, far = (
+            self.link_rate * self.efficiency.links,
+            self.network_rate * self.efficiency.links,
+        )
         hops = 1 if op in ("shift", "send") else math.ceil(math.log2(group.size))
         inside = min(hops, math.ceil(math.log2(group.near)) if group.near > 1 else 0)
-        latency = calls * (inside * self.link_s + (hops - inside) * self.network_s + self.efficiency.kernel_s)
+        latency = calls * (
+            inside * self.link_s + (hops - inside) * self.network_s + self.efficiency.kernel_s
+        )
         if group.near == group.size:
             return latency + num_bytes / near
         if op == "all_to_all":
@@ -130,12 +140,24 @@ class RankGroup:
 
 
 _A100 = Cluster(
-    "a100_80gb", 312e12, 312e12, 79 * GIB, 2039e9, 300e9, network_rate=25e9, host_rate=32 * GB, host_memory_rate=51.2e9,
-    architecture="sm_80", efficiency=AMPERE, part="A100",
-)  # fmt: skip
+    "a100_80gb",
+    312e12,
+    312e12,
+    79 * GIB,
+    2039e9,
+    300e9,
+    network_rate=25e9,
+    host_rate=32 * GB,
+    host_memory_rate=51.2e9,
+    architecture="sm_80",
+    efficiency=AMPERE,
+    part="A100",
+)
 _H100 = Cluster("h100_sxm", 989e12, 1979e12, 79 * GIB, 3350e9, 450e9, part="H100")
 _H200 = replace(_H100, name="h200", memory_bytes=139 * GIB, memory_rate=4800e9, part="H200")
-_B200 = Cluster("b200", 2250e12, 4500e12, 178 * GIB, 8000e9, 900e9, architecture="sm_100", part="B200")
+_B200 = Cluster(
+    "b200", 2250e12, 4500e12, 178 * GIB, 8000e9, 900e9, architecture="sm_100", part="B200"
+)
 _NVL = replace(_H100, flops=835e12, flops_8bit=1671e12)
 
 CLUSTERS: Mapping[str, Cluster] = {
@@ -163,14 +185,33 @@ CLUSTERS: Mapping[str, Cluster] = {
             host_memory_rate=512e9,
             part="GH200",
         ),
-        replace(_NVL, name="h200_nvl", memory_bytes=139 * GIB, memory_rate=4800e9, node=4, part="H200 NVL"),
+        replace(
+            _NVL,
+            name="h200_nvl",
+            memory_bytes=139 * GIB,
+            memory_rate=4800e9,
+            node=4,
+            part="H200 NVL",
+        ),
         _H200,
         replace(
-            _NVL, name="h100_nvl", memory_bytes=93 * GIB, memory_rate=3900e9, link_rate=300e9, node=2, part="H100 NVL"
+            _NVL,
+            name="h100_nvl",
+            memory_bytes=93 * GIB,
+            memory_rate=3900e9,
+            link_rate=300e9,
+            node=2,
+            part="H100 NVL",
         ),
         Cluster("h100_pcie", 756e12, 1513e12, 79 * GIB, 2000e9, 64e9, part="H100 PCIe"),
         _H100,
-        replace(_A100, name="a100_40gb", memory_bytes=39 * GIB, memory_rate=1555e9, part="A100-SXM4-40GB"),
+        replace(
+            _A100,
+            name="a100_40gb",
+            memory_bytes=39 * GIB,
+            memory_rate=1555e9,
+            part="A100-SXM4-40GB",
+        ),
         replace(_A100, name="a100_pcie", memory_rate=1935e9, link_rate=32e9, part="A100 80GB PCIe"),
         _A100,
     )
@@ -188,10 +229,14 @@ def cluster_called(name: str) -> Cluster:
     """
     found = CLUSTERS.get(SHORT_NAMES.get(name, name))
     if found is None:
-        raise ValueError(f"--device {name} is not known: {', '.join(sorted({*CLUSTERS, *SHORT_NAMES}))}")
+        raise ValueError(
+            f"--device {name} is not known: {', '.join(sorted({*CLUSTERS, *SHORT_NAMES}))}"
+        )
     return found
 
 
 def cluster_of(device_name: str) -> Cluster | None:
     """Returns the cluster of a device, by its name in CUDA; None for an unknown device."""
-    return next((each for each in CLUSTERS.values() if each.part and each.part in device_name), None)
+    return next(
+        (each for each in CLUSTERS.values() if each.part and each.part in device_name), None
+    )

@@ -1,11 +1,13 @@
-"""What data parallelism sends and an optimiser moves, of some units; n ranks share a bucket, of Ψ elements.
+"""What data parallelism sends and an optimiser moves, of some units; n ranks share a bucket, of Ψ
+elements.
 
-Which ranks these are, data_parallel/bucketing.py says (`data_axes`). How often ZeRO-3 gathers a unit depends on the
-order of the actions: the `GatheredWeights` that trains counts it, on buckets without memory.
+Which ranks these are, data_parallel/bucketing.py says (`data_axes`). How often ZeRO-3 gathers a
+unit depends on the order of the actions: the `GatheredWeights` that trains counts it, on buckets
+without memory.
 
-Under Muon a rank makes one matrix of each round orthogonal (optim/muon.py), and every round takes as long as
-its largest matrix. With `optim.offload` gradients travel to the host, which updates, and weights back; nothing hides
-that.
+Under Muon a rank makes one matrix of each round orthogonal (optim/muon.py), and every round takes
+as long as its largest matrix. With `optim.offload` gradients travel to the host, which updates, and
+weights back; nothing hides that.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Sharding:
         dense, expert = (data_axes(mesh, self.zero, pair, kind) for kind in (False, True))
         tied = data_axes(mesh, self.zero, "tied") if "tied" in shared else dense
         self._axes = Elements(dense, expert, tied)  # (shard, replicate) of each kind of parameters
-        self.shards = {False: dense[0], True: expert[0]}  # experts' or not -> the ranks that own a slice each
+        # experts' or not -> the ranks that own a slice each
+        self.shards = {False: dense[0], True: expert[0]}
         self.weight = ELEMENT_BYTES[dtype]
         self.grad = 8 if dtype == "fp64" else ELEMENT_BYTES[config.precision.grad_dtype]
         masters = 4 if dtype == "bf16" and config.precision.master_weights else 0
@@ -59,19 +62,25 @@ class Sharding:
         self.gathers_each = self.zero == 3 and parallel.zero3_gather == "per_microbatch"
         self._gathers_fp8 = self.zero == 3 and config.precision.fp8_gather
 
-    def beside(self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None) -> Transfers:
+    def beside(
+        self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
+    ) -> Transfers:
         """Returns what is sent beside each pass of a stage.
 
         Args:
             units: of the stage.
             op: the pass.
-            gathered: bytes of dense parameters, and of experts', that it gathers; None = of all that the units read.
+            gathered: bytes of dense parameters, and of experts', that it gathers; None = of all
+                that the units read.
         """
         sent = _Sums(float)
         if self.gathers_each and op != "W":
             if gathered is None:
                 dense, expert = self.whole_bytes(units)
-                gathered = dense + self.weight * sum(unit.borrowed_elements() for unit in units), expert
+                gathered = (
+                    dense + self.weight * sum(unit.borrowed_elements() for unit in units),
+                    expert,
+                )
             self._add(sent, "all_gather", zip(self.shards.values(), gathered))
         if self.reduces_each and op in "BW":
             self._scatter(units, sent)
@@ -80,20 +89,29 @@ class Sharding:
         return sent
 
     def whole_bytes(self, units: Iterable[Unit]) -> tuple[float, float]:
-        """Returns bytes of what the units' own dense parameters, and their experts', are gathered as."""
+        """Returns bytes of what the units' own dense parameters, and their experts', are gathered
+        as."""
         units, saved = list(units), self.weight - 1 if self._gathers_fp8 else 0
-        dense = sum((unit.held.dense + unit.held.tied) * self.weight - unit.fp8.dense * saved for unit in units)
-        return dense, sum(unit.held.expert * self.weight - unit.fp8.expert * saved for unit in units)
+        dense = sum(
+            (unit.held.dense + unit.held.tied) * self.weight - unit.fp8.dense * saved
+            for unit in units
+        )
+        return dense, sum(
+            unit.held.expert * self.weight - unit.fp8.expert * saved for unit in units
+        )
 
     def reduced(self, units: Iterable[Unit], *, last: bool = False) -> Transfers:
-        """Returns what the end of a step sends: reductions beside no pass, sums over replicas and over copies.
+        """Returns what the end of a step sends: reductions beside no pass, sums over replicas and
+        over copies.
 
         Args:
             units: whose gradients.
             last: also what is reduced beside the last pass.
         """
         units, sent = list(units), _Sums(float)
-        for axis, elements in ((self.mesh[name], count) for unit in units for name, count in unit.copied.items()):
+        for axis, elements in (
+            (self.mesh[name], count) for unit in units for name, count in unit.copied.items()
+        ):
             self._all_reduce(sent, axis, elements / self.shards[False].size)
         if last or not self.reduces_each:
             self._scatter(units, sent)
@@ -102,7 +120,8 @@ class Sharding:
         return sent
 
     def gathered(self, units: Iterable[Unit]) -> Transfers:
-        """Returns what gathering weights sends once a step, if they stay whole or are gathered once."""
+        """Returns what gathering weights sends once a step, if they stay whole or are gathered
+        once."""
         units, sent = list(units), _Sums(float)
         if self.zero == 3 and not self.gathers_each:
             self._add(sent, "all_gather", zip(self.shards.values(), self.whole_bytes(units)))
@@ -121,18 +140,28 @@ class Sharding:
         return sum(matrix.elements / self.shards[matrix.expert].size for matrix in found)
 
     def state_bytes(self, units: Iterable[Unit]) -> float:
-        """Returns bytes of weights, gradients and optimiser state that stay, without temporary buffers and padding."""
+        """Returns bytes of weights, gradients and optimiser state that stay, without temporary
+        buffers and padding."""
         units = list(units)
 
         def whole(width: int, least_zero: int, trained: bool) -> float:
             parts = self._split(units, trained=trained)
-            return sum(n * width / (shard.size if self.zero >= least_zero else 1) for shard, _, n in parts)
+            return sum(
+                n * width / (shard.size if self.zero >= least_zero else 1) for shard, _, n in parts
+            )
 
-        state = whole(self.weight, 3, False) + whole(self.grad, 2, True) + whole(self.optimizer, 1, True)
+        state = (
+            whole(self.weight, 3, False)
+            + whole(self.grad, 2, True)
+            + whole(self.optimizer, 1, True)
+        )
         return state - self.owned_matrices(units) * self.moment  # Muon has one
 
-    def _split(self, units: Iterable[Unit], *, trained: bool = False) -> list[tuple[Axis, Axis, int]]:
-        """Returns (ranks that own a slice each, ranks that own the same slice, elements) of what is reduced alike."""
+    def _split(
+        self, units: Iterable[Unit], *, trained: bool = False
+    ) -> list[tuple[Axis, Axis, int]]:
+        """Returns (ranks that own a slice each, ranks that own the same slice, elements) of what is
+        reduced alike."""
         totals = map(sum, zip(*(unit.trained if trained else unit.held for unit in units)))
         return [(*axes, count) for axes, count in zip(self._axes, totals) if count]
 
@@ -145,7 +174,8 @@ class Sharding:
         sent[axis.name, "all_reduce"] += 2 * (axis.size - 1) / axis.size * elements * self.grad
 
     def _add(self, sent: _Sums, operation: str, parts: Iterable[tuple[Axis, float]]) -> None:
-        """Adds what a collective sends of a number of bytes, over the ranks that own a slice each."""
+        """Adds what a collective sends of a number of bytes, over the ranks that own a slice
+        each."""
         for shard, num_bytes in parts:
             sent[shard.name, operation] += (1 - 1 / shard.size) * num_bytes
 
@@ -160,7 +190,12 @@ class _Part:
     shards_weights, format = True, None
 
     def __init__(self, dense: float, expert: float) -> None:
-        self.bytes, self.weights, self.whole, self.gathers = (dense, expert), torch.empty(0, device="meta"), False, 0
+        self.bytes, self.weights, self.whole, self.gathers = (
+            (dense, expert),
+            torch.empty(0, device="meta"),
+            False,
+            0,
+        )
 
     def holds(self, wide: bool) -> bool:
         return self.whole
@@ -176,7 +211,8 @@ class _Part:
 def gathered_bytes(
     program: Program, rank: int, stages: Sequence[Sequence[Unit]], sharding: Sharding
 ) -> Mapping[Pass, tuple[float, float]]:
-    """Returns bytes of dense parameters and of experts that ZeRO-3 gathers beside each pass, on average over a step.
+    """Returns bytes of dense parameters and of experts that ZeRO-3 gathers beside each pass, on
+    average over a step.
 
     Args:
         program: of a step.
@@ -190,20 +226,32 @@ def gathered_bytes(
         for place, unit in enumerate(units):
             dense, expert = sharding.whole_bytes([unit])
             parts[stage, place] = _Part(dense - unit.lent_elements * sharding.weight, expert)
-            parts |= {name: _Part(elements * sharding.weight, 0) for name, elements in unit.read.items()}
+            parts |= {
+                name: _Part(elements * sharding.weight, 0) for name, elements in unit.read.items()
+            }
             uses[stage, place] = [(stage, place), *unit.read]
     index: dict[Any, int] = {part: number for number, part in enumerate(parts)}
-    numbers: dict[Any, list[int]] = {unit: [index[part] for part in read] for unit, read in uses.items()}
+    numbers: dict[Any, list[int]] = {
+        unit: [index[part] for part in read] for unit, read in uses.items()
+    }
     buckets: list[Any] = list(parts.values())
-    weights = GatheredWeights(buckets, numbers, {unit: number for number, unit in enumerate(uses)}, per_step=False)
-    orders: dict[int, list[Any]] = {stage: [(stage, place) for place in range(len(own))] for stage, own in held.items()}
+    weights = GatheredWeights(
+        buckets, numbers, {unit: number for number, unit in enumerate(uses)}, per_step=False
+    )
+    orders: dict[int, list[Any]] = {
+        stage: [(stage, place) for place in range(len(own))] for stage, own in held.items()
+    }
     for order in orders.values():
         weights.register(order)
     return _gathers(program, rank, orders, weights, buckets)
 
 
 def _gathers(
-    program: Program, rank: int, orders: Mapping[int, list[Any]], weights: GatheredWeights, parts: Sequence[_Part]
+    program: Program,
+    rank: int,
+    orders: Mapping[int, list[Any]],
+    weights: GatheredWeights,
+    parts: Sequence[_Part],
 ) -> Mapping[Pass, tuple[float, float]]:
     """Walks through a step as the executor does; arguments and result as in `gathered_bytes`."""
     gathered = defaultdict[Pass, list[tuple[float, float]]](list)
@@ -220,7 +268,9 @@ def _gathers(
             yield True
         gathered[action.op, action.stage].append((dense, expert))
 
-    slots = [tuple(a for a in slot if a.op != "W" and a.stage in orders) for slot in program.ranks[rank]]
+    slots = [
+        tuple(a for a in slot if a.op != "W" and a.stage in orders) for slot in program.ranks[rank]
+    ]
     slots = [slot for slot in slots if slot]
     for slot, after in zip(slots, [*slots[1:], ()]):
         for action in after:
@@ -228,31 +278,39 @@ def _gathers(
         running = [run(action) for action in slot]
         while running:
             running = [each for each in running if next(each, None)]
-    return {each: (fmean(d for d, _ in both), fmean(e for _, e in both)) for each, both in gathered.items()}
+    return {
+        each: (fmean(d for d, _ in both), fmean(e for _, e in both))
+        for each, both in gathered.items()
+    }
 
 
 def mean_gathered(
     program: Program, stages: Sequence[Sequence[Unit]], sharding: Sharding
 ) -> Mapping[Pass, tuple[float, float]]:
-    """Returns the same of every pass of a Program, on average over the ranks that hold its stage."""
+    """Returns the same of every pass of a Program, on average over the ranks that hold its
+    stage."""
     found = defaultdict[Pass, list[tuple[float, float]]](list)
     for rank in range(program.num_ranks):
         for each, both in gathered_bytes(program, rank, stages, sharding).items():
             found[each].append(both)
-    return {each: (fmean(a for a, _ in both), fmean(b for _, b in both)) for each, both in found.items()}
+    return {
+        each: (fmean(a for a, _ in both), fmean(b for _, b in both)) for each, both in found.items()
+    }
 
 
 # Bytes that an update reads and writes an element, with masters in fp32 and weights in 16 bits.
-# AdamW, one kernel: gradient twice (its norm), master and two moments read and written, the weight written.
+# AdamW, one kernel: gradient twice (its norm), master and two moments read and written, the weight
+# written.
 ADAMW_BYTES = 34
-# Muon, line by line: gradient's norm 4, momentum 20, direction 18, six copies on the way to the whole matrix and back
-# 24, decay 8, update 10, weight 6.
+# Muon, line by line: gradient's norm 4, momentum 20, direction 18, six copies on the way to the
+# whole matrix and back 24, decay 8, update 10, weight 6.
 MUON_BYTES = 90
 
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices that the ranks of two axes make orthogonal side by side, one a rank, the largest first.
+    """Matrices that the ranks of two axes make orthogonal side by side, one a rank, the largest
+    first.
 
     Args:
         shard, cut: ranks that share a local parameter, ranks that each have one.
@@ -264,7 +322,8 @@ class Round:
     matrices: Sequence[Matrix]
 
     def sent(self, width: int) -> Transfers:
-        """Returns (axis, operation) -> bytes that the first rank sends, which has a matrix in every round.
+        """Returns (axis, operation) -> bytes that the first rank sends, which has a matrix in every
+        round.
 
         Args:
             width: bytes of an element in a collective.
@@ -296,7 +355,7 @@ def passed_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
 
 
 def offload_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
-    """Returns the bytes between device and host with `optim.offload`: gradients there and weights back; for Muon's
-    matrices also what is orthogonalised, and the result."""
+    """Returns the bytes between device and host with `optim.offload`: gradients there and weights
+    back; for Muon's matrices also what is orthogonalised, and the result."""
     muon = sharding.owned_matrices(units)
     return sharding.owned(units) * (sharding.grad + sharding.weight) + muon * 2 * sharding.weight

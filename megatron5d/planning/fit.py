@@ -1,4 +1,5 @@
-"""Whether a run fits its devices, and which overrides make it fit: the cheapest first, tried on the memory forecast."""
+"""Whether a run fits its devices, and which overrides make it fit: the cheapest first, tried on the
+memory forecast."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron5d.train.scheduling.auto_schedule import pipeline_faults
 
 
 def steps(config: Config) -> list[Change]:
-    """Returns what may be changed, the cheapest first; each replaces what an earlier one has said of the same key."""
+    """Returns what may be changed, the cheapest first; each replaces what an earlier one has said
+    of the same key."""
     parallel, train, mode = config.parallel, config.train, config.recompute.mode
     found: list[Change] = []
     if parallel.tp > 1 and not parallel.sp:
@@ -36,8 +38,11 @@ def steps(config: Config) -> list[Change]:
         found.append({"parallel.zero": 2})
     if mode != "full":
         found.append({"recompute.mode": "full"})
-    if parallel.pp > 1 and config.pipeline.schedule != "1f1b":  # others hold more micro-batches, or weight gradients
-        found.append(({"parallel.vpp": 1} if parallel.vpp > 1 else {}) | {"pipeline.schedule": "1f1b"})
+    # others hold more micro-batches, or weight gradients
+    if parallel.pp > 1 and config.pipeline.schedule != "1f1b":
+        found.append(
+            ({"parallel.vpp": 1} if parallel.vpp > 1 else {}) | {"pipeline.schedule": "1f1b"}
+        )
     if parallel.zero < 3:
         found.append({"parallel.zero": 3})
     found += [{"parallel.tp": tp, "parallel.sp": True} for tp in (2, 4, 8) if tp > parallel.tp]
@@ -45,7 +50,8 @@ def steps(config: Config) -> list[Change]:
 
 
 def nearest_fit(config: Config, world: int, target: Target, have: int) -> tuple[Change, int] | None:
-    """Returns the steps, one after the other, until the run fits; then without those that turn out not to be needed.
+    """Returns the steps, one after the other, until the run fits; then without those that turn out
+    not to be needed.
 
     Args:
         config: a valid configuration that does not fit.
@@ -71,7 +77,9 @@ def nearest_fit(config: Config, world: int, target: Target, have: int) -> tuple[
     return None
 
 
-def _without_idle(taken: Change, needed: int, need: Callable[[Change], int | None], have: int) -> tuple[Change, int]:
+def _without_idle(
+    taken: Change, needed: int, need: Callable[[Change], int | None], have: int
+) -> tuple[Change, int]:
     for key in list(taken)[:-1]:
         fewer = {name: value for name, value in taken.items() if name != key}
         less = need(fewer)
@@ -100,8 +108,8 @@ def fit_text(found: tuple[Change, int] | None) -> str:
 
 
 def device_bytes(config: Config) -> int | None:
-    """Returns what one device has: as configured, else as this process's GPU says; None where nothing is known (a
-    CPU)."""
+    """Returns what one device has: as configured, else as this process's GPU says; None where
+    nothing is known (a CPU)."""
     if config.log.device_memory_gb is not None:
         return round(config.log.device_memory_gb * 1e9)
     if not torch.cuda.is_available():
@@ -110,15 +118,19 @@ def device_bytes(config: Config) -> int | None:
 
 
 def target_here(config: Config) -> Target:
-    """Returns what the ranks of this run are, judged by this process and by what is configured of the device."""
+    """Returns what the ranks of this run are, judged by this process and by what is configured of
+    the device."""
     if torch.cuda.is_available() and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability()
         return Target(f"sm_{major}{minor}", config.moe.planned_imbalance)
-    return Target(None if config.log.device_memory_gb is None else "sm_90", config.moe.planned_imbalance)
+    return Target(
+        None if config.log.device_memory_gb is None else "sm_90", config.moe.planned_imbalance
+    )
 
 
 def memory_faults(config: Config, world: int) -> list[Fault]:
-    """Returns why a run cannot fit its devices, where `log.memory_check = refuse` and a device is known."""
+    """Returns why a run cannot fit its devices, where `log.memory_check = refuse` and a device is
+    known."""
     have = device_bytes(config)
     if config.log.memory_check != "refuse" or have is None or device_faults(config, world):
         return []
@@ -127,7 +139,14 @@ def memory_faults(config: Config, world: int) -> list[Fault]:
     if lack is None:
         return []
     enough = fit_text(nearest_fit(config, world, target_here(config), have))
-    return [Fault("memory", ("log.memory_check",), lack, f"{enough}; log.memory_check=warn to try all the same")]
+    return [
+        Fault(
+            "memory",
+            ("log.memory_check",),
+            lack,
+            f"{enough}; log.memory_check=warn to try all the same",
+        )
+    ]
 
 
 def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
@@ -144,12 +163,17 @@ def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
 
 
 def ways_out(config: Config, world: int) -> str:
-    """Returns overrides that lower what a rank needs, the cheapest first; how many of them are enough is not said."""
+    """Returns overrides that lower what a rank needs, the cheapest first; how many of them are
+    enough is not said."""
     p = config.parallel
-    divides = world > p.tp * p.pp * p.dp_replicate or config.model.num_experts > 0  # ZeRO, over dp_shard·cp or edp
+    # ZeRO, over dp_shard·cp or edp
+    divides = world > p.tp * p.pp * p.dp_replicate or config.model.num_experts > 0
     ways = [
         override_text(step)
         for step in steps(config)
-        if (divides or "parallel.zero" not in step) and not run_checks(changed(config, step), world, files=False)
+        if (divides or "parallel.zero" not in step)
+        and not run_checks(changed(config, step), world, files=False)
     ]
-    return f"ways to need less, the cheapest first: {', '.join([*ways, 'a larger parallel.pp or cp'])}"
+    return (
+        f"ways to need less, the cheapest first: {', '.join([*ways, 'a larger parallel.pp or cp'])}"
+    )

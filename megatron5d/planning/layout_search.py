@@ -1,7 +1,8 @@
 """The fastest layouts of a model on a cluster that fit.
 
-Layouts are proposed by size only (proposals.py). Functions say which ones are legal, how long a step takes, and how
-much memory it needs. The most expensive of them is asked last, and only of layouts that nothing else can overtake.
+Layouts are proposed by size only (proposals.py). Functions say which ones are legal, how long a
+step takes, and how much memory it needs. The most expensive of them is asked last, and only of
+layouts that nothing else can overtake.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Candidate:
         change: the values that it sets.
         guess_s: cheap estimate of a step's seconds.
         cost: predicted cost of a step; None = not known yet.
-        needed: bytes of the rank that needs most, or of any rank that needs more than a device has; of a layout that
-            is not among the results, at least this many. 0 = not known yet.
+        needed: bytes of the rank that needs most, or of any rank that needs more than a device has;
+            of a layout that is not among the results, at least this many. 0 = not known yet.
     """
 
     change: Change
@@ -86,9 +87,10 @@ def best(
 ) -> list[Candidate]:
     """Returns the fastest candidates that fit.
 
-    The candidate that is fastest by what is known so far is always examined next: first what it needs at least and what
-    a step costs, then, when none of the others looks faster than that, all that it needs. So these are the fastest of
-    all, as far as estimates are no slower than costs and `limit` reaches.
+    The candidate that is fastest by what is known so far is always examined next: first what it
+    needs at least and what a step costs, then, when none of the others looks faster than that, all
+    that it needs. So these are the fastest of all, as far as estimates are no slower than costs and
+    `limit` reaches.
 
     Args:
         candidates: to be examined; what is found out is written into them.
@@ -96,7 +98,8 @@ def best(
         have: bytes of one device.
         count: how many are wanted.
         limit: number of candidates of which all memory is asked for.
-        progress: called for each candidate that is examined, and again before its memory is forecast.
+        progress: called for each candidate that is examined, and again before its memory is
+            forecast.
 
     Returns:
         At most `count`, the fastest first.
@@ -124,10 +127,13 @@ def best(
 
 
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
-FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
-# Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
+# of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
+FIRST = 0.85
+# Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a
+# file may hold any
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
-SURE = 0.98  # of what a rank keeps between two slots, next to others with the same layers: it will not need more
+# of what a rank keeps between two slots, next to others with the same layers: it will not need more
+SURE = 0.98
 LIMIT = 60  # layouts whose memory is forecast
 SMALL_LOOKING = 8  # layouts of which the smallest is named where none fits
 
@@ -138,8 +144,9 @@ class LayoutSearch:
         config: model, batch and all that is not searched for.
         world: number of ranks.
         cluster: on which.
-        imbalance: rows that the busiest rank's experts are sent, of an even share; None = an even share for the time,
-            `moe.planned_imbalance` for the memory, as the run itself forecasts it.
+        imbalance: rows that the busiest rank's experts are sent, of an even share; None = an even
+            share for the time, `moe.planned_imbalance` for the memory, as the run itself forecasts
+            it.
         fixed: keys that keep their values.
 
     Attributes:
@@ -150,7 +157,12 @@ class LayoutSearch:
     """
 
     def __init__(
-        self, config: Config, world: int, cluster: Cluster, imbalance: float | None = None, fixed: Iterable[str] = ()
+        self,
+        config: Config,
+        world: int,
+        cluster: Cluster,
+        imbalance: float | None = None,
+        fixed: Iterable[str] = (),
     ) -> None:
         check_predictable(config)
         self.config, self.world, self.cluster, self.fixed = config, world, cluster, set(fixed)
@@ -162,10 +174,12 @@ class LayoutSearch:
         self._careful = Estimator(cluster, careful) if even else self._estimator
         self.found_legal = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
-        self._smallest: dict[tuple, tuple[float, Change]] = {}  # of each shape: bytes at a glance, and the layout
+        # of each shape: bytes at a glance, and the layout
+        self._smallest: dict[tuple, tuple[float, Change]] = {}
 
     def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
-        """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
+        """Layouts that are not too large at a glance, with a first guess of their time, and the
+        given one.
 
         Args:
             have: bytes of one device.
@@ -181,8 +195,13 @@ class LayoutSearch:
         return found
 
     def overrides(self, candidate: Candidate) -> Change:
-        """Returns what a candidate says otherwise than the configuration: empty for the given one."""
-        return {key: value for key, value in candidate.change.items() if value != _value(self.config, key)}
+        """Returns what a candidate says otherwise than the configuration: empty for the given
+        one."""
+        return {
+            key: value
+            for key, value in candidate.change.items()
+            if value != _value(self.config, key)
+        }
 
     def best(
         self,
@@ -191,7 +210,8 @@ class LayoutSearch:
         count: int,
         progress: Callable[[], None] = lambda: None,
     ) -> list[Candidate]:
-        """Returns the fastest that fit: each time from its Program, each memory as a run's own forecast has it.
+        """Returns the fastest that fit: each time from its Program, each memory as a run's own
+        forecast has it.
 
         Args:
             candidates: of `candidates`.
@@ -208,7 +228,8 @@ class LayoutSearch:
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
     def smallest(self) -> Candidate | None:
-        """Returns the layout that needs least memory, of those that look smallest; None where none is legal."""
+        """Returns the layout that needs least memory, of those that look smallest; None where none
+        is legal."""
         looks = nsmallest(SMALL_LOOKING, self._smallest.values(), key=lambda each: each[0])
         legal = [change for _, change in looks if self._runs(change)]
         found = [Candidate(change, 0.0, needed=self._need(change, inf)) for change in legal]
@@ -217,12 +238,17 @@ class LayoutSearch:
     def _given(self) -> Change:
         """Returns the layout of the configuration itself, with which the others compete."""
         names = ("tp", "cp", "pp", "sp", "ep", "etp", "zero", "cp_method", "cp_inner", "vpp")
-        keys = [*(f"parallel.{name}" for name in names), "train.mbs", "recompute.mode", "pipeline.schedule"]
+        keys = [
+            *(f"parallel.{name}" for name in names),
+            "train.mbs",
+            "recompute.mode",
+            "pipeline.schedule",
+        ]
         return {key: _value(self.config, key) for key in keys}
 
     def _with_lines(self, shape: Change) -> Change:
-        """Returns how cp and ep are parted, where nobody says so: attention as sends least between nodes, experts
-        as given."""
+        """Returns how cp and ep are parted, where nobody says so: attention as sends least between
+        nodes, experts as given."""
         parallel = self.config.parallel
         if not {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
             method, inner = parallel.cp_method, parallel.cp_inner
@@ -236,7 +262,8 @@ class LayoutSearch:
         return shape
 
     def _is_legal(self, shape: Change) -> bool:
-        """Says if a shape is legal with some schedule and recompute; checks of the axes ask for neither."""
+        """Says if a shape is legal with some schedule and recompute; checks of the axes ask for
+        neither."""
         dp = data_parallel(changed(self.config, shape), self.world)
         return any(
             not run_checks(changed(self.config, {**shape, **batch, **way}), self.world, files=False)
@@ -245,18 +272,27 @@ class LayoutSearch:
         )
 
     def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
-        """Yields a first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
+        """Yields a first guess of the time of a shape with every micro-batch and schedule: equal
+        ranks, no messages."""
         config = changed(self.config, shape)
         prices = Prices(
-            self.cluster, config, planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads)
+            self.cluster,
+            config,
+            planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads),
         )
         pp, dp, key = config.parallel.pp, data_parallel(config, self.world), tuple(shape.values())
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)
             units = self._estimator.workloads.counted(laid, "FB")
             m = laid.train.gbs // (laid.train.mbs * dp)
-            state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
-            kept = sum(n * unit.passes["F"].kept_bytes for unit, n, is_layer in units if is_layer or pp == 1)
+            state = (
+                sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
+            )
+            kept = sum(
+                n * unit.passes["F"].kept_bytes
+                for unit, n, is_layer in units
+                if is_layer or pp == 1
+            )
             kept *= min(1.0, m / pp) * (1.0 if pp == 1 else FIRST)
             ways = []
             for way in self._proposals.schedules(pp):
@@ -267,17 +303,25 @@ class LayoutSearch:
                     ways.append(way)
             if not ways:
                 continue
-            busy, a2a = (sum(each) / pp for each in zip(*(_seconds(prices, unit, n) for unit, n, _ in units)))
+            busy, a2a = (
+                sum(each) / pp for each in zip(*(_seconds(prices, unit, n) for unit, n, _ in units))
+            )
             for way in ways:
                 bubble = (pp - 1) * BUBBLES.get(_name(way), 1.0) / way["parallel.vpp"]
-                passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)  # which it hides
+                # which it hides
+                passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
     def _layout(self, config: Config) -> PipelineLayout | None:
-        """Returns none where the schedule, the layers or a tied embedding do not fit together; many layouts share
-        one."""
+        """Returns none where the schedule, the layers or a tied embedding do not fit together; many
+        layouts share one."""
         parallel, schedule = config.parallel, config.pipeline.schedule
-        key: tuple = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
+        key: tuple = (
+            parallel.pp,
+            parallel.vpp,
+            schedule,
+            tuple(micro_batch_counts(config, self.world)),
+        )
         if schedule == "auto":  # it weighs communication against computation
             key += repr(parallel), repr(config.train)
         if key not in self._layouts:
@@ -298,7 +342,8 @@ class LayoutSearch:
     def _need(self, change: Change, have: float) -> float:
         """Returns bytes of the rank that needs most; the one that looks so is asked first.
 
-        Of ranks with the same layers, those are not asked that surely keep less between two slots, or as much.
+        Of ranks with the same layers, those are not asked that surely keep less between two slots,
+        or as much.
         """
         config, world, layout = self._laid(change)
         assert layout is not None
@@ -306,9 +351,16 @@ class LayoutSearch:
         if max(likely) > have:
             return max(likely)
         stages = self._careful.workloads.stages(config, layout, "F")
-        forecaster, asked = Forecaster(config, world, self._target, layout), defaultdict[tuple, list[float]](list)
+        forecaster, asked = (
+            Forecaster(config, world, self._target, layout),
+            defaultdict[tuple, list[float]](list),
+        )
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
-            known = asked[tuple(tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank))]
+            known = asked[
+                tuple(
+                    tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank)
+                )
+            ]
             if likely[rank] not in known and (not known or likely[rank] >= SURE * known[0]):
                 known.append(likely[rank])
                 most = max(most, forecaster.rank(rank).needed)
@@ -331,4 +383,6 @@ def _name(way: Change) -> str:
 def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
     """Returns one micro-batch's forward and backward of this many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
-    return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
+    return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(
+        a2a for _, a2a in both
+    )

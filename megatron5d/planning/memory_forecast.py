@@ -1,8 +1,10 @@
-"""What memory every rank of a run will need: its layers are built and run on the meta device, and bytes counted.
+"""What memory every rank of a run will need: its layers are built and run on the meta device, and
+bytes counted.
 
-The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that have sizes and no
-memory; one micro-batch passes each kind of layer (planning/memory_trace.py), and the pipeline's Program says how many
-are in flight (planning/memory_peak.py). No rank is started: any layout of any world can be asked about.
+The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that
+have sizes and no memory; one micro-batch passes each kind of layer (planning/memory_trace.py), and
+the pipeline's Program says how many are in flight (planning/memory_peak.py). No rank is started:
+any layout of any world can be asked about.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.repeat import find_repeat
 from megatron5d.planning.memory_peak import Moment, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
-from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, Peak, RankMemory, gemm_workspace, outside_bytes
+from megatron5d.planning.rank_memory import (
+    ALLOCATOR_BLOCK,
+    Peak,
+    RankMemory,
+    gemm_workspace,
+    outside_bytes,
+)
 from megatron5d.planning.work import message_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
@@ -69,14 +77,20 @@ class Forecaster:
         config: a valid configuration.
         world: number of ranks.
         target: what is planned for.
-        layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
-        moments: takes two moments of every slot of each rank asked about, see `find_peak`, in the order of asking.
+        layout: of the pipeline; None = made here, without the search that `pipeline.schedule =
+            auto` will make.
+        moments: takes two moments of every slot of each rank asked about, see `find_peak`, in the
+            order of asking.
     """
 
     def __init__(
-        self, config: Config, world: int, target: Target, layout: PipelineLayout | None = None,
+        self,
+        config: Config,
+        world: int,
+        target: Target,
+        layout: PipelineLayout | None = None,
         moments: list[list[Moment]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._moments = moments
         self.config, self.world, self.target = config, world, target
         self.layout = layout or quick_layout(config, world)
@@ -85,17 +99,21 @@ class Forecaster:
         self._program = self.layout.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
         self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
-        self._symmetric: dict[int, int] = {}  # by stage: bytes of the symmetric-memory buffers of its exchanges
+        # by stage: bytes of the symmetric-memory buffers of its exchanges
+        self._symmetric: dict[int, int] = {}
 
     def rank(self, pp_rank: int) -> RankMemory:
         """Returns memory of a pipeline rank, at place 0 of every other axis.
 
-        The others need as much, padded vocabularies and some counts of four bytes aside; with Muon they may need less
-        at the end of a step, because place 0 is given the largest matrices.
+        The others need as much, padded vocabularies and some counts of four bytes aside; with Muon
+        they may need less at the end of a step, because place 0 is given the largest matrices.
         """
         group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(
-            self.sizes, group[pp_rank], num_kv_heads=self.config.model.num_kv_heads, shared=self.layout.shared
+            self.sizes,
+            group[pp_rank],
+            num_kv_heads=self.config.model.num_kv_heads,
+            shared=self.layout.shared,
         )
         with self.target.paths():
             return self._on(mesh)
@@ -105,8 +123,8 @@ class Forecaster:
         return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
 
     def activations(self, pp_rank: int) -> Counter[str]:
-        """Returns bytes that one micro-batch keeps between forward and backward on a rank asked about before, by
-        phase."""
+        """Returns bytes that one micro-batch keeps between forward and backward on a rank asked
+        about before, by phase."""
         kept: Counter[str] = Counter()
         for _, stage in self.layout.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
@@ -124,9 +142,13 @@ class Forecaster:
             away = _on_host(optimizer, watch)
             apart = away + watch.rounded(model.overlap.buffer_bytes)
             resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
-            weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
+            weights = _bytes(
+                [tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch
+            )
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
-            state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
+            state = _bytes(
+                [tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch
+            )
             update = _update(sync, optimizer, watch)
         set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
@@ -134,8 +156,17 @@ class Forecaster:
             self._traces[stage], self._symmetric[stage] = self._trace(model, sync, stage, batch)
         peak, reduction, fixed = self._peak(model, sync, rank)
         # those of gathered weights come and go with them, and `_peak` counts them
-        staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
-        parts = [part for weight in filter(is_quantized, staying) for part in quantized_copies(weight).parts]
+        staying = [
+            parameter
+            for bucket in sync.buckets
+            if not bucket.shards_weights
+            for parameter in bucket.parameters
+        ]
+        parts = [
+            part
+            for weight in filter(is_quantized, staying)
+            for part in quantized_copies(weight).parts
+        ]
         copies = _bytes(parts, watch)
         on_gpu = self.target.architecture is not None
         return RankMemory(
@@ -163,10 +194,13 @@ class Forecaster:
         return [MemoryWatch(self.target.block).rounded(each) for each in sizes]
 
     def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int, int]:
-        """Returns the worst moment of the passes, and of data parallelism the most that it holds while it ends its
-        reductions, and what it holds after them."""
+        """Returns the worst moment of the passes, and of data parallelism the most that it holds
+        while it ends its reductions, and what it holds after them."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
-        held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
+        held = {
+            (direction, stage): phases[stage]
+            for direction, stage in self.layout.placement.stages_of(rank)
+        }
         sync.drop()
         passes, repeat = passes_of(self._program, held), find_repeat(self._program, rank)
         for stage, count in repeat.passes.items() if repeat else ():
@@ -186,8 +220,11 @@ class Forecaster:
             self._moments.append(moments)
         return peak, replay.peak_bytes, left
 
-    def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
-        """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share a trace."""
+    def _trace(
+        self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch
+    ) -> tuple[StageTrace, int]:
+        """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share
+        a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()[stage]), 0
@@ -197,12 +234,19 @@ class Forecaster:
         key = (signatures, spec.embedding, spec.head, shares, *sent)
         if key not in self._known:
             form, *forms = [boundary_form(config, "meta", states) for states in (1, *sent)]
-            split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
+            split = any(
+                action.op == "W" for line in self._program.ranks for slot in line for action in slot
+            )
             tracer = Tracer(
-                [each.shape for each in forms], form.dtype, batch, len(loss_terms(config)), split=split,
-                block=self.target.block, sync=sync if config.parallel.zero >= 2 else None,
+                [each.shape for each in forms],
+                form.dtype,
+                batch,
+                len(loss_terms(config)),
+                split=split,
+                block=self.target.block,
+                sync=sync if config.parallel.zero >= 2 else None,
                 rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
-            )  # fmt: skip
+            )
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
             self._known[key] = trace, model.overlap.buffer_bytes
         return self._known[key]
@@ -229,14 +273,16 @@ def _signature(unit: list[nn.Module]) -> tuple:
             tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
             _keeping(phase),
             None if group is None else groups.index(group),
-            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it passes on
+            # prediction blocks: each adds a term to the sums that it passes on
+            getattr(phase, "depth", None),
         )
         for phase, group in zip(unit, groups)
     )
 
 
 def _further_tables(units: list[list[nn.Module]]) -> list[bool]:
-    """Says which units are the first to read a second kind of rotary tables, which a stage's layers share."""
+    """Says which units are the first to read a second kind of rotary tables, which a stage's layers
+    share."""
     kinds: set[object] = set()
     further = []
     for unit in units:
@@ -253,7 +299,8 @@ def _keeping(phase: nn.Module) -> tuple:
 
 
 def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int) -> MicroBatch:
-    """Returns one micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
+    """Returns one micro-batch without values, as a rank's stages see it; the routers are told that
+    a step begins.
 
     Args:
         config: train and data.
@@ -270,7 +317,9 @@ def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int)
         model.balancer.start_step(num_microbatches, targets, mesh["dp_cp"], False)
     shape = torch.Size(boundary_form(config, "meta").shape)
     with MemoryWatch():  # for its quick operations
-        for share in {module.share for module in model.modules() if isinstance(module, MoEDispatch)}:
+        for share in {
+            module.share for module in model.modules() if isinstance(module, MoEDispatch)
+        }:
             share.tokens(shape, batch)  # made by a run's first micro-batch, and remembered
     return batch
 
@@ -278,21 +327,28 @@ def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int)
 def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> None:
     for module in model.modules():
         if isinstance(module, MoEDispatch):
-            module.dispatcher.planned.load, module.dispatcher.planned.limit = imbalance, capacity_factor or math.inf
+            module.dispatcher.planned.load, module.dispatcher.planned.limit = (
+                imbalance,
+                capacity_factor or math.inf,
+            )
     if model.room is not None:
         model.room.start_step()
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
     """Returns bytes of the storages of tensors, each counted once."""
-    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {
+        id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)
+    }
     return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
 
 
 def _on_host(optimizer: Optimizer, watch: MemoryWatch) -> int:
     """Returns what of the optimiser lies in the host's memory."""
     away = [state for state in optimizer.slices if state.on_host]
-    return _bytes([t for state in away for t in (state.master, state.grads, *state.moments.values())], watch)
+    return _bytes(
+        [t for state in away for t in (state.master, state.grads, *state.moments.values())], watch
+    )
 
 
 def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
@@ -307,5 +363,6 @@ def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
 
 
 def _num_communicators(mesh: Mesh) -> int:
-    """Returns the process groups: axes with the same ranks share one; the pipeline's channels have their own."""
+    """Returns the process groups: axes with the same ranks share one; the pipeline's channels have
+    their own."""
     return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -1,14 +1,17 @@
-"""The most memory that one rank needs during a step: walks through a Program, with what each pass allocates.
+"""The most memory that one rank needs during a step: walks through a Program, with what each pass
+allocates.
 
-Memory follows from the order in which the host runs a rank's passes. Activations are alive from their F until their B
-or I, tensors of deferred weight gradients from I until W, a received message from the moment its receive is posted, and
-a sent one until its send is known to have finished. Two overlapped actions alternate phase by phase, as in the
-executor, so temporary tensors of one add to the activations of the other.
+Memory follows from the order in which the host runs a rank's passes. Activations are alive from
+their F until their B or I, tensors of deferred weight gradients from I until W, a received message
+from the moment its receive is posted, and a sent one until its send is known to have finished. Two
+overlapped actions alternate phase by phase, as in the executor, so temporary tensors of one add to
+the activations of the other.
 
-Data parallelism takes part on the meta device (`Replay`): the GradSync that would train gathers, allocates, reduces and
-frees its buffers as phases begin and end, and its bytes are counted. So there is no second account of when a unit is
-whole. The FP8 copies of gathered weights are made here too, when a phase reads them, and go with the unit; copies of
-other weights are made once a step, and not counted.
+Data parallelism takes part on the meta device (`Replay`): the GradSync that would train gathers,
+allocates, reduces and frees its buffers as phases begin and end, and its bytes are counted. So
+there is no second account of when a unit is whole. The FP8 copies of gathered weights are made here
+too, when a phase reads them, and go with the unit; copies of other weights are made once a step,
+and not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.pipeline_parallel.messages import Flow, completed_sends, input_of, output_of, slot_messages
+from megatron5d.pipeline_parallel.messages import (
+    Flow,
+    completed_sends,
+    input_of,
+    output_of,
+    slot_messages,
+)
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.repeat import Repeat
 from megatron5d.pipeline_parallel.stage import Stage
@@ -33,7 +42,8 @@ from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 
 
 class Replay(MemoryWatch):
-    """A context in which data parallelism goes through a step; `live_bytes` are its temporary buffers.
+    """A context in which data parallelism goes through a step; `live_bytes` are its temporary
+    buffers.
 
     Args:
         sync: of a rank, with nothing gathered and no gradients.
@@ -44,16 +54,32 @@ class Replay(MemoryWatch):
     """
 
     def __init__(
-        self, sync: GradSync, phases: Mapping[int, Sequence[nn.Module]], passes: Mapping[nn.Module, int], block: int,
+        self,
+        sync: GradSync,
+        phases: Mapping[int, Sequence[nn.Module]],
+        passes: Mapping[nn.Module, int],
+        block: int,
         with_graphs: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(block)
-        self._sync, self._passes, self._phases, self._with_graphs = sync, passes, phases, with_graphs
+        self._sync, self._passes, self._phases, self._with_graphs = (
+            sync,
+            passes,
+            phases,
+            with_graphs,
+        )
         # weights that are not gathered, and whose FP8 copies are still to be made
-        staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
+        staying = [
+            weight
+            for bucket in sync.buckets
+            if not bucket.shards_weights
+            for weight in bucket.parameters
+        ]
         self._staying, self._unused = set(staying), set(staying)
         self._quantized = {
-            phase: list(filter(is_quantized, phase.parameters())) for own in phases.values() for phase in own
+            phase: list(filter(is_quantized, phase.parameters()))
+            for own in phases.values()
+            for phase in own
         }
         self._gathers = any(bucket.shards_weights for bucket in sync.buckets)
         # a stage tells data parallelism the order of its phases when it is made
@@ -83,7 +109,8 @@ class Replay(MemoryWatch):
         return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
     def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
-        """Makes the FP8 copies that a phase reads, and returns whether some of them were not there."""
+        """Makes the FP8 copies that a phase reads, and returns whether some of them were not
+        there."""
         makes = False
         for weight in self._quantized[phase]:
             if weight in self._staying:
@@ -97,7 +124,8 @@ class Replay(MemoryWatch):
         return makes
 
     def allocate(self, action: Action, step: int, place: int) -> None:
-        """Allocates the gradients of a bucket at its first weight gradient; `bucket` is its place among the phase's."""
+        """Allocates the gradients of a bucket at its first weight gradient; `bucket` is its place
+        among the phase's."""
         phase = self._steps[action.stage][action.op][step].phase
         bucket = self._sync.buckets[self._sync.uses[phase][place]]
         if bucket.shards_grads:
@@ -117,9 +145,15 @@ InFlight = tuple[int, int]
 
 
 def find_peak(
-    program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: Sequence[int],
-    replay: Replay | None = None, *, repeat: Repeat | None = None, moments: list[Moment] | None = None,
-) -> Peak:  # fmt: skip
+    program: Program,
+    rank: int,
+    traces: Mapping[int, StageTrace],
+    message_bytes: Sequence[int],
+    replay: Replay | None = None,
+    *,
+    repeat: Repeat | None = None,
+    moments: list[Moment] | None = None,
+) -> Peak:
     """Returns the worst moment of a step on one rank.
 
     Args:
@@ -129,7 +163,8 @@ def find_peak(
         message_bytes: of a message from each stage to the next.
         replay: data parallelism, inside its context; None = it has no temporary buffers.
         repeat: slots that are not walked through, since those before them need the same.
-        moments: takes two moments of every slot: the worst while it runs, and what is held when it has run.
+        moments: takes two moments of every slot: the worst while it runs, and what is held when it
+            has run.
     """
     walk = _Walk(program, rank, traces, message_bytes, replay)
     line = list(slot_messages(program, rank))
@@ -157,8 +192,11 @@ def find_peak(
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
-    """Maps each slot that reads weights to the actions of the next such slot; W and empty stages read none."""
-    reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_empty) for slot in slots]
+    """Maps each slot that reads weights to the actions of the next such slot; W and empty stages
+    read none."""
+    reading = [
+        tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_empty) for slot in slots
+    ]
     places = [place for place, actions in enumerate(reading) if actions]
     found: list[Slot] = [()] * len(slots)
     for place, after in zip(places, places[1:]):
@@ -167,7 +205,8 @@ def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[
 
 
 class _Walk:
-    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for what is not the replay's."""
+    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for what is
+    not the replay's."""
 
     def __init__(
         self,
@@ -177,29 +216,43 @@ class _Walk:
         message_bytes: Sequence[int],
         replay: Replay | None,
     ) -> None:
-        self.program, self.traces, self.message_bytes, self.replay = program, traces, message_bytes, replay
+        self.program, self.traces, self.message_bytes, self.replay = (
+            program,
+            traces,
+            message_bytes,
+            replay,
+        )
         self.messages = self.stages = self.most = self.host = self.most_host = 0
         self._worst: _Moment | None = None
         self._proofs = completed_sends(program, rank)
-        self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
+        # bytes of messages not known to have been sent
+        self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)
         self._settled: Counter[Flow] = Counter()
         self._local: dict[InFlight, int] = {}  # bytes of outputs for another stage of this rank
-        self._forward: dict[InFlight, tuple[int, int]] = {}  # number of done steps of F; of how many something lives
+        # number of done steps of F; of how many something lives
+        self._forward: dict[InFlight, tuple[int, int]] = {}
         self._hosts = {
-            stage: [0, *accumulate(step.host for step in trace.passes["F"])] for stage, trace in traces.items()
+            stage: [0, *accumulate(step.host for step in trace.passes["F"])]
+            for stage, trace in traces.items()
         }
-        self._kept: dict[tuple[int, int, int], Counter[str]] = {}  # (stage, done, alive) -> what `_kept` says
+        # (stage, done, alive) -> what `_kept` says
+        self._kept: dict[tuple[int, int, int], Counter[str]] = {}
         self._stashed: dict[InFlight, int] = {}
         self._shared: set[InFlight] = set()  # whose input is another stage's output, counted there
 
     def skip(self, repeat: Repeat) -> None:
-        """Goes to the end of slots that repeat those before them: later micro-batches are as far as earlier ones."""
+        """Goes to the end of slots that repeat those before them: later micro-batches are as far as
+        earlier ones."""
         later = repeat.times * repeat.shift
 
         def moved(held: dict[InFlight, Any]) -> dict[InFlight, Any]:
             return {(stage, microbatch + later): each for (stage, microbatch), each in held.items()}
 
-        self._local, self._forward, self._stashed = moved(self._local), moved(self._forward), moved(self._stashed)
+        self._local, self._forward, self._stashed = (
+            moved(self._local),
+            moved(self._forward),
+            moved(self._stashed),
+        )
         self._shared = {(stage, microbatch + later) for stage, microbatch in self._shared}
         self._settled.update(repeat.sends)
 
@@ -210,7 +263,8 @@ class _Walk:
         self._take(action)
         forward, place, begun = len(trace.passes["F"]), 0, False
         for done, step in enumerate(trace.passes[op]):
-            if step.kind != BOUNDARY:  # as in the executor: the input comes with the first phase's turn
+            # as in the executor: the input comes with the first phase's turn
+            if step.kind != BOUNDARY:
                 if begun:
                     yield True
                 begun = True
@@ -241,8 +295,8 @@ class _Walk:
         self._hand_on(action, trace)
 
     def _keep(self, here: InFlight, done: int | None, alive: int = 0) -> None:
-        """Sets how many steps of F are done, and of how many activations live from now on; None = the backward is
-        done."""
+        """Sets how many steps of F are done, and of how many activations live from now on; None =
+        the backward is done."""
         hosts = self._hosts[here[0]]
         self.host += hosts[alive] - hosts[self._forward.pop(here, (0, 0))[1]]
         self.most_host = max(self.most_host, self.host)
@@ -295,7 +349,11 @@ class _Walk:
         ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
         if op == "W" or ends:
             return
-        extra = 0 if op == "F" and trace.output_kept else self.message_bytes[stage if op == "F" else stage - 1]
+        extra = (
+            0
+            if op == "F" and trace.output_kept
+            else self.message_bytes[stage if op == "F" else stage - 1]
+        )
         message = output_of(self.program, action)
         if message is None:
             self._local[stage, microbatch] = extra
@@ -304,16 +362,22 @@ class _Walk:
         self.messages += extra
 
     def see(self, action: Action, rise: int) -> None:
-        """Notes the present moment, with `rise` temporary bytes, if it needs more than any before."""
+        """Notes the present moment, with `rise` temporary bytes, if it needs more than any
+        before."""
         units = 0 if self.replay is None else self.replay.live_bytes
         total = self.stages + self.messages + units + rise
         if total > self.most:
             self.most, stash = total, sum(self._stashed.values())
-            elsewhere = sum(self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward)
-            self._worst = _Moment(action, total, self.messages, units, stash, elsewhere, dict(self._forward))
+            elsewhere = sum(
+                self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward
+            )
+            self._worst = _Moment(
+                action, total, self.messages, units, stash, elsewhere, dict(self._forward)
+            )
 
     def noted(self) -> Moment:
-        """Returns the worst moment since the last call, to be split by kind where that is wanted."""
+        """Returns the worst moment since the last call, to be split by kind where that is
+        wanted."""
         worst, self._worst, self.most = self._worst, None, 0
         return Moment(worst.total if worst else 0, partial(self._by_kind, worst))
 
@@ -322,7 +386,9 @@ class _Walk:
         if worst is None:
             return Peak()
         kept = Counter[str]()
-        for (stage, done, alive), num in Counter((here[0], *far) for here, far in worst.forward.items()).items():
+        for (stage, done, alive), num in Counter(
+            (here[0], *far) for here, far in worst.forward.items()
+        ).items():
             known = stage, done, alive
             if known not in self._kept:
                 self._kept[known] = _kept(self.traces[stage].passes["F"][:done], alive)
@@ -331,7 +397,8 @@ class _Walk:
         kept[BOUNDARY] -= min(kept[BOUNDARY], worst.elsewhere)
         stash = worst.stash
         rest = worst.total - sum(kept.values()) - stash - worst.messages - worst.units
-        # the phase that runs may have freed some of its activations already, or W of what was stashed
+        # the phase that runs may have freed some of its activations already, or W of what was
+        # stashed
         freed, rest = max(0, -rest), max(0, rest)
         if worst.action.op == "W":
             freed, stash = max(0, freed - stash), max(0, stash - freed)
@@ -340,7 +407,9 @@ class _Walk:
             freed -= min(count, freed)
         activations = {kind: count for kind, count in kept.items() if count}
         held = len(worst.forward)
-        return Peak(activations, stash - freed, worst.messages, worst.units, rest, worst.action, held)
+        return Peak(
+            activations, stash - freed, worst.messages, worst.units, rest, worst.action, held
+        )
 
 
 class Moment(NamedTuple):
@@ -351,7 +420,8 @@ class Moment(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """What is alive at a moment: bytes in all and of some kinds, and how far every micro-batch is (`_Walk`)."""
+    """What is alive at a moment: bytes in all and of some kinds, and how far every micro-batch is
+    (`_Walk`)."""
 
     action: Action
     total: int
@@ -363,7 +433,8 @@ class _Moment(NamedTuple):
 
 
 def _kept(steps: Sequence[Step], alive: int) -> Counter[str]:
-    """Class of phase -> bytes that the first `alive` of these steps of a forward have left when all are done.
+    """Class of phase -> bytes that the first `alive` of these steps of a forward have left when all
+    are done.
 
     What a step frees is what those before it made.
     """

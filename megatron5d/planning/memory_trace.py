@@ -1,11 +1,12 @@
 """Finds out what the passes of a stage allocate and keep, by running them on the meta device.
 
-A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase as in training,
-on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
-what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
-collectives included. Weights are whole; what data parallelism does with them and with their FP8 copies is another
-matter (planning/memory_peak.py). Of many equal layers in a row only three are run; the middle one stands for all
-between the first and the last.
+A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by
+phase as in training, on tensors without memory, while every storage is counted. So there are no
+formulas to keep in step with the layers: what they keep for the backward, pass to each other or
+need temporarily is counted where it happens, buffers of collectives included. Weights are whole;
+what data parallelism does with them and with their FP8 copies is another matter
+(planning/memory_peak.py). Of many equal layers in a row only three are run; the middle one stands
+for all between the first and the last.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ BOUNDARY = "input"  # kind of the input and output of a stage
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists; of a wrapper subclass, which has no memory of its own, those inside it."""
+    """Yields the tensors in nested lists; of a wrapper subclass, which has no memory of its own,
+    those inside it."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _tensors(value)
@@ -46,11 +48,13 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class MemoryWatch(TorchDispatchMode):
     """Counts the storages made inside this context, of any device, until they are freed or resized.
 
-    `live_bytes` are alive now, `peak_bytes` were the most; `largest` is (elements, shape, operation) of the largest
-    tensor made, without views. On the meta device, sizes are counted that have no memory.
+    `live_bytes` are alive now, `peak_bytes` were the most; `largest` is (elements, shape,
+    operation) of the largest tensor made, without views. On the meta device, sizes are counted that
+    have no memory.
 
     Args:
-        block: sizes are rounded up to a multiple of this many bytes (512 for torch's CUDA allocator).
+        block: sizes are rounded up to a multiple of this many bytes (512 for torch's CUDA
+            allocator).
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -58,7 +62,8 @@ class MemoryWatch(TorchDispatchMode):
         self.block = block
         self.live_bytes = self.peak_bytes = 0
         self.largest: tuple[int, tuple[int, ...], str] = (0, (), "")
-        self._sizes: dict[int, tuple[int, weakref.ref]] = {}  # id of a storage that lives -> its bytes
+        # id of a storage that lives -> its bytes
+        self._sizes: dict[int, tuple[int, weakref.ref]] = {}
         self._resize = torch.UntypedStorage.resize_
 
     @classmethod
@@ -94,7 +99,10 @@ class MemoryWatch(TorchDispatchMode):
             if operation.views:
                 return out
             if not operation.fresh:
-                given = {id(tensor.untyped_storage()) for tensor in _tensors((args, tuple(kwargs.values())))}
+                given = {
+                    id(tensor.untyped_storage())
+                    for tensor in _tensors((args, tuple(kwargs.values())))
+                }
         elif args and out is args[0]:
             return out
         for tensor in (out,) if type(out) is Tensor else _tensors((out,)):
@@ -110,13 +118,17 @@ class MemoryWatch(TorchDispatchMode):
             self._grow(storage, 0)
 
     def _changed(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Counts a resized storage; of one made before the context only the change, as long as it lives."""
+        """Counts a resized storage; of one made before the context only the change, as long as it
+        lives."""
         self._grow(storage, self.rounded(before))
 
     def _grow(self, storage: torch.UntypedStorage, before: int) -> None:
         """Counts a storage's bytes, less those counted of it so far: `before` where it is new."""
         place, now = id(storage), self.rounded(storage.nbytes())
-        known, ref = self._sizes.get(place) or (before, weakref.ref(storage, lambda _: self._freed(place)))
+        known, ref = self._sizes.get(place) or (
+            before,
+            weakref.ref(storage, lambda _: self._freed(place)),
+        )
         self._sizes[place] = now, ref
         self.live_bytes += now - known
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -137,11 +149,13 @@ class Step:
         kind: class of the phase.
         rise: the most that is alive during the phase, minus what was alive at its beginning.
         delta: what is alive at its end, minus what was alive at its beginning.
-        frees: whether it is the backward of its phase, after which the activations are not needed any more.
-        host: of a forward, bytes that are in the host's memory until the phase's backward; not part of `delta`.
-        late: (place, most) for each bucket of the phase in the order of its first weight gradient, for which data
-            parallelism may have to allocate: its place among the phase's buckets, and as `rise` from there until the
-            next. `rise` is until the first.
+        frees: whether it is the backward of its phase, after which the activations are not needed
+            any more.
+        host: of a forward, bytes that are in the host's memory until the phase's backward; not part
+            of `delta`.
+        late: (place, most) for each bucket of the phase in the order of its first weight gradient,
+            for which data parallelism may have to allocate: its place among the phase's buckets,
+            and as `rise` from there until the next. `rise` is until the first.
     """
 
     kind: str
@@ -156,14 +170,15 @@ class Step:
 class StageTrace:
     """The passes of one stage, phase by phase in the order in which they run.
 
-    The stage's input and the gradient of its output count from the beginning of the pass that takes them. What a pass
-    passes on does not count any more at its end. Data parallelism's buffers do not count (planning/memory_peak.py).
+    The stage's input and the gradient of its output count from the beginning of the pass that takes
+    them. What a pass passes on does not count any more at its end. Data parallelism's buffers do
+    not count (planning/memory_peak.py).
 
     Args:
         passes: op (F, B, I, W) -> its steps.
         output_kept: whether the stage's last phase saves its output until the backward.
-        making: as `passes`, where each phase makes the FP8 copies of its weights. The temporary tensors of that
-            count, the copies do not (planning/memory_peak.py).
+        making: as `passes`, where each phase makes the FP8 copies of its weights. The temporary
+            tensors of that count, the copies do not (planning/memory_peak.py).
     """
 
     passes: dict[str, tuple[Step, ...]]
@@ -176,8 +191,8 @@ class StageTrace:
         return all(step.kind == BOUNDARY for step in self.passes["F"])
 
     def kept(self, op: str = "F") -> int:
-        """Returns bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees
-        activations)."""
+        """Returns bytes that a pass leaves alive: F until B or I, I until W (usually negative,
+        since I frees activations)."""
         return sum(step.delta for step in self.passes[op])
 
 
@@ -191,20 +206,30 @@ class Tracer:
     """Runs stages on the meta device.
 
     Args:
-        shapes: of the stage's input and of its output, `[s/cp/tp, b, h]`, or several one after the other.
+        shapes: of the stage's input and of its output, `[s/cp/tp, b, h]`, or several one after the
+            other.
         dtype: of a message.
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
         sync: data parallelism if gradients have temporary buffers, else None.
-        rehearse: the first micro-batch makes what stays (FP8 copies of weights, symmetric memory): others are counted.
+        rehearse: the first micro-batch makes what stays (FP8 copies of weights, symmetric memory):
+            others are counted.
         split: trace the passes I and W as well.
         block: as in MemoryWatch.
     """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, batch: Any, num_sums: int, *,
-        sync: GradSync | None = None, rehearse: bool = False, split: bool = True, block: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        batch: Any,
+        num_sums: int,
+        *,
+        sync: GradSync | None = None,
+        rehearse: bool = False,
+        split: bool = True,
+        block: int = 1,
+    ) -> None:
         self.shapes, self.dtype, self.batch, self.num_sums = shapes, dtype, batch, num_sums
         self.rehearse, self.split, self.block = rehearse, split, block
         # bucket -> the most bytes until its first weight gradient, from the one before
@@ -215,13 +240,19 @@ class Tracer:
                 parameter.allocate_main_grad = partial(self._begin_grads, index)  # type: ignore[attr-defined]
 
     def trace(
-        self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        signatures: Sequence[Hashable],
+        *,
+        first: bool,
+        last: bool,
     ) -> StageTrace:
         """Runs the passes of a stage.
 
         Args:
             units: the phases of the stage, grouped in layers.
-            signatures: one per unit; equal for layers that do the same with tensors of the same sizes.
+            signatures: one per unit; equal for layers that do the same with tensors of the same
+                sizes.
             first: whether the input of the stage is tokens.
             last: whether the output of the stage is the loss.
         """
@@ -237,10 +268,16 @@ class Tracer:
         return StageTrace(passes, passes["F"][-1].delta == 0, making)
 
     def _cycle(
-        self, phases: Sequence[nn.Module], times: Mapping[nn.Module, int], hooks: NoHooks, first: bool, last: bool,
+        self,
+        phases: Sequence[nn.Module],
+        times: Mapping[nn.Module, int],
+        hooks: NoHooks,
+        first: bool,
+        last: bool,
         splits: Sequence[bool] = (False, True),
-    ) -> dict[str, tuple[Step, ...]]:  # fmt: skip
-        """Runs one micro-batch forward and backward, and if backwards are split, another; or only one of them."""
+    ) -> dict[str, tuple[Step, ...]]:
+        """Runs one micro-batch forward and backward, and if backwards are split, another; or only
+        one of them."""
         watch, passes = self._watch, dict[str, tuple[Step, ...]]()
         for split in splits if self.split else (False,):
             stage = Stage(phases, hooks)
@@ -250,7 +287,9 @@ class Tracer:
                 passes["W"] = self._record(watch, stage.begin("W", 0), times)
         return passes
 
-    def _boundary(self, watch: MemoryWatch, shape: tuple[int, ...], last: bool = False) -> tuple[Tensor, Step]:
+    def _boundary(
+        self, watch: MemoryWatch, shape: tuple[int, ...], last: bool = False
+    ) -> tuple[Tensor, Step]:
         """Returns the input of a pass, and the step that counts it."""
         before = watch.forget_peak()
         form = (self.num_sums, statistics_dtype(self.dtype)) if last else (shape, self.dtype)
@@ -260,13 +299,20 @@ class Tracer:
     def _forward(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], first: bool
     ) -> tuple[Step, ...]:
-        x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, self.shapes[0])
+        x, arrival = (
+            (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, self.shapes[0])
+        )
         work = stage.begin("F", 0, x, self.batch)
         del x
         return (arrival, *self._record(watch, work, times, lambda: stage.host_bytes(0)))
 
     def _backward(
-        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
+        self,
+        watch: MemoryWatch,
+        stage: Stage,
+        times: Mapping[nn.Module, int],
+        last: bool,
+        split: bool,
     ) -> tuple[Step, ...]:
         grad, arrival = self._boundary(watch, self.shapes[1], last)
         work = stage.begin("I" if split else "B", 0, grad)
@@ -293,9 +339,22 @@ class Tracer:
             before, away, self._begun = watch.forget_peak(), host_bytes(), {}
             work.advance()
             rise, *later = (most - before for most in (*self._begun.values(), watch.peak_bytes))
-            places = [self._sync.uses[phase].index(bucket) for bucket in self._begun] if self._sync else []
+            places = (
+                [self._sync.uses[phase].index(bucket) for bucket in self._begun]
+                if self._sync
+                else []
+            )
             delta, host = watch.live_bytes - before, host_bytes() - away
-            steps.append(Step(type(phase).__name__, rise, delta, kind == "backward", host, tuple(zip(places, later))))
+            steps.append(
+                Step(
+                    type(phase).__name__,
+                    rise,
+                    delta,
+                    kind == "backward",
+                    host,
+                    tuple(zip(places, later)),
+                )
+            )
         before = watch.forget_peak()
         work.state = None
         return (
@@ -311,10 +370,13 @@ class Tracer:
 
 
 class _Requantized(NoHooks):
-    """Drops the FP8 copies of weights, so that a pass makes them anew; if gathered in FP8, only transposes."""
+    """Drops the FP8 copies of weights, so that a pass makes them anew; if gathered in FP8, only
+    transposes."""
 
     def __init__(self, sync: GradSync | None) -> None:
-        formatted = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.format is not None]
+        formatted = [
+            bucket for bucket in ([] if sync is None else sync.buckets) if bucket.format is not None
+        ]
         self._gathered = {weight for bucket in formatted for weight in bucket.parameters}
 
     def before(self, phase: nn.Module, kind: str) -> None:
@@ -326,8 +388,8 @@ class _Requantized(NoHooks):
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Returns (indices of the units to run, how many each stands for): the first, one and the last of equal ones in
-    a row."""
+    """Returns (indices of the units to run, how many each stands for): the first, one and the last
+    of equal ones in a row."""
     chosen: list[int] = []
     repeats: list[int] = []
     start = 0

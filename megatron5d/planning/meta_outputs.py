@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 Layout = tuple[Sequence[int], Sequence[int]]
 """Shape and strides."""
-_CONTIGUOUS = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.pow.Scalar)
+_CONTIGUOUS = (
+    torch.ops.aten.masked_fill.Scalar,
+    torch.ops.aten.masked_fill.Tensor,
+    torch.ops.aten.pow.Scalar,
+)
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,10 @@ class Operation:
     """What is known of one of torch's operations.
 
     Args:
-        outputs: makes its outputs on the meta device from its arguments and those with names, if it makes one new
-            tensor element by element or is another simple one; its value is None where torch has to run the operation,
-            and the first argument where that is what has changed. None = torch always runs it.
+        outputs: makes its outputs on the meta device from its arguments and those with names, if it
+            makes one new tensor element by element or is another simple one; its value is None
+            where torch has to run the operation, and the first argument where that is what has
+            changed. None = torch always runs it.
         views: whether all outputs are views of arguments.
         fresh: whether no output shares memory with an argument.
     """
@@ -45,8 +50,11 @@ def operation_of(func: Any) -> Operation:
     known = _operations.get(id(func))
     if known is None:
         aliases = [each.alias_info is not None for each in func._schema.returns]
-        undeclared = func.namespace != "aten" or "unsafe" in func._schema.name  # _unsafe_view is a view
-        known = _operations[id(func)] = Operation(_outputs(func), all(aliases), not (any(aliases) or undeclared))
+        # _unsafe_view is a view
+        undeclared = func.namespace != "aten" or "unsafe" in func._schema.name
+        known = _operations[id(func)] = Operation(
+            _outputs(func), all(aliases), not (any(aliases) or undeclared)
+        )
     return known
 
 
@@ -60,12 +68,17 @@ def _outputs(func: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | N
     if not _is_simple(func):
         return None
     if func._schema.is_mutable:
-        return lambda args, _: args[0] if type(args[0]) in (Tensor, nn.Parameter) and args[0].is_meta else None
+        return lambda args, _: (
+            args[0] if type(args[0]) in (Tensor, nn.Parameter) and args[0].is_meta else None
+        )
     return partial(_element_wise, functools.lru_cache(1 << 10)(partial(_output, func)))
 
 
-def _element_wise(output: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Returns the output of an element-wise operation, for which `output` gives shape, strides and dtype."""
+def _element_wise(
+    output: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Returns the output of an element-wise operation, for which `output` gives shape, strides and
+    dtype."""
     given, on_meta = list[tuple](), False
     for value in args:
         if isinstance(value, Tensor):
@@ -82,7 +95,8 @@ def _element_wise(output: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
-    """Returns the output of torch.stack or torch.cat; None where dtypes, devices or numbers of dims differ."""
+    """Returns the output of torch.stack or torch.cat; None where dtypes, devices or numbers of dims
+    differ."""
     first = tensors[0]
     kinds = {(type(each) is Tensor, each.is_meta, each.dtype, each.ndim) for each in tensors}
     if kinds != {(True, True, first.dtype, first.ndim)}:
@@ -95,9 +109,13 @@ def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | 
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
-def _counted(*bounds: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor | None:
+def _counted(
+    *bounds: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Tensor | None:
     """Returns the output of torch.arange for integers."""
-    if torch.device(device or "cpu").type != "meta" or not all(type(bound) is int for bound in bounds):
+    if torch.device(device or "cpu").type != "meta" or not all(
+        type(bound) is int for bound in bounds
+    ):
         return None
     return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device="meta")
 
@@ -113,12 +131,16 @@ def _like(x: Tensor, memory_format: Any = None, **named: Any) -> Tensor | None:
     return torch.empty_strided(x.shape, strides, dtype=dtype, device="meta")
 
 
-def _reduced(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **more: Any) -> Tensor | None:
+def _reduced(
+    x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **more: Any
+) -> Tensor | None:
     """Returns the sum, mean, largest element or log-sum-exp of floats."""
     if more or not x.is_floating_point():
         return None
     gone = {dim % x.ndim for dim in dims} if dims else range(x.ndim)
-    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone]
+    shape = [
+        1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone
+    ]
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
@@ -130,7 +152,9 @@ def _any(x: Tensor, dim: int, keepdim: bool = False) -> Tensor | None:
     if x.dtype == torch.uint8 or not x.ndim:
         return None
     dim %= x.ndim
-    return torch.empty((*x.shape[:dim], *(1,) * keepdim, *x.shape[dim + 1 :]), dtype=torch.bool, device="meta")
+    return torch.empty(
+        (*x.shape[:dim], *(1,) * keepdim, *x.shape[dim + 1 :]), dtype=torch.bool, device="meta"
+    )
 
 
 def _best(x: Tensor, k: int, dim: int = -1, *_: bool) -> tuple[Tensor, Tensor] | None:
@@ -148,7 +172,8 @@ def _multiplied(x: Tensor, y: Tensor) -> Tensor | None:
 
 
 def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...] | None:
-    """Returns the LayerNorm, means and reciprocal deviations of an x that is as wide as its statistics."""
+    """Returns the LayerNorm, means and reciprocal deviations of an x that is as wide as its
+    statistics."""
     if x.dtype not in (torch.float32, torch.float64):
         return None
     each = (*x.shape[: x.ndim - len(normalized)], *(1,) * len(normalized))
@@ -170,7 +195,11 @@ def _attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor]:
 def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
     """Returns the output of x[rows] and x[:, rows]; None for masks and for several indices."""
     *before, rows = indices
-    if rows is None or rows.dtype not in (torch.int64, torch.int32) or any(each is not None for each in before):
+    if (
+        rows is None
+        or rows.dtype not in (torch.int64, torch.int32)
+        or any(each is not None for each in before)
+    ):
         return None
     dim, strides = len(before), x.stride()
     after = len(strides) - dim - 1
@@ -198,7 +227,9 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._softmax_backward_data.default: lambda dy, _, __, dtype: torch.empty(
         dy.shape, dtype=dtype, device="meta"
     ),
-    torch.ops.aten.gather.default: lambda x, _, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
+    torch.ops.aten.gather.default: lambda x, _, index: torch.empty(
+        index.shape, dtype=x.dtype, device="meta"
+    ),
     torch.ops.aten.sum.dim_IntList: _reduced,
     torch.ops.aten.amax.default: _reduced,
     torch.ops.aten.mean.dim: _reduced,
@@ -214,8 +245,12 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.searchsorted.Tensor: lambda x, y, **more: (
         None if more or x.ndim > 1 else _like(y, dtype=torch.int64)
     ),
-    torch.ops.aten.take.default: lambda x, index: torch.empty(index.shape, dtype=x.dtype, device="meta"),
-    torch.ops.aten.slice_backward.default: lambda dy, sizes, *_: torch.empty(sizes, dtype=dy.dtype, device="meta"),
+    torch.ops.aten.take.default: lambda x, index: torch.empty(
+        index.shape, dtype=x.dtype, device="meta"
+    ),
+    torch.ops.aten.slice_backward.default: lambda dy, sizes, *_: torch.empty(
+        sizes, dtype=dy.dtype, device="meta"
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attended,
     torch.ops.aten.native_layer_norm.default: _normed,
     torch.ops.aten.native_layer_norm_backward.default: _normed_backward,
@@ -224,17 +259,27 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
 
 
 def _is_simple(func: Any) -> bool:
-    """Returns whether an operation changes its first argument's elements, or is element-wise and makes a tensor."""
+    """Returns whether an operation changes its first argument's elements, or is element-wise and
+    makes a tensor."""
     schema = func._schema
     if schema.is_mutable:
-        written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
-        in_place = schema.name.endswith("_") and len(schema.returns) == 1 and written[0] and not any(written[1:])
+        written = [
+            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+        ]
+        in_place = (
+            schema.name.endswith("_")
+            and len(schema.returns) == 1
+            and written[0]
+            and not any(written[1:])
+        )
         return in_place and torch.Tag.inplace_view not in func.tags
     untagged = func is torch.ops.aten.floor_divide.default
     return untagged or (torch.Tag.pointwise in func.tags and len(schema.returns) == 1)
 
 
-def _output(func: Any, named: tuple, *given: tuple) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
+def _output(
+    func: Any, named: tuple, *given: tuple
+) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
     """Returns shape, strides and dtype of the output.
 
     Args:
@@ -249,14 +294,20 @@ def _output(func: Any, named: tuple, *given: tuple) -> tuple[Sequence[int], Sequ
     ]
     rank = max(len(shape) for shape, _ in tensors)
     sizes = zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape, _ in tensors))
-    shape = [next((size for size in each if size != 1), 1) for each in sizes]  # broadcast; torch's imports sympy
+    # broadcast; torch's imports sympy
+    shape = [next((size for size in each if size != 1), 1) for each in sizes]
     contiguous = func in _CONTIGUOUS or ("memory_format", torch.contiguous_format) in named
-    order = range(len(shape)) if contiguous else _order(shape, [_expanded(each, shape) for each in tensors])
+    order = (
+        range(len(shape))
+        if contiguous
+        else _order(shape, [_expanded(each, shape) for each in tensors])
+    )
     return shape, _strides(shape, order), func(*tiny, **dict(named)).dtype
 
 
 def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Returns the strides without gaps of dims in an order from the outermost in memory to the innermost."""
+    """Returns the strides without gaps of dims in an order from the outermost in memory to the
+    innermost."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim], step = step, step * max(shape[dim], 1)
@@ -266,12 +317,15 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 def _expanded(layout: Layout, shape: Sequence[int]) -> list[int]:
     """Returns the strides of a tensor that is broadcast to a shape."""
     padding = len(shape) - len(layout[0])
-    own = (stride if size == wanted else 0 for size, stride, wanted in zip(*layout, shape[padding:]))
+    own = (
+        stride if size == wanted else 0 for size, stride, wanted in zip(*layout, shape[padding:])
+    )
     return [0] * padding + list(own)
 
 
 def _order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the dims from the outermost in memory to the innermost, as torch's TensorIterator sorts them."""
+    """Returns the dims from the outermost in memory to the innermost, as torch's TensorIterator
+    sorts them."""
 
     def compare(first: int, second: int) -> int:
         for each in strides:

@@ -41,7 +41,8 @@ def planned_config(overrides: Sequence[str], world: int, files: bool = False) ->
 
 
 def unplanned_config(overrides: Sequence[str], world: int) -> Config:
-    """Returns what a command line says, before anybody has asked whether it could run: a layout is still to be found.
+    """Returns what a command line says, before anybody has asked whether it could run: a layout is
+    still to be found.
 
     Args:
         overrides, world: as in `planned_config`.

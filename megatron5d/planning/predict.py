@@ -1,6 +1,8 @@
-"""The expected time of a step of a run: its layers' work, its Program and its axes, priced on a cluster.
+"""The expected time of a step of a run: its layers' work, its Program and its axes, priced on a
+cluster.
 
-A run is told the same of its first steps (`prediction_of`), to show it beside what they have taken and sent.
+A run is told the same of its first steps (`prediction_of`), to show it beside what they have taken
+and sent.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Estimator:
         Args:
             config: a valid configuration.
             world: number of ranks.
-            layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
+            layout: of the pipeline; None = made here, without the search that `pipeline.schedule =
+                auto` will make.
 
         Raises:
             ValueError: it has something of which nothing is known (`check_predictable`).
@@ -63,8 +66,11 @@ class Estimator:
         prices = Prices(self.cluster, config, _mesh(config, world, layout), layout)
         return step_cost(prices, program, stages, world, flops)
 
-    def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
-        """Returns the bytes each pipeline rank needs at least: its state, and what passes keep between two slots.
+    def least_bytes(
+        self, config: Config, world: int, layout: PipelineLayout | None = None
+    ) -> list[float]:
+        """Returns the bytes each pipeline rank needs at least: its state, and what passes keep
+        between two slots.
 
         What the forecast counts besides, temporary tensors and messages above all, is left out.
 
@@ -78,16 +84,24 @@ class Estimator:
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
         ops = used_ops(program).replace("B", "")  # of which only the price asks
         stages = self.workloads.stages(config, layout, ops)
-        kept = {op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages]) for op in ops}
-        allocated = kept_between_slots(program, kept["F"], kept["F"] + kept["I"] if "I" in ops else 0.0)
+        kept = {
+            op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages])
+            for op in ops
+        }
+        allocated = kept_between_slots(
+            program, kept["F"], kept["F"] + kept["I"] if "I" in ops else 0.0
+        )
         for rank in range(program.num_ranks):
-            mine = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
+            mine = [
+                unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]
+            ]
             allocated[rank] += sharding.state_bytes(mine)
         return [least_needed(each) for each in allocated.tolist()]
 
 
 def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mapping[str, int], ...]:
-    """Returns, for each pipeline rank, axis -> bytes that it sends in a step, of experts that are evenly loaded.
+    """Returns, for each pipeline rank, axis -> bytes that it sends in a step, of experts that are
+    evenly loaded.
 
     Args:
         config: a valid configuration.
@@ -102,7 +116,9 @@ def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mappin
 
 def _mesh(config: Config, world: int, layout: PipelineLayout) -> Mesh:
     """Returns the axes of rank 0."""
-    return planned_mesh(sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, shared=layout.shared)
+    return planned_mesh(
+        sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, shared=layout.shared
+    )
 
 
 def check_predictable(config: Config) -> None:
@@ -120,8 +136,8 @@ def check_predictable(config: Config) -> None:
 def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> Prediction:
     """Predicts what `train` writes beside its measurements; all but the peak on rank 0 alone.
 
-    Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long as
-    their FLOPs. Where the batch grows, memory alone is predicted.
+    Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes
+    that take as long as their FLOPs. Where the batch grows, memory alone is predicted.
 
     Args:
         config: of a run that begins.
@@ -134,7 +150,11 @@ def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> P
         return found
     if config.train.gbs_ramp is None:
         found = _with_step(found, config, process.world, layout, cluster)
-    return found if config.log.memory_check == "off" else _with_memory(found, config, process.world, layout)
+    return (
+        found
+        if config.log.memory_check == "off"
+        else _with_memory(found, config, process.world, layout)
+    )
 
 
 def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
@@ -152,13 +172,19 @@ def _with_step(
 ) -> Prediction:
     bubble: Sequence[float] = ()
     if config.parallel.pp > 1:
-        bubble = expected_bubble(config, layout, layout.program_of(micro_batch_counts(config, world)[-1]))
+        bubble = expected_bubble(
+            config, layout, layout.program_of(micro_batch_counts(config, world)[-1])
+        )
     if world == 1 and cluster is None:
         return replace(found, sent=({},))
     try:
         sent = bytes_on(config, world, layout)
-    except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
-        return replace(found, bubble=bubble, report=[f"what a step sends is not predicted: {_named(error)}"])
+    except (
+        Exception
+    ) as error:  # a layer that needs values cannot be counted; it trains all the same
+        return replace(
+            found, bubble=bubble, report=[f"what a step sends is not predicted: {_named(error)}"]
+        )
     found = replace(found, bubble=bubble, sent=sent)
     if cluster is None:
         return found
@@ -171,16 +197,22 @@ def _with_step(
     return replace(found, step_s=cost.step_s, mfu=mfu, bubble=cost.bubble, report=[said])
 
 
-def _with_memory(found: Prediction, config: Config, world: int, layout: PipelineLayout) -> Prediction:
+def _with_memory(
+    found: Prediction, config: Config, world: int, layout: PipelineLayout
+) -> Prediction:
     try:
         ranks = Forecaster(config, world, target_here(config), layout).ranks()
     except Exception as error:  # as above
-        return replace(found, report=[*found.report, f"memory could not be predicted: {_named(error)}"])
+        return replace(
+            found, report=[*found.report, f"memory could not be predicted: {_named(error)}"]
+        )
     have = device_bytes(config)
     lack = None if have is None else shortage(ranks, have)
     report = [*found.report, f"predicted memory of each rank, by pipeline rank:\n{table(ranks)}"]
     report += [] if lack is None else [f"WARNING: this will not fit: {lack}"]
-    return replace(found, memory=[ranks[rank].allocated for rank in range(len(ranks))], report=report)
+    return replace(
+        found, memory=[ranks[rank].allocated for rank in range(len(ranks))], report=report
+    )
 
 
 def _named(error: Exception) -> str:
@@ -192,7 +224,8 @@ def expected_bubble(config: Config, layout: PipelineLayout, program: Program) ->
 
     Args:
         config: of the run.
-        layout: deals the layers; `pipeline.schedule=auto` may have found another split than the configuration has.
+        layout: deals the layers; `pipeline.schedule=auto` may have found another split than the
+            configuration has.
         program: of a step.
     """
     dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))

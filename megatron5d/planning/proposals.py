@@ -1,4 +1,5 @@
-"""Layouts to try, of a model on a number of ranks: by size only, so that many of them fail some check."""
+"""Layouts to try, of a model on a number of ranks: by size only, so that many of them fail some
+check."""
 
 from __future__ import annotations
 
@@ -12,10 +13,16 @@ from megatron5d.pipeline_parallel.registry import find_schedule
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
 SCHEDULES = (  # (schedule, chunks per rank)
-    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("zb_h1", 1),
+    ("zb_v", 1),
     ("dualpipe_v", 1),
-)  # fmt: skip
-SHORTEST_SLICE = 4096  # tokens of a sequence on one rank; cp is not tried where there would be fewer
+)
+# tokens of a sequence on one rank; cp is not tried where there would be fewer
+SHORTEST_SLICE = 4096
 DEEPEST = 32  # most pipeline ranks
 MOST_EXPERTS = 32  # most experts of one rank
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -46,7 +53,11 @@ class Proposals:
         tps = [n for n in divisors if n <= self.node and model.num_heads % n == 0]
         cps = [n for n in divisors if n == 1 or self.config.train.seq_len // n >= SHORTEST_SLICE]
         pps = [n for n in divisors if n <= min(DEEPEST, model.num_layers)]
-        experts = [n for n in divisors if model.num_experts % n == 0 and n * MOST_EXPERTS >= model.num_experts]
+        experts = [
+            n
+            for n in divisors
+            if model.num_experts % n == 0 and n * MOST_EXPERTS >= model.num_experts
+        ]
         for tp, cp, pp in product(
             *(self._free(f"parallel.{n}", v) for n, v in (("tp", tps), ("cp", cps), ("pp", pps)))
         ):
@@ -55,12 +66,19 @@ class Proposals:
             shards = world // (tp * pp)
             axes = {
                 "parallel.sp": [tp > 1],
-                "parallel.ep": [n for n in experts if shards * tp % n == 0] if model.num_experts else [1],
+                "parallel.ep": [n for n in experts if shards * tp % n == 0]
+                if model.num_experts
+                else [1],
                 "parallel.etp": [1 if model.num_experts else self.config.parallel.etp],
                 "parallel.zero": [0] if shards == 1 else [1, 3] if pp == 1 else [1],
             }
             for values in product(*(self._free(key, values) for key, values in axes.items())):
-                yield {"parallel.tp": tp, "parallel.cp": cp, "parallel.pp": pp, **dict(zip(axes, values))}
+                yield {
+                    "parallel.tp": tp,
+                    "parallel.cp": cp,
+                    "parallel.pp": pp,
+                    **dict(zip(axes, values)),
+                }
 
     def batches(self, dp: int) -> Iterator[Change]:
         """Combinations of micro-batch sizes and recompute modes.
@@ -69,14 +87,18 @@ class Proposals:
             dp: data-parallel ranks.
         """
         sizes = [n for n in MICRO_BATCHES if self.config.train.gbs % (n * dp) == 0]
-        for mbs, mode in product(self._free("train.mbs", sizes), self._free("recompute.mode", MODES)):
+        for mbs, mode in product(
+            self._free("train.mbs", sizes), self._free("recompute.mode", MODES)
+        ):
             yield {"train.mbs": mbs, "recompute.mode": mode}
 
     def schedules(self, pp: int) -> list[Change]:
         """Combinations of schedules and chunks per rank, for pp pipeline ranks."""
         deepest = self.config.model.num_layers // pp
         pairs = [
-            (name, vpp) for name, vpp in SCHEDULES if pp > 1 and max(vpp, find_schedule(name).chunks) <= deepest
+            (name, vpp)
+            for name, vpp in SCHEDULES
+            if pp > 1 and max(vpp, find_schedule(name).chunks) <= deepest
         ] or SCHEDULES[:1]
         ways = [{"pipeline.schedule": name, "parallel.vpp": vpp} for name, vpp in pairs]
         kept = {key: self._free(key, ())[0] for key in ways[0] if key in self.fixed}

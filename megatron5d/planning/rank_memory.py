@@ -1,8 +1,9 @@
 """The memory that a rank needs in bytes, by kind, and tables of it.
 
-What stays from step to step (weights, gradients, optimiser state) and what is temporary (activations, messages,
-workspace) is counted in planning/memory_forecast.py, memory_trace.py and memory_peak.py; here it is added up. Either of
-two moments of a step may need most: the worst moment of its passes, or the reduction, update and gathering at its end.
+What stays from step to step (weights, gradients, optimiser state) and what is temporary
+(activations, messages, workspace) is counted in planning/memory_forecast.py, memory_trace.py and
+memory_peak.py; here it is added up. Either of two moments of a step may need most: the worst moment
+of its passes, or the reduction, update and gathering at its end.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class Peak:
         activations: class of phase -> tensors kept between forward and backward of micro-batches.
         stash: tensors that deferred weight gradients keep between I and W.
         messages: of the pipeline, received or being sent.
-        units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and gradients that are
-            computed or reduced; under ZeRO-1 reduced slices.
-        workspace: temporary tensors of the phase that runs, and gradients that pass through the stage.
+        units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and
+            gradients that are computed or reduced; under ZeRO-1 reduced slices.
+        workspace: temporary tensors of the phase that runs, and gradients that pass through the
+            stage.
         action: the action that runs then; None = there is none.
         in_flight: number of (stage, micro-batch) whose activations are alive.
-        host: the most that activations take in the host's memory, at whatever moment; not part of `total`.
+        host: the most that activations take in the host's memory, at whatever moment; not part of
+            `total`.
     """
 
     activations: dict[str, int] = field(default_factory=dict)
@@ -48,7 +51,13 @@ class Peak:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return sum(self.activations.values()) + self.stash + self.messages + self.units + self.workspace
+        return (
+            sum(self.activations.values())
+            + self.stash
+            + self.messages
+            + self.units
+            + self.workspace
+        )
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,14 @@ class RankMemory:
         inputs: tokens, labels, positions and masks of all micro-batches of a step.
         peak: the worst moment of the passes.
         end_of_step: temporary tensors of the reduction, update and gathering at the end of a step.
-        setup: the most that is allocated while the run is built; counts where that is more than training needs.
+        setup: the most that is allocated while the run is built; counts where that is more than
+            training needs.
         library: workspace that the vendor's libraries take from the allocator.
-        symmetric: symmetric-memory buffers of `parallel.tp_overlap=fused`, outside the allocator; `boxes` in JSON.
+        symmetric: symmetric-memory buffers of `parallel.tp_overlap=fused`, outside the allocator;
+            `boxes` in JSON.
         outside: CUDA context and communicators, outside the allocator.
-        host_optimizer: pinned memory of the host for `optim.offload`: master weights, moments and gradients. That of
-            offloaded activations is in `peak`.
+        host_optimizer: pinned memory of the host for `optim.offload`: master weights, moments and
+            gradients. That of offloaded activations is in `peak`.
     """
 
     weights: int
@@ -96,7 +107,8 @@ class RankMemory:
 
     @property
     def allocated(self) -> int:
-        """The most bytes that tensors take at once, as `torch.cuda.max_memory_allocated` measures it."""
+        """The most bytes that tensors take at once, as `torch.cuda.max_memory_allocated` measures
+        it."""
         return max(self.resident + self.inputs + max(self.peak.total, self.end_of_step), self.setup)
 
     @property
@@ -119,7 +131,8 @@ class RankMemory:
         return self.allocated + self.margin + self.symmetric + self.outside
 
     def kinds(self) -> dict[str, int]:
-        """Returns bytes by kind at the worst moment, in the order of the table; they add up to `needed`."""
+        """Returns bytes by kind at the worst moment, in the order of the table; they add up to
+        `needed`."""
         kinds = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -146,8 +159,17 @@ class RankMemory:
         """Returns all kinds and sums in bytes, for JSON output."""
         sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed", "host")}
         action = self.peak.action
-        worst = {"action": None if action is None else str(action), "in_flight": self.peak.in_flight}
-        return {"bytes": self.kinds(), **sums, "end_of_step": self.end_of_step, "setup": self.setup, "peak": worst}
+        worst = {
+            "action": None if action is None else str(action),
+            "in_flight": self.peak.in_flight,
+        }
+        return {
+            "bytes": self.kinds(),
+            **sums,
+            "end_of_step": self.end_of_step,
+            "setup": self.setup,
+            "peak": worst,
+        }
 
 
 def gemm_workspace(architecture: str | None) -> int:
@@ -175,7 +197,9 @@ def least_needed(allocated: float) -> float:
 
 def gigabytes(num_bytes: float) -> str:
     """Returns a size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
+    return (
+        f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
+    )
 
 
 _ORDER = (
@@ -191,7 +215,8 @@ def _table_order(kind: str) -> tuple[int, str]:
 
 
 def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
-    """Returns a table with a line for each kind and a column for each pipeline rank; the one that needs most is marked.
+    """Returns a table with a line for each kind and a column for each pipeline rank; the one that
+    needs most is marked.
 
     Args:
         ranks: pipeline rank -> its memory.
@@ -207,11 +232,20 @@ def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
     rows = [[unit, *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
     for kind in kinds:
         rows.append([kind, *(f"{columns[rank].get(kind, 0) / size:.3f}" for rank in shown)])
-    for name in ("allocated", "needed", *(["host"] if any(each.host for each in ranks.values()) else [])):
+    for name in (
+        "allocated",
+        "needed",
+        *(["host"] if any(each.host for each in ranks.values()) else []),
+    ):
         rows.append([f"= {name}", *(f"{getattr(ranks[rank], name) / size:.3f}" for rank in shown)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])),
+            ]
+        )
         for row in rows
     ]
     return "\n".join(lines)

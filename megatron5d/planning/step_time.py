@@ -1,4 +1,5 @@
-"""How long a step takes on a cluster: what the layers do (work.py), priced, and the Program that runs it, simulated.
+"""How long a step takes on a cluster: what the layers do (work.py), priced, and the Program that
+runs it, simulated.
 
 Of one pass of one stage, by kind:
 
@@ -10,9 +11,10 @@ Of one pass of one stage, by kind:
     host        copies of `recompute.offload` there and back, as far as they take longer than the pass itself
     dp          ZeRO-2 and 3: what gathering weights and reducing gradients take longer than the pass itself
 
-All-to-alls of experts go to the simulator, which lets an overlapped action hide them, as messages do. It gives the
-makespan; what the busiest rank's passes leave of it is the bubble. Then comes what ends a step: the reduction that its
-last backward did not hide, the optimiser, and the gathering that the next forward will not hide.
+All-to-alls of experts go to the simulator, which lets an overlapped action hide them, as messages
+do. It gives the makespan; what the busiest rank's passes leave of it is the bubble. Then comes what
+ends a step: the reduction that its last backward did not hide, the optimiser, and the gathering
+that the next forward will not hide.
 
 The bytes that a rank sends in a step are told, too, by axis: what the run's ledger will count.
 """
@@ -108,8 +110,9 @@ def _of_passes(
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
 EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
-# Shares of tp's bytes in flight under GEMMs, (with sp, without): a column's input is gathered under dx, and its
-# gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
+# Shares of tp's bytes in flight under GEMMs, (with sp, without): a column's input is gathered under
+# dx, and its gradient is summed under dW where that runs in the same pass
+# (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
 
 
@@ -142,7 +145,8 @@ class StepCost:
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
         bubble: for each pipeline rank, `waiting_shares` of the step's Program.
         program: of the step.
-        costs: seconds of its passes, and bytes of activations that a micro-batch keeps of each stage.
+        costs: seconds of its passes, and bytes of activations that a micro-batch keeps of each
+            stage.
         simulation: of the Program under these costs.
     """
 
@@ -163,17 +167,26 @@ class StepCost:
 
     def record(self) -> dict[str, Any]:
         """Returns the cost as a JSON object, in seconds and bytes."""
-        rates = {name: getattr(self, name) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")}
+        rates = {
+            name: getattr(self, name) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
+        }
         seconds, sent = dict(self.seconds), [dict(sent) for sent in self.sent]
         return {"step_time_s": self.step_s, **rates, "seconds": seconds, "sent_bytes": sent}
 
     def table(self, cluster: Cluster) -> str:
-        """Returns the time by kind on the busiest pipeline rank, and the bytes that a rank sends, as text."""
+        """Returns the time by kind on the busiest pipeline rank, and the bytes that a rank sends,
+        as text."""
         lines = [f"{'a step of':<56}{self.step_s:>9.3f} s"]
         for kind, told in _TOLD.items():
             if self.seconds[kind] > 0:
-                lines.append(f"  {told:<54}{self.seconds[kind]:>9.3f} s{self.seconds[kind] / self.step_s:>8.1%}")
-        most = {axis: max(each.get(axis, 0) for each in self.sent) for each in self.sent for axis in each}
+                lines.append(
+                    f"  {told:<54}{self.seconds[kind]:>9.3f} s{self.seconds[kind] / self.step_s:>8.1%}"
+                )
+        most = {
+            axis: max(each.get(axis, 0) for each in self.sent)
+            for each in self.sent
+            for axis in each
+        }
         if most:
             sizes = ", ".join(f"{axis} {most[axis] / 1e9:,.2f}" for axis in sorted(most))
             lines.append(f"GB that a rank sends in a step, at most: {sizes}")
@@ -194,7 +207,9 @@ class Prices:
         layout: of the pipeline; None = only passes of single units are asked about.
     """
 
-    def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, layout: PipelineLayout | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, config: Config, mesh: Mesh, layout: PipelineLayout | None = None
+    ) -> None:
         self.cluster, self.config = cluster, config
         self.messages = message_bytes(config, layout.specs) if layout else []
         self.groups = {name: cluster.group(axis.ranks) for name, axis in mesh.items()}
@@ -215,20 +230,29 @@ class Prices:
     def stage(
         self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
     ) -> tuple[dict[str, float], float]:
-        """Returns seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in Sharding.beside."""
+        """Returns seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in
+        Sharding.beside."""
         work = together(unit.passes[op] for unit in units)
         gemms, attention, memory = self.compute(work)
         taken = defaultdict[str, float](float)
         for (axis, name), sent in work.sent.items():
-            kind = "ep" if axis in EXPERTS else "cp" if axis.startswith("cp") and axis != "cp_tp" else "tp"
+            kind = (
+                "ep"
+                if axis in EXPERTS
+                else "cp"
+                if axis.startswith("cp") and axis != "cp_tp"
+                else "tp"
+            )
             if (kind, name) == ("cp", "shift"):
                 kind = "ring"
             taken[kind] += self.cluster.seconds(self.groups[axis], name, sent.calls, sent.num_bytes)
         spent = {
-            "products": gemms, "attention": attention, "memory": memory,
+            "products": gemms,
+            "attention": attention,
+            "memory": memory,
             "tp": self._exposed_tp(op, taken["tp"], gemms),
             "cp": taken["cp"] + max(0.0, taken["ring"] - attention),
-        }  # fmt: skip
+        }
         copied = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
         spent["host"] = max(0.0, copied - sum(spent.values()))
         beside = self.sharding.beside(units, op, gathered)  # what ZeRO-2 and 3 send
@@ -252,11 +276,17 @@ class Prices:
 
     def message_seconds(self) -> np.ndarray:
         """Returns `[num_stages]` seconds of what each stage sends to the next."""
-        return np.array([self.cluster.seconds(self.neighbours, "send", 1, each) for each in self.messages])
+        return np.array(
+            [self.cluster.seconds(self.neighbours, "send", 1, each) for each in self.messages]
+        )
 
 
 def step_cost(
-    prices: Prices, program: Program, stages: Sequence[Sequence[Unit]], world: int, token_flops: float
+    prices: Prices,
+    program: Program,
+    stages: Sequence[Sequence[Unit]],
+    world: int,
+    token_flops: float,
 ) -> StepCost:
     """Returns the time of a step.
 
@@ -271,26 +301,37 @@ def step_cost(
     used = used_ops(program)
     spent = np.zeros((len(KINDS), len(OPS), program.num_stages))
     a2a = np.zeros((len(OPS), program.num_stages))
-    gathered = mean_gathered(program, stages, prices.sharding) if prices.sharding.gathers_each else {}
+    gathered = (
+        mean_gathered(program, stages, prices.sharding) if prices.sharding.gathers_each else {}
+    )
     for stage, units in enumerate(stages):
         for op in used:
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
     kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
-    costs = StageCosts(spent.sum(0), a2a, prices.message_seconds(), kept, np.zeros(program.num_stages))
+    costs = StageCosts(
+        spent.sum(0), a2a, prices.message_seconds(), kept, np.zeros(program.num_stages)
+    )
     found = simulate(program, costs)
     busiest = int(found.work.argmax())
     seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
     seconds |= _waiting(found, busiest)
-    held = [[stages[stage] for _, stage in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
-    ends = [_end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)]
+    held = [
+        [stages[stage] for _, stage in program.placement.stages_of(rank)]
+        for rank in range(program.num_ranks)
+    ]
+    ends = [
+        _end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)
+    ]
     for kind in ends[0]:
         seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
     sent = sent_bytes(prices.messages, prices.sharding, program, stages)
     waiting = tuple(waiting_shares(program, found))
-    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found)
+    return StepCost(
+        seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found
+    )
 
 
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:
@@ -303,27 +344,36 @@ def _waiting(found: Simulation, rank: int) -> dict[str, float]:
 def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:
     """Returns seconds of one micro-batch's forward, and backward, through what a rank holds."""
     stages = sorted({stage for _, stage in program.placement.stages_of(rank)})
-    whole = spent[OPS.index("B")] if spent[OPS.index("B")].any() else spent[[OPS.index("I"), OPS.index("W")]].sum(0)
+    whole = (
+        spent[OPS.index("B")]
+        if spent[OPS.index("B")].any()
+        else spent[[OPS.index("I"), OPS.index("W")]].sum(0)
+    )
     return float(spent[OPS.index("F")][stages].sum()), float(whole[stages].sum())
 
 
-def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float) -> dict[str, float]:
+def _end(
+    prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float
+) -> dict[str, float]:
     """Returns seconds by kind that data parallelism and the optimiser add to a step of a rank.
 
-    Reductions start as the last backward makes gradients, whose last unit nothing follows; weights are gathered in the
-    order in which the next forward wants them.
+    Reductions start as the last backward makes gradients, whose last unit nothing follows; weights
+    are gathered in the order in which the next forward wants them.
     """
     units = [unit for stage in held for unit in stage]
     sharding = prices.sharding
     reduced, gathered = sharding.reduced(units), sharding.gathered(units)
-    last = max((prices.transfers(sharding.reduced([unit], last=True), 1) for unit in units), default=0.0)
+    last = max(
+        (prices.transfers(sharding.reduced([unit], last=True), 1) for unit in units), default=0.0
+    )
     exposed = max(last, prices.transfers(reduced, len(units)) - backward)
     exposed += max(0.0, prices.transfers(gathered, len(units)) - forward)
     return {"dp": exposed, **_update(prices, units)}
 
 
 def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
-    """Seconds of the optimiser by kind: its passes, Muon's iterations and all-to-alls, and what the host adds."""
+    """Seconds of the optimiser by kind: its passes, Muon's iterations and all-to-alls, and what the
+    host adds."""
     cluster, sharding, share = prices.cluster, prices.sharding, prices.cluster.efficiency
     passed = passed_bytes(units, sharding) / share.memory
     found = {"optimizer": passed / cluster.memory_rate, "muon": 0.0, "muon_sent": 0.0, "host": 0.0}

@@ -1,4 +1,5 @@
-"""The work of one pass through a layer: GEMMs, attention, tensors made, bytes sent. step_time.py has times."""
+"""The work of one pass through a layer: GEMMs, attention, tensors made, bytes sent. step_time.py
+has times."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ class Gemm:
     def num_bytes(self) -> float:
         """Bytes that the device's memory reads and writes, at least."""
         width = 1 if self.fp8 else 2
-        tokens, weights = self.rows * (self.inputs + self.outputs), self.stack * self.inputs * self.outputs
+        tokens, weights = (
+            self.rows * (self.inputs + self.outputs),
+            self.stack * self.inputs * self.outputs,
+        )
         return tokens * width + weights * (8 if self.summed else width)
 
 
@@ -65,7 +69,8 @@ class Work:
         made: how many.
         sent: by axis and operation.
         host_bytes: of tensors on their way to the host or back.
-        kept_bytes: on the device after the pass that were not there before; of a forward, what its backward needs.
+        kept_bytes: on the device after the pass that were not there before; of a forward, what its
+            backward needs.
     """
 
     gemms: tuple[Gemm, ...] = ()
@@ -81,15 +86,25 @@ class Work:
         return sum(gemm.flops for gemm in self.gemms) + self.core_flops
 
     def times(self, sequences: int, layers: int = 1) -> Work:
-        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many calls; of a layer
-        whose input is kept or copied to the host once for several layers."""
+        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many
+        calls; of a layer whose input is kept or copied to the host once for several layers."""
         sent = {
             key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
             for key, each in self.sent.items()
         }
-        gemms = tuple(Gemm(g.rows * sequences, g.inputs, g.outputs, g.stack, g.fp8, g.summed) for g in self.gemms)
-        return Work(gemms, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
-                    self.host_bytes * sequences / layers, self.kept_bytes * sequences / layers)  # fmt: skip
+        gemms = tuple(
+            Gemm(g.rows * sequences, g.inputs, g.outputs, g.stack, g.fp8, g.summed)
+            for g in self.gemms
+        )
+        return Work(
+            gemms,
+            self.core_flops * sequences,
+            self.made_bytes * sequences,
+            self.made,
+            sent,
+            self.host_bytes * sequences / layers,
+            self.kept_bytes * sequences / layers,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,8 +123,8 @@ class Matrix:
 
 
 class Elements(NamedTuple):
-    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), an embedding's that
-    several pipeline ranks hold."""
+    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), an
+    embedding's that several pipeline ranks hold."""
 
     dense: Any = 0
     expert: Any = 0
@@ -128,7 +143,8 @@ class Unit:
         read: of what other units read as well (the embedding, the head's matrix) name -> elements.
         borrowed: names among them that an earlier unit counts.
         fixed: names among them that are frozen.
-        copied: axis -> those of which its ranks hold copies whose gradients are added up (norms under sp).
+        copied: axis -> those of which its ranks hold copies whose gradients are added up (norms
+            under sp).
         matrices: those that Muon updates.
     """
 
@@ -148,8 +164,11 @@ class Unit:
         return Elements(*(held - frozen for held, frozen in zip(self.held, self.frozen)))
 
     def borrowed_elements(self, *, trained: bool = False) -> int:
-        """Returns the elements of what it reads and an earlier unit counts; all, or those that are updated."""
-        return sum(self.read[name] for name in self.borrowed if not (trained and name in self.fixed))
+        """Returns the elements of what it reads and an earlier unit counts; all, or those that are
+        updated."""
+        return sum(
+            self.read[name] for name in self.borrowed if not (trained and name in self.fixed)
+        )
 
     @property
     def lent_elements(self) -> int:
@@ -157,8 +176,11 @@ class Unit:
         return sum(self.read.values()) - self.borrowed_elements()
 
     def times(self, sequences: int, layers: int = 1) -> Unit:
-        """Returns the unit with its work on a micro-batch of a number of sequences; `layers` as in `Work.times`."""
-        return replace(self, passes={op: work.times(sequences, layers) for op, work in self.passes.items()})
+        """Returns the unit with its work on a micro-batch of a number of sequences; `layers` as in
+        `Work.times`."""
+        return replace(
+            self, passes={op: work.times(sequences, layers) for op, work in self.passes.items()}
+        )
 
 
 def together(works: Iterable[Work]) -> Work:
@@ -169,7 +191,9 @@ def together(works: Iterable[Work]) -> Work:
         for key, each in work.sent.items():
             known = sent.get(key, Traffic())
             sent[key] = Traffic(
-                known.calls + each.calls, known.elements + each.elements, known.num_bytes + each.num_bytes
+                known.calls + each.calls,
+                known.elements + each.elements,
+                known.num_bytes + each.num_bytes,
             )
     return Work(
         tuple(gemm for work in works for gemm in work.gemms),
@@ -198,7 +222,8 @@ class CoreFlops:
         if getattr(phase, "kind", None) != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
-        attention: Any = getattr(phase, "phase", phase)  # Carrying wraps those of multi-token prediction
+        # Carrying wraps those of multi-token prediction
+        attention: Any = getattr(phase, "phase", phase)
         whole = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
         return whole / (parallel.tp * parallel.cp) * self._passes[kind]
 
@@ -230,12 +255,17 @@ def count_products(model: nn.Module, counter: Counts) -> None:
 
 
 def _count_linear(counter: Counts, gemm, name: str):
-    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
+    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy,
+    x)."""
 
     def counted(first, second, *rest):
         weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
         features = weight.shape[1] if name == "forward" else weight.shape[0]
-        shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
+        shape = (
+            (weight.shape[0], weight.shape[1])
+            if name == "input_grad"
+            else (weight.shape[1], weight.shape[0])
+        )
         rows, summed = tokens.numel() // features, name == "weight_grad"
         counter.gemms.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
         return gemm(first, second, *rest)
@@ -244,14 +274,17 @@ def _count_linear(counter: Counts, gemm, name: str):
 
 
 def _count_grouped(counter: Counts, gemm, name: str):
-    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
+    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x,
+    experts, offsets)."""
 
     def counted(*given):
         place = 0 if name == "weight_grad" else 1
         weights, tokens, experts = given[place], given[1 - place][0], given[-2]
         inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
         summed = name == "weight_grad"
-        counter.gemms.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
+        counter.gemms.append(
+            Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed)
+        )
         return gemm(*given)
 
     return counted

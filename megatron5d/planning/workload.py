@@ -1,9 +1,11 @@
-"""What the layers of a run do, counted: they are built on the meta device, and one sequence passes them.
+"""What the layers of a run do, counted: they are built on the meta device, and one sequence passes
+them.
 
 Nothing here follows the layers by formulas. Their GEMMs go through objects that their weights carry
-(precision/gemm.py), of which copies count; their collectives go through axes, whose ledger counts; the tensors that
-they make are counted where they are made. Attention's own FLOPs are the model's formula (model/flops.py). A model of
-the fewest layers that has one of each kind is passed, and one sequence: a micro-batch of more has more rows.
+(precision/gemm.py), of which copies count; their collectives go through axes, whose ledger counts;
+the tensors that they make are counted where they are made. Attention's own FLOPs are the model's
+formula (model/flops.py). A model of the fewest layers that has one of each kind is passed, and one
+sequence: a micro-batch of more has more rows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
-from megatron5d.planning.work import CoreFlops, Elements, Gemm, Matrix, Unit, Work, count_products, together
+from megatron5d.planning.work import (
+    CoreFlops,
+    Elements,
+    Gemm,
+    Matrix,
+    Unit,
+    Work,
+    count_products,
+    together,
+)
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import spec_of, without_memory
@@ -64,10 +75,13 @@ class _Counter(MemoryWatch):
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
-        """Returns what was counted since the last call; `core_flops` are attention's, known by formula."""
+        """Returns what was counted since the last call; `core_flops` are attention's, known by
+        formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
-        work = Work(tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
+        work = Work(
+            tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept
+        )
         self.ledger.clear()
         self.gemms, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
         return work
@@ -99,7 +113,8 @@ class Workloads:
         self.target = target
         self._known: dict[tuple[str, int], dict[Kind, Unit]] = {}  # of one sequence
         self._blocks: dict[str, _Trace] = {}
-        self._of: tuple[Config | None, dict[bool, tuple[Config, str]]] = None, {}  # the last configuration, alone
+        # the last configuration, alone
+        self._of: tuple[Config | None, dict[bool, tuple[Config, str]]] = None, {}
         self._asked: dict[tuple, Unit] = {}
 
     def stages(self, config: Config, layout: PipelineLayout, ops: str = "FIWB") -> list[list[Unit]]:
@@ -120,13 +135,19 @@ class Workloads:
         return stages
 
     def counted(self, config: Config, ops: str = "FIWB") -> list[tuple[Unit, int, bool]]:
-        """Returns the whole model's units: of each kind one, how many, and whether it is a layer or an end."""
+        """Returns the whole model's units: of each kind one, how many, and whether it is a layer or
+        an end."""
         kinds = Counter(_kinds(config, 0, whole_model(config.model), _blocks(config)))
-        return [(self._unit(config, kind, ops), count, kind[0] in LAYERS) for kind, count in kinds.items()]
+        return [
+            (self._unit(config, kind, ops), count, kind[0] in LAYERS)
+            for kind, count in kinds.items()
+        ]
 
-    def block(self, config: Config, before: Callable[[GPT], Any]) -> tuple[list[nn.Module], Works, Any]:
-        """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its work; and what
-        `before` has returned.
+    def block(
+        self, config: Config, before: Callable[[GPT], Any]
+    ) -> tuple[list[nn.Module], Works, Any]:
+        """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its
+        work; and what `before` has returned.
 
         Args:
             config: a valid configuration.
@@ -151,7 +172,9 @@ class Workloads:
         layers = config.recompute.group_layers if again and kind[0] in LAYERS else 1
         key = text, depths, kind, ops, config.train.mbs, layers
         if key not in self._asked:
-            self._asked[key] = self._traced(alone, (text, depths), kind, ops).times(config.train.mbs, layers)
+            self._asked[key] = self._traced(alone, (text, depths), kind, ops).times(
+                config.train.mbs, layers
+            )
         return self._asked[key]
 
     def _traced(self, alone: Config, key: tuple[str, int], kind: Kind, ops: str) -> Unit:
@@ -160,14 +183,17 @@ class Workloads:
         has = known[kind].passes if kind in known else {}
         lacking = "".join(back for back in "IB" if back in ops and back not in has)
         if lacking or not has:
-            for each, unit in _units(alone, _run_alone(alone, self.target, key[1], lacking)).items():
+            for each, unit in _units(
+                alone, _run_alone(alone, self.target, key[1], lacking)
+            ).items():
                 passes = {**known[each].passes, **unit.passes} if each in known else unit.passes
                 known[each] = dataclasses.replace(unit, passes=passes)
         return known[kind]
 
 
 def _part_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
-    """Gives each rank that shares the embedding one of its own; traced on one rank, they have one."""
+    """Gives each rank that shares the embedding one of its own; traced on one rank, they have
+    one."""
     seen = set[frozenset[int]]()
     for stage, units in enumerate(stages):
         place = next((place for place, unit in enumerate(units) if TIED in unit.read), None)
@@ -180,9 +206,11 @@ def _part_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
         fixed = tied if TIED in unit.fixed else 0
         held, frozen = unit.held, unit.frozen
         units[place] = dataclasses.replace(
-            unit, held=held._replace(dense=held.dense - own * tied, tied=tied),
-            frozen=frozen._replace(dense=frozen.dense - own * fixed, tied=fixed), borrowed=unit.borrowed - {TIED},
-        )  # fmt: skip
+            unit,
+            held=held._replace(dense=held.dense - own * tied, tied=tied),
+            frozen=frozen._replace(dense=frozen.dense - own * fixed, tied=fixed),
+            borrowed=unit.borrowed - {TIED},
+        )
 
 
 def _frozen_names(config: Config) -> frozenset[str]:
@@ -213,7 +241,8 @@ def _blocks(config: Config) -> list[_Block]:
     for i in range(model.num_layers + model.num_mtp_layers):
         start, name = f"layers.{i}.", "moe" if min(i, model.num_layers - 1) in mixtures else "dense"
         fp8, fixed = (
-            frozenset(name.removeprefix(start) for name in names if name.startswith(start)) for names in marked
+            frozenset(name.removeprefix(start) for name in names if name.startswith(start))
+            for names in marked
         )
         name += " windowed" if model.window_layers is not None and window_of(model, i) else ""
         blocks.append((name, fp8, fixed))
@@ -221,58 +250,101 @@ def _blocks(config: Config) -> list[_Block]:
 
 
 def _alone(config: Config, again: bool) -> Config:
-    """Returns the same layers for one sequence, without pipeline and with the least data parallelism that the
-    experts need."""
+    """Returns the same layers for one sequence, without pipeline and with the least data
+    parallelism that the experts need."""
     parallel, old = config.parallel, config.recompute
-    smallest = -(-old.offload_min_bytes // config.train.mbs) if old.offload else old.offload_min_bytes
-    recompute = dataclasses.replace(old, num_layers=None, stage_layers=None, group_layers=1, offload_min_bytes=smallest)
+    smallest = (
+        -(-old.offload_min_bytes // config.train.mbs) if old.offload else old.offload_min_bytes
+    )
+    recompute = dataclasses.replace(
+        old, num_layers=None, stage_layers=None, group_layers=1, offload_min_bytes=smallest
+    )
     if not again:
-        recompute = RecomputeConfig(logit_tokens=old.logit_tokens, offload=old.offload, offload_min_bytes=smallest)
+        recompute = RecomputeConfig(
+            logit_tokens=old.logit_tokens, offload=old.offload, offload_min_bytes=smallest
+        )
     return Config(
         model=config.model,
         parallel=dataclasses.replace(
-            parallel, etp=parallel.etp or parallel.tp, pp=1, vpp=1, dp_replicate=1, zero=0,
-            zero3_gather="per_microbatch", grad_reduce="per_microbatch", order=["pp", "dp", "cp", "tp"],
+            parallel,
+            etp=parallel.etp or parallel.tp,
+            pp=1,
+            vpp=1,
+            dp_replicate=1,
+            zero=0,
+            zero3_gather="per_microbatch",
+            grad_reduce="per_microbatch",
+            order=["pp", "dp", "cp", "tp"],
         ),
         train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),
-        precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
+        precision=config.precision,
+        recompute=recompute,
+        moe=config.moe,
+        data=config.data,
         optim=OptimConfig(
-            name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude,
-            freeze=config.optim.freeze, muon_per_head=config.optim.muon_per_head,
+            name=config.optim.name,
+            ns_steps=config.optim.ns_steps,
+            muon_exclude=config.optim.muon_exclude,
+            freeze=config.optim.freeze,
+            muon_per_head=config.optim.muon_per_head,
         ),
-    )  # fmt: skip
+    )
 
 
 def _window(blocks: Sequence[_Block]) -> range:
     """Returns the fewest neighbouring layers with one of each kind."""
-    spans = (range(at, at + size) for size in range(1, len(blocks) + 1) for at in range(len(blocks) - size + 1))
+    spans = (
+        range(at, at + size)
+        for size in range(1, len(blocks) + 1)
+        for at in range(len(blocks) - size + 1)
+    )
     return next(span for span in spans if set(blocks[span.start : span.stop]) == set(blocks))
 
 
 def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
-    """Returns every kind of unit of a configuration of `_alone`, for one sequence, which `_run_alone` has passed."""
+    """Returns every kind of unit of a configuration of `_alone`, for one sequence, which
+    `_run_alone` has passed."""
     (model, kinds, passes, _), counted = trace, set[nn.Parameter]()
-    readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
+    readers = Counter(
+        p for unit in model.units for p in {p for phase in unit for p in phase.parameters()}
+    )
     found = {}
     for kind, unit in zip(kinds, model.units):
         read = {parameter for phase in unit for parameter in phase.parameters()}
         several = {spec_of(p).name: p.numel() for p in read if readers[p] > 1}
         borrowed = frozenset(spec_of(p).name for p in read & counted)
-        own, fixed = read - counted, {parameter for parameter in read if getattr(parameter, "frozen", False)}
+        own, fixed = (
+            read - counted,
+            {parameter for parameter in read if getattr(parameter, "frozen", False)},
+        )
         counted |= own
-        works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
-        for op in {"B", "I"} & works.keys():  # what went there comes back, begun in another's (autograd/offload.py)
+        works = {
+            op: together(each[phase] for phase in unit if phase in each)
+            for op, each in passes.items()
+        }
+        # what went there comes back, begun in another's (autograd/offload.py)
+        for op in {"B", "I"} & works.keys():
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         found[kind] = Unit(
-            works, _elements(own), _elements(own & fixed), _elements(filter(is_quantized, own)), several, borrowed,
-            frozenset(spec_of(p).name for p in fixed), _copied(own - fixed),
+            works,
+            _elements(own),
+            _elements(own & fixed),
+            _elements(filter(is_quantized, own)),
+            several,
+            borrowed,
+            frozenset(spec_of(p).name for p in fixed),
+            _copied(own - fixed),
             tuple(_matrices(own - fixed, config.optim)),
-        )  # fmt: skip
+        )
     return found
 
 
 def _run_alone(
-    config: Config, target: Target, depths: int = 0, backs: str = "IB", before: Callable[[GPT], Any] = id
+    config: Config,
+    target: Target,
+    depths: int = 0,
+    backs: str = "IB",
+    before: Callable[[GPT], Any] = id,
 ) -> _Trace:
     """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
 
@@ -284,13 +356,16 @@ def _run_alone(
         before: called with the model before the sequence passes.
 
     Returns:
-        The model, the kind of each of its units, op -> phase -> its work, and what `before` has returned.
+        The model, the kind of each of its units, op -> phase -> its work, and what `before` has
+        returned.
     """
     parallel, model_config = config.parallel, config.model
     experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
     world = dense * (experts // gcd(experts, dense))
     ledger, frozen, blocks = Ledger(), _frozen_names(config), _blocks(config)
-    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
+    mesh = planned_mesh(
+        sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger
+    )
     window, ahead = _window(blocks[: model_config.num_layers]), model_config.num_mtp_layers
     specs = {0: StageSpec(window, True, not depths, range(depths or ahead))}
     if depths:
@@ -311,7 +386,12 @@ def _run_alone(
                 passes = _passes(config, model, batch, counter, backs)
             finally:
                 WATCH.reset(watched)
-    return model, [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, blocks)], passes, said
+    return (
+        model,
+        [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, blocks)],
+        passes,
+        said,
+    )
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
@@ -322,7 +402,8 @@ def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
-    """Yields those that Muon updates, each with its iteration; globs that exclude must name no layer's number."""
+    """Yields those that Muon updates, each with its iteration; globs that exclude must name no
+    layer's number."""
     for parameter in parameters:
         spec = spec_of(parameter)
         if takes_muon(spec, optim):
@@ -355,7 +436,9 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter, backs: str) ->
         found["F"] = _run(stage.begin("F", 0, None, batch), counter, core)
         if not back:
             break
-        grad = torch.empty(len(loss_terms(config)), dtype=statistics_dtype(form.dtype), device="meta")
+        grad = torch.empty(
+            len(loss_terms(config)), dtype=statistics_dtype(form.dtype), device="meta"
+        )
         found[back] = _run(stage.begin(back, 0, grad), counter, core)
         if back == "I":
             found["W"] = _run(stage.begin("W", 0), counter, core)
@@ -363,7 +446,8 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter, backs: str) ->
 
 
 def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[nn.Module, Work]:
-    """Returns what each phase does in a pass; one that is computed again does so in its own backward."""
+    """Returns what each phase does in a pass; one that is computed again does so in its own
+    backward."""
     found: dict[nn.Module, list[Work]] = defaultdict(list)
     for kind, phase, *_ in work.steps:
         work.advance()

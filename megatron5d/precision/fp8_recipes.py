@@ -4,22 +4,25 @@
     blockwise    1×128 of features  1×128 of features  128×128            e4m3 everywhere
     tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
 
-A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the FP8 values of
-forward and input gradient (kernels/fp8/quantize.py), so only those are kept. Every GEMM is accumulated in float32 after
-at most 128 terms; the result has the dtype of the weights (a weight gradient that of the main gradient). On the CPU the
-same scales and blocks are multiplied in float32, or in float64 for a model in float64.
+A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made
+from the FP8 values of forward and input gradient (kernels/fp8/quantize.py), so only those are kept.
+Every GEMM is accumulated in float32 after at most 128 terms; the result has the dtype of the
+weights (a weight gradient that of the main gradient). On the CPU the same scales and blocks are
+multiplied in float32, or in float64 for a model in float64.
 
-An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
-gathered in FP8, which gives the same numbers as the other order. With blockwise, SwiGLU and norms whose result only
-these GEMMs read write it in FP8 (fp8_tensor.py): the same bits with one pass over memory. On a GPU so does the gradient
-of SwiGLU between two linear layers without a bias, and its transpose in the same pass. Weights and their transposes
-are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are quantised and
-gathered in FP8 (fp8_tensor.py).
+An operand is (values, scales), both with the tokens in the leading dims: sequence shards are
+quantised first and gathered in FP8, which gives the same numbers as the other order. With
+blockwise, SwiGLU and norms whose result only these GEMMs read write it in FP8 (fp8_tensor.py): the
+same bits with one pass over memory. On a GPU so does the gradient of SwiGLU between two linear
+layers without a bias, and its transpose in the same pass. Weights and their transposes are
+quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are
+quantised and gathered in FP8 (fp8_tensor.py).
 
-Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
-have a scale each, over the rows of this rank, so it depends on ep.
+Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on
+tp or cp. Experts have a scale each, over the rows of this rank, so it depends on ep.
 
-Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
+Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022
+    (arXiv:2209.05433).
 """
 
 from collections.abc import Callable
@@ -75,7 +78,8 @@ def quantized_copies(weight: Tensor) -> QuantizedPair:
 
 
 def _flat(x: Operand) -> tuple[Tensor, Tensor]:
-    """Flattens the tokens of an operand into one dim: values `[rows, features]`, scales `[rows, c]`."""
+    """Flattens the tokens of an operand into one dim: values `[rows, features]`, scales `[rows,
+    c]`."""
     values, scales = x
     return values.flatten(0, -2), scales.flatten(0, -2)
 
@@ -90,13 +94,15 @@ def _rows(x: Tensor, powers_of_two: bool) -> Operand:
 
 
 class Fp8Recipe:
-    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further."""
+    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks'
+    maxima further."""
 
     def __init__(self, powers_of_two: bool) -> None:
         self.powers_of_two = powers_of_two
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """Maps maxima of blocks `[matrices, down, across]` to those of the scales, which broadcast over blocks."""
+        """Maps maxima of blocks `[matrices, down, across]` to those of the scales, which broadcast
+        over blocks."""
         return blocks
 
     def over_ranks(self, maxima: Tensor) -> Tensor:
@@ -108,7 +114,8 @@ class Fp8Recipe:
         return recomputable(x, lambda x: self.operand(x, *rows))  # type: ignore[attr-defined]
 
     def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """Joins `[..., out, in]` in e4m3 and the scales of its blocks `[matrices, down, across]` for the GEMMs."""
+        """Joins `[..., out, in]` in e4m3 and the scales of its blocks `[matrices, down, across]`
+        for the GEMMs."""
         return Quantized(values, scales.view(*values.shape[:-2], *scales.shape[1:]), GROUP)
 
 
@@ -118,7 +125,9 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None) -> Tensor:
+    def activate(
+        self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None
+    ) -> Tensor:
         if kind != "swiglu":
             return super().activate(x, kind, overwrite)
         return SwigluFp8.apply(x, None, self.powers_of_two, overwrite, reader is self)
@@ -126,7 +135,9 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
@@ -155,7 +166,10 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
     def copies(self, weight: Tensor) -> QuantizedPair:
         """Returns the FP8 copies of a weight, made if they are missing."""
         return quantized_weight(
-            weight, lambda: QuantizedPair(*quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two))
+            weight,
+            lambda: QuantizedPair(
+                *quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two)
+            ),
         )
 
 
@@ -164,7 +178,8 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
 
     Args:
         powers_of_two: scales are powers of two.
-        of_tokens: the maximum over the ranks that hold parts of the same input or gradient (tokens or features).
+        of_tokens: the maximum over the ranks that hold parts of the same input or gradient (tokens
+            or features).
         of_weight: the maximum over the ranks that hold parts of the same weight.
     """
 
@@ -174,7 +189,9 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
         amax = self.of_tokens(amax_of(x))
-        q = quantize_tensor(x, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two, amax=amax)
+        q = quantize_tensor(
+            x, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two, amax=amax
+        )
         return q.values, q.scales.expand(*x.shape[:-1], 1).contiguous()
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
@@ -184,7 +201,10 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
         return self._gemm(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (Quantized(transpose_values(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
+        a, b = (
+            Quantized(transpose_values(values), scales[:1], 0)
+            for values, scales in map(_flat, (dy, x))
+        )
         main_grad, accumulate = grad_target(weight)
         fp8_matmul(a, b, into=main_grad, accumulate=accumulate)
 
@@ -199,20 +219,25 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
 
     def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         values, scales = _flat(x)
-        return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
+        return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(
+            *x[0].shape[:-1], -1
+        )
 
     def copies(self, weight: Tensor) -> QuantizedPair:
 
         def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
-            both = quantize_tensor_both_ways(weight.detach(), powers_of_two=self.powers_of_two, amax=amax)
+            both = quantize_tensor_both_ways(
+                weight.detach(), powers_of_two=self.powers_of_two, amax=amax
+            )
             return QuantizedPair(*both)
 
         return quantized_weight(weight, make)
 
 
 class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
-    """GEMMs of experts with the blockwise recipe; no group of 128 tokens has tokens of two experts."""
+    """GEMMs of experts with the blockwise recipe; no group of 128 tokens has tokens of two
+    experts."""
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
@@ -230,10 +255,14 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
         weight = self.copies(parameter, num_local).transposed
         return grouped_matmul_fp8(self._grouped(dy), weight, offsets, parameter.dtype)
 
-    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
+    def weight_grad(
+        self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor
+    ) -> None:
         a, b = (self._transposed(self._grouped(each), offsets) for each in (dy, x))
         main_grad, accumulate = grad_target(parameter)
-        grouped_weight_grad_fp8(a, b, offsets, by_expert(main_grad, num_local), accumulate=accumulate)
+        grouped_weight_grad_fp8(
+            a, b, offsets, by_expert(main_grad, num_local), accumulate=accumulate
+        )
 
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x
@@ -246,7 +275,9 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
 
         def make() -> QuantizedPair:
             return QuantizedPair(
-                *quantize_blocks(by_expert(parameter.detach(), num_local), powers_of_two=self.powers_of_two)
+                *quantize_blocks(
+                    by_expert(parameter.detach(), num_local), powers_of_two=self.powers_of_two
+                )
             )
 
         return quantized_weight(parameter, make)
@@ -274,11 +305,14 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         rows, num_local = x.shape[0], offsets.numel() - 1
         row = torch.arange(rows, dtype=offsets.dtype, device=x.device)
         expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
-        amax = torch.zeros(num_local + 1, device=x.device)  # rows past the last offset are padding, of no expert
+        # rows past the last offset are padding, of no expert
+        amax = torch.zeros(num_local + 1, device=x.device)
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
         amax = self.over_parts(amax[:-1])[expert.clamp(max=num_local - 1)]
-        return quantize_by_row(x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two)
+        return quantize_by_row(
+            x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two
+        )
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         return blocks.amax((1, 2), keepdim=True)
@@ -297,7 +331,9 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         def make() -> QuantizedPair:
             stack = by_expert(parameter.detach(), num_local)
             rows, height = stack.flatten(0, 1), stack.shape[1]
-            amax = self.over_parts(amax_of_rows(rows).view(num_local, height).amax(1)).repeat_interleave(height)
+            amax = self.over_parts(
+                amax_of_rows(rows).view(num_local, height).amax(1)
+            ).repeat_interleave(height)
             values, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
             values, scales = values.view(stack.shape), each.view(num_local, height, 1)[:, :1]
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()

@@ -1,18 +1,22 @@
-"""Activations that exist in FP8 alone, the FP8 codec of the MoE dispatch, and the FP8 copies of weights.
+"""Activations that exist in FP8 alone, the FP8 codec of the MoE dispatch, and the FP8 copies of
+weights.
 
-The result of SwiGLU or a norm that only FP8 GEMMs read is never written in its wide dtype (kernels/fp8/norm_swiglu.py).
-Autograd sees an `Fp8Tensor` with the shape and dtype of the wide result, which gets a gradient like any tensor.
+The result of SwiGLU or a norm that only FP8 GEMMs read is never written in its wide dtype
+(kernels/fp8/norm_swiglu.py). Autograd sees an `Fp8Tensor` with the shape and dtype of the wide
+result, which gets a gradient like any tensor.
 
-The codec encodes rows of activations as bytes to send them over the network: half the bytes of bfloat16. A row becomes
-its values in e4m3, in groups of 128 whose scales are powers of two, and one byte per group with the exponent of the
-scale. A blockwise GEMM with such scales quantises the row to the same numbers, so nothing is lost where the experts are
-multiplied that way. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.3.
+The codec encodes rows of activations as bytes to send them over the network: half the bytes of
+bfloat16. A row becomes its values in e4m3, in groups of 128 whose scales are powers of two, and one
+byte per group with the exponent of the scale. A blockwise GEMM with such scales quantises the row
+to the same numbers, so nothing is lost where the experts are multiplied that way. Source:
+DeepSeek-V3 (arXiv:2412.19437), section 3.3.3.
 
-Ranks quantise their flat slices of a weight to the same numbers. A weight, or a stack of them (experts), is divided
-into blocks of 128×128. Each rank finds the largest magnitude of each block in its slice; the maximum over ranks is that
-of the whole weight. So the quantised slices are slices of the quantised weight (data_parallel/fp8_all_gather.py gathers
-them). A `Band` is the part of a slice in some adjacent block rows. Where its first and last row are not whole, zeros
-fill them, which change no maximum.
+Ranks quantise their flat slices of a weight to the same numbers. A weight, or a stack of them
+(experts), is divided into blocks of 128×128. Each rank finds the largest magnitude of each block in
+its slice; the maximum over ranks is that of the whole weight. So the quantised slices are slices of
+the quantised weight (data_parallel/fp8_all_gather.py gathers them). A `Band` is the part of a slice
+in some adjacent block rows. Where its first and last row are not whole, zeros fill them, which
+change no maximum.
 """
 
 from __future__ import annotations
@@ -27,7 +31,11 @@ from torch import Tensor
 
 from megatron5d.kernels import activation_backward, norm_backward
 from megatron5d.kernels.dispatch import FirstOrderFunction, runs_triton
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.norm_swiglu import (
+    norm_quantized,
+    swiglu_backward_quantized,
+    swiglu_quantized,
+)
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     GROUP,
@@ -43,9 +51,11 @@ _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops
 
 
 class Fp8Tensor(Tensor):
-    """A tensor `[..., features]` whose elements are FP8 values with scales: the operand of an FP8 GEMM.
+    """A tensor `[..., features]` whose elements are FP8 values with scales: the operand of an FP8
+    GEMM.
 
-    It can be detached and viewed with other leading dims. Any other operation raises, so nothing reads it by mistake.
+    It can be detached and viewed with other leading dims. Any other operation raises, so nothing
+    reads it by mistake.
 
     Args:
         qdata: `[..., features]` in FP8.
@@ -66,7 +76,9 @@ class Fp8Tensor(Tensor):
         return ["qdata", "scales"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size, stride) -> Fp8Tensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], dtype: torch.dtype, size, stride
+    ) -> Fp8Tensor:
         return Fp8Tensor(inner["qdata"], inner["scales"], dtype)
 
     @classmethod
@@ -86,16 +98,19 @@ def _fp8_tensor(q: Quantized, shape: torch.Size, dtype: torch.dtype) -> Fp8Tenso
 
 
 class Turned(NamedTuple):
-    """A weight gradient's operand, transposed already: values `[features, G·128]`, scales `[features, G]`."""
+    """A weight gradient's operand, transposed already: values `[features, G·128]`, scales
+    `[features, G]`."""
 
     values: Tensor
     scales: Tensor
 
 
 class SwigluFp8(FirstOrderFunction):
-    """`swiglu`, or with weights `weighted_activation` of rows, as an Fp8Tensor in 1×128 groups of e4m3.
+    """`swiglu`, or with weights `weighted_activation` of rows, as an Fp8Tensor in 1×128 groups of
+    e4m3.
 
-    With `grad_in_fp8` the gradient is one too where a kernel makes it, and its values carry their transpose (`turned`).
+    With `grad_in_fp8` the gradient is one too where a kernel makes it, and its values carry their
+    transpose (`turned`).
     """
 
     @staticmethod
@@ -110,7 +125,12 @@ class SwigluFp8(FirstOrderFunction):
     def backward(ctx, dy):
         gate_up, weights = ctx.saved_tensors
         if not (ctx.grad_in_fp8 and runs_triton(gate_up) and dy.shape[-1] % GROUP == 0):
-            return *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None, None
+            return (
+                *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite),
+                None,
+                None,
+                None,
+            )
         q, turned = swiglu_backward_quantized(dy, gate_up, powers_of_two=ctx.powers_of_two)
         grad = _fp8_tensor(q, gate_up.shape, gate_up.dtype)
         grad.qdata.turned = Turned(turned.values, turned.scales)  # type: ignore[attr-defined]
@@ -118,11 +138,14 @@ class SwigluFp8(FirstOrderFunction):
 
 
 class NormFp8(FirstOrderFunction):
-    """`add_rms_norm`, or with `centred` `add_layer_norm`, of x alone: the norm as such an Fp8Tensor, and x."""
+    """`add_rms_norm`, or with `centred` `add_layer_norm`, of x alone: the norm as such an
+    Fp8Tensor, and x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps: float, centred: bool, powers_of_two: bool):
-        q, statistics = norm_quantized(x, weight, bias, eps, centred=centred, powers_of_two=powers_of_two)
+        q, statistics = norm_quantized(
+            x, weight, bias, eps, centred=centred, powers_of_two=powers_of_two
+        )
         ctx.eps, ctx.centred = eps, centred
         ctx.save_for_backward(x, weight, bias, *statistics)
         ctx.set_materialize_grads(False)
@@ -170,7 +193,7 @@ class QuantizedPair:
 
     def __init__(
         self, plain: Quantized, transposed: Quantized | None = None, *, is_gathered: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plain, self._transposed, self.is_gathered = plain, transposed, is_gathered
 
     @property
@@ -193,7 +216,9 @@ class QuantizedPair:
     @property
     def parts(self) -> list[Tensor]:
         """Values and scales of both."""
-        return [part for each in (self.plain, self.transposed) for part in (each.values, each.scales)]
+        return [
+            part for each in (self.plain, self.transposed) for part in (each.values, each.scales)
+        ]
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
@@ -202,10 +227,11 @@ def _state(weight: Tensor) -> tuple[int, int]:
 
 
 def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> QuantizedPair:
-    """Returns a weight's FP8 copies, made at the first use after a change and kept on the parameter.
+    """Returns a weight's FP8 copies, made at the first use after a change and kept on the
+    parameter.
 
-    A change through the parameter itself is noticed. Code that writes its memory otherwise (optimiser, gathering) must
-    call `forget_copies`.
+    A change through the parameter itself is noticed. Code that writes its memory otherwise
+    (optimiser, gathering) must call `forget_copies`.
     """
     held = getattr(weight, "quantized", None)
     if held is None or held[0] != _state(weight):
@@ -221,13 +247,18 @@ def hold_quantized(weight: Tensor, pair: QuantizedPair) -> None:
 def stack_of(parameter: Tensor) -> tuple[int, int, int]:
     """Returns the shape of a local matrix or stack of experts: (matrices, rows of one, columns)."""
     spec = spec_of(parameter)
-    held = {piece.offset[0] + i for piece in spec.pieces for i in range(piece.shape[0])} if spec.expert else {0}
+    held = (
+        {piece.offset[0] + i for piece in spec.pieces for i in range(piece.shape[0])}
+        if spec.expert
+        else {0}
+    )
     columns = parameter.shape[-1]
     return len(held), prod(parameter.shape) // (len(held) * columns), columns
 
 
 def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair:
-    """Makes the FP8 copies of a weight from its gathered elements; the transpose is made when first read.
+    """Makes the FP8 copies of a weight from its gathered elements; the transpose is made when first
+    read.
 
     Args:
         values: its elements in e4m3 as bytes, flat.
@@ -256,10 +287,13 @@ class Band:
     columns: int
 
     def blocks(self, values: Tensor) -> Tensor:
-        """Returns the band's `values` as `[block rows, 128, block columns, 128]` float32, zeros where it has none."""
+        """Returns the band's `values` as `[block rows, 128, block columns, 128]` float32, zeros
+        where it has none."""
         ahead, rows = self.start - self.origin, -(-(self.stop - self.origin) // self.columns)
         rows += -rows % GROUP
-        wide = torch.nn.functional.pad(values.float(), (ahead, rows * self.columns - ahead - values.numel()))
+        wide = torch.nn.functional.pad(
+            values.float(), (ahead, rows * self.columns - ahead - values.numel())
+        )
         wide = torch.nn.functional.pad(wide.view(rows, self.columns), (0, -self.columns % GROUP))
         return wide.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
 
@@ -270,8 +304,8 @@ class Band:
 
 
 def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
-    """Divides a flat range of a stack (matrices, rows of one, columns) into bands of about `_CHUNK` elements, none of
-    which crosses into a new matrix."""
+    """Divides a flat range of a stack (matrices, rows of one, columns) into bands of about `_CHUNK`
+    elements, none of which crosses into a new matrix."""
     count, rows, columns = stack
     if rows % GROUP == 0:  # a block row lies in one matrix: the stack is one tall matrix
         count, rows = 1, count * rows
@@ -286,7 +320,8 @@ def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
 
 
 def block_maxima(values: Tensor, stack: tuple[int, int, int], start: int) -> Tensor:
-    """Finds the largest magnitude of a flat slice in each block of a stack; 0 in blocks outside the slice.
+    """Finds the largest magnitude of a flat slice in each block of a stack; 0 in blocks outside the
+    slice.
 
     Args:
         stack: (matrices, rows of one, columns).
@@ -298,13 +333,20 @@ def block_maxima(values: Tensor, stack: tuple[int, int, int], start: int) -> Ten
     found = torch.zeros(blocks_in(stack), device=values.device)
     rows = found.view(-1, found.shape[-1])
     for band in bands(stack, start, start + values.numel()):
-        most = magnitude_of(band.blocks(values[band.start - start : band.stop - start])).amax((1, 3))
+        most = magnitude_of(band.blocks(values[band.start - start : band.stop - start])).amax(
+            (1, 3)
+        )
         rows[band.row : band.row + most.shape[0]] = most
     return found
 
 
 def quantize_slice(
-    values: Tensor, stack: tuple[int, int, int], start: int, maxima: Tensor, scales: Tensor, out: Tensor
+    values: Tensor,
+    stack: tuple[int, int, int],
+    start: int,
+    maxima: Tensor,
+    scales: Tensor,
+    out: Tensor,
 ) -> None:
     """Quantises a flat slice of a stack to e4m3.
 

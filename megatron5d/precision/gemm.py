@@ -4,12 +4,13 @@
     input_grad     dx = dy·W
     weight_grad    dW += dyᵀ·x
 
-An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors with the tokens in
-their leading dims, opaque to layers. Here it is the tensor itself; in fp8_recipes.py it is FP8 values and their scales.
-model/gpt.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
+An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors
+with the tokens in their leading dims, opaque to layers. Here it is the tensor itself; in
+fp8_recipes.py it is FP8 values and their scales. model/gpt.py sets `weight.gemms`; a weight without
+it is multiplied in its own dtype.
 
-The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a format that only the
-GEMM can read.
+The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a
+format that only the GEMM can read.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ class Gemms:
         return (x,)
 
     def kept(self, x: Tensor) -> Operand:
-        """Makes the operand of an input x that is kept for the backward, recomputed with x where x is."""
+        """Makes the operand of an input x that is kept for the backward, recomputed with x where x
+        is."""
         return (x,)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None) -> Tensor:
+    def activate(
+        self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None
+    ) -> Tensor:
         """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`.
 
         Args:
@@ -54,10 +58,13 @@ class Gemms:
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns (RMSNorm of x, x), both `[..., in]`; one backward pass adds up the gradients of both."""
+        """Returns (RMSNorm of x, x), both `[..., in]`; one backward pass adds up the gradients of
+        both."""
         return add_rms_norm(x, None, weight, eps)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Returns (LayerNorm of x, x), as `rms_norm`."""
         return add_layer_norm(x, None, weight, bias, eps)
 
@@ -70,7 +77,8 @@ class Gemms:
         return dy[0] @ weight
 
     def for_weight_grad(self, dy: Operand) -> Operand:
-        """Returns a gradient's operand as `weight_grad` takes it and as it is kept until W, after `input_grad`."""
+        """Returns a gradient's operand as `weight_grad` takes it and as it is kept until W, after
+        `input_grad`."""
         return dy
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
@@ -81,8 +89,8 @@ class Gemms:
 class ExpertGemms:
     """GEMMs of a rank's experts in the dtype of the tensors.
 
-    Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter` is the stack of
-    this rank's experts, `num_local` their number E/ep.
+    Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter`
+    is the stack of this rank's experts, `num_local` their number E/ep.
     """
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
@@ -94,7 +102,8 @@ class ExpertGemms:
         return (x,)
 
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """Applies the activation before the GEMM, times the weight `[r]` of each row; else as in Gemms."""
+        """Applies the activation before the GEMM, times the weight `[r]` of each row; else as in
+        Gemms."""
         return weighted_activation(x, weights, kind, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
@@ -105,10 +114,14 @@ class ExpertGemms:
         """Multiplies `[r, out]` -> `[r, in]`."""
         return grouped_input_grad(dy[0], by_expert(parameter, num_local), offsets)
 
-    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
+    def weight_grad(
+        self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor
+    ) -> None:
         """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
         main_grad, accumulate = grad_target(parameter)
-        grouped_weight_grad(dy[0], x[0], offsets, by_expert(main_grad, num_local), accumulate=accumulate)
+        grouped_weight_grad(
+            dy[0], x[0], offsets, by_expert(main_grad, num_local), accumulate=accumulate
+        )
 
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:
@@ -121,7 +134,8 @@ PLAIN_EXPERTS = ExpertGemms()
 
 
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
-    """Returns the GEMMs of a weight; PLAIN if other weights with the same input have different ones."""
+    """Returns the GEMMs of a weight; PLAIN if other weights with the same input have different
+    ones."""
     gemms = getattr(weight, "gemms", PLAIN)
     return PLAIN if others and any(gemms_of(other) is not gemms for other in others) else gemms
 
@@ -132,7 +146,8 @@ def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
 
 
 def forget_copies(parameters: Iterable[Tensor], gathered: bool = True) -> None:
-    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or will be freed.
+    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or
+    will be freed.
 
     Of copies that were `gathered` (ZeRO-3 in FP8) False drops the transpose alone.
     """

@@ -1,8 +1,8 @@
 """Cross-entropy over a vocabulary cut over tp: three numbers per token are sent, never the logits.
 
-With m = max z and l = Σ exp(z - m) over a token's whole row of logits, loss = m + log l - z_label. Each rank i computes
-mᵢ, lᵢ and z_labelᵢ (0 if it does not hold the label) of its columns; then m = max mᵢ, l = Σ lᵢ·exp(mᵢ - m) and
-z_label = Σ z_labelᵢ.
+With m = max z and l = Σ exp(z - m) over a token's whole row of logits, loss = m + log l - z_label.
+Each rank i computes mᵢ, lᵢ and z_labelᵢ (0 if it does not hold the label) of its columns; then m =
+max mᵢ, l = Σ lᵢ·exp(mᵢ - m) and z_label = Σ z_labelᵢ.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 
 `SlicedLoss` takes the output matrix in, too, and holds logits of a few tokens at a time:
@@ -10,9 +10,9 @@ Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
     backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
 
-This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the GEMM twice. F and B
-hold the logits of one slice at a time. Where a schedule splits the backward, the gradients of all slices wait for W, as
-every operand of a weight gradient does.
+This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the
+GEMM twice. F and B hold the logits of one slice at a time. Where a schedule splits the backward,
+the gradients of all slices wait for W, as every operand of a weight gradient does.
 Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.
 """
 
@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
-from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.comm.collectives import (
+    Pending,
+    all_reduce,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron5d.kernels import vocab_cross_entropy_backward, vocab_statistics
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.precision.gemm import Operand, gemms_of
@@ -32,21 +38,27 @@ from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
 
 
-def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary, `[n]`, in their
-    dtype.
+def merge_statistics(
+    local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Maps maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary,
+    `[n]`, in their dtype.
 
     Comm: 2× all_reduce tp, of n and 2·n elements; there is no backward.
     """
     row_max = all_reduce(local_max.clone(), tp, "max")  # [n]
-    row_sum, target = all_reduce(torch.stack((local_sum * torch.exp(local_max - row_max), target)), tp)  # [2, n]
+    # [2, n]
+    row_sum, target = all_reduce(
+        torch.stack((local_sum * torch.exp(local_max - row_max), target)), tp
+    )
     return row_max, row_sum, target
 
 
 class _VocabCrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(ctx, logits, labels, vocab: VocabRange, tp: Axis, z_coef: float):
-        flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)  # [n, v/tp], [n]; n = s/cp·b
+        # [n, v/tp], [n]; n = s/cp·b
+        flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         statistics = vocab_statistics(flat, labels, vocab.start, vocab.valid)
         row_max, row_sum, target = merge_statistics(*statistics, tp)  # [n] each  2× all_reduce tp
         ctx.save_for_backward(flat, labels, row_max, row_sum)
@@ -73,12 +85,14 @@ def vocab_parallel_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token from vocabulary-sharded logits.
 
-    The gradient that flows back is that of loss + z_coef·lse²; the value returned is the loss alone.
+    The gradient that flows back is that of loss + z_coef·lse²; the value returned is the loss
+    alone.
 
     Args:
         logits: `[s/cp, b, v/tp]`; overwritten by the backward.
         labels: int64 `[s/cp, b]`, global token ids; negative = no loss.
-        vocab: which rows of the vocabulary this rank holds; its padding gets neither probability nor gradient.
+        vocab: which rows of the vocabulary this rank holds; its padding gets neither probability
+            nor gradient.
         tp: axis that cuts the vocabulary.
         z_coef: coefficient of the z-loss.
 
@@ -97,11 +111,14 @@ class SlicedLoss:
     vocab: VocabRange  # which rows of the vocabulary this rank holds
     tp: Axis  # axis that cuts it
     sp: bool  # hidden states arrive cut along the sequence
-    tokens: int  # how many tokens have logits at a time, rounded down to whole sequence positions, at least one
+    # how many tokens have logits at a time, rounded down to whole sequence positions, at least one
+    tokens: int
     z_coef: float = 0.0  # coefficient of the z-loss
     softcap: float = 0.0  # logits z become softcap·tanh(z/softcap); 0 = they stay
 
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now
+    ) -> tuple[Tensor, Tensor]:
         """Returns what `vocab_parallel_cross_entropy` returns for the logits of x.
 
         Args:
@@ -113,7 +130,8 @@ class SlicedLoss:
         Returns:
             loss and log-sum-exp (not differentiable), `[s/cp, b]`, fp32 (fp64 for fp64).
 
-        Comm: all_gather tp with sp, 2× all_reduce tp of s/cp·b and 2·s/cp·b elements / all_gather and reduce_scatter
+        Comm: all_gather tp with sp, 2× all_reduce tp of s/cp·b and 2·s/cp·b elements / all_gather
+            and reduce_scatter
         with sp, else all_reduce.
         """
         return _SlicedLoss.apply(x, weight, labels, self, defer)
@@ -135,11 +153,15 @@ class SlicedLoss:
         z = gemms_of(weight).forward(operand, weight).flatten(0, 1)
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
-    def logit_grads(self, z: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor) -> Tensor:
+    def logit_grads(
+        self, z: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor
+    ) -> Tensor:
         """Returns gradient of the linear layer's output, from the logits, which it overwrites."""
         slope = 1 - (z / self.softcap).square() if self.softcap else None
         rows = labels, row_max, row_sum, dloss
-        dz = vocab_cross_entropy_backward(z, *rows, self.vocab.start, self.vocab.valid, z_coef=self.z_coef)
+        dz = vocab_cross_entropy_backward(
+            z, *rows, self.vocab.start, self.vocab.valid, z_coef=self.z_coef
+        )
         return dz if slope is None else dz.mul_(slope)
 
 
@@ -148,14 +170,21 @@ class _SlicedLoss(FirstOrderFunction):
     def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
         ctx.head, ctx.weight, ctx.defer = head, weight, defer
         operand = gemms_of(weight).kept(x)
-        parts = tuple(part.wait() for part in head.gather(operand))  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
+        # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
+        parts = tuple(part.wait() for part in head.gather(operand))
         found = []
         for here in head.slices(*labels.shape):
-            logits = head.logits(tuple(part[here] for part in parts), weight)  # [n, v/tp] of a slice of n tokens
-            found.append(vocab_statistics(logits, labels[here].reshape(-1), head.vocab.start, head.vocab.valid))
+            # [n, v/tp] of a slice of n tokens
+            logits = head.logits(tuple(part[here] for part in parts), weight)
+            found.append(
+                vocab_statistics(
+                    logits, labels[here].reshape(-1), head.vocab.start, head.vocab.valid
+                )
+            )
             del logits
         local_max, local_sum, target = map(torch.cat, zip(*found))  # [s/cp·b] each
-        row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)  # 2× all_reduce tp
+        # 2× all_reduce tp
+        row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)
         ctx.save_for_backward(labels, row_max, row_sum, *operand)
         lse = (row_max + torch.log(row_sum)).view(labels.shape)
         loss = torch.where(labels < 0, 0, lse - target.view(labels.shape))
@@ -168,14 +197,18 @@ class _SlicedLoss(FirstOrderFunction):
         labels, row_max, row_sum, *operand = ctx.saved_tensors
         gemms, tp = gemms_of(weight), head.tp
         by_token = labels, row_max.view_as(labels), row_sum.view_as(labels), dloss
-        parts = tuple(part.wait() for part in head.gather(tuple(operand)))  # -> [s/cp, b, h]  all_gather tp
+        # -> [s/cp, b, h]  all_gather tp
+        parts = tuple(part.wait() for part in head.gather(tuple(operand)))
         dx = torch.empty(*labels.shape, weight.shape[1], dtype=weight.dtype, device=labels.device)
         for here in head.slices(*labels.shape):
             x = tuple(part[here] for part in parts)
-            dz = head.logit_grads(head.logits(x, weight), *(each[here].reshape(-1) for each in by_token))
+            dz = head.logit_grads(
+                head.logits(x, weight), *(each[here].reshape(-1) for each in by_token)
+            )
             dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
             dx[here] = gemms.input_grad(dy, weight)  # partial [positions, b, h]
             defer_weight_grad(weight, ctx.defer, partial(gemms.weight_grad, weight, dy, x))
-        # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
+        # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]
+        # all_reduce tp
         reducing = start_reduce_scatter(dx, tp) if head.sp else start_all_reduce(dx, tp)
         return reducing.wait(), None, None, None, None

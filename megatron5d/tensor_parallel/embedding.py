@@ -1,6 +1,7 @@
 """Token embedding cut over tp along the vocabulary.
 
-Each rank looks up the tokens whose rows it holds and takes zeros for all others; the sum over tp is the embedding.
+Each rank looks up the tokens whose rows it holds and takes zeros for all others; the sum over tp is
+the embedding.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 """
 
@@ -33,8 +34,11 @@ class VocabRange:
         self.valid = min(self.rows, vocab_size - self.start)  # rows beyond are padding
 
 
-def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: float, **factory) -> nn.Parameter:
-    """Returns `[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no piece."""
+def vocab_weight(
+    vocab_size: int, hidden_size: int, name: str, tp: Axis, init: float, **factory
+) -> nn.Parameter:
+    """Returns `[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no
+    piece."""
     vocab = VocabRange(vocab_size, tp)
     pieces = (Piece((vocab.start, 0), (vocab.valid, hidden_size)),) if vocab.valid else ()
     spec = ShardSpec(name, (vocab_size, hidden_size), pieces, init=init)
@@ -44,11 +48,13 @@ def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: f
 class _Lookup(FirstOrderFunction):
     @staticmethod
     def forward(ctx, weight, ids, start, defer: Defer):
-        local = ids - start  # [s/cp, b] rows of this rank's share; tokens outside of it belong to other ranks
+        # [s/cp, b] rows of this rank's share; tokens outside of it belong to other ranks
+        local = ids - start
         outside = (local < 0) | (local >= weight.shape[0])
         ctx.save_for_backward(local)
         ctx.weight, ctx.defer = weight, defer
-        return weight[local.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(-1), 0)  # partial [s/cp, b, h]
+        # partial [s/cp, b, h]
+        return weight[local.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(-1), 0)
 
     @staticmethod
     def backward(ctx, dy):
@@ -56,7 +62,8 @@ class _Lookup(FirstOrderFunction):
         weight = ctx.weight
 
         def weight_grad() -> None:
-            accumulate_rows(grad_buffer(weight), local.reshape(-1), dy.flatten(0, -2))  # dW [v/tp, h]
+            # dW [v/tp, h]
+            accumulate_rows(grad_buffer(weight), local.reshape(-1), dy.flatten(0, -2))
 
         defer_weight_grad(weight, ctx.defer, weight_grad)
         return None, None, None, None
@@ -73,7 +80,9 @@ class VocabParallelEmbedding(nn.Module):
         scale: multiplies the result; rounded to the weight's dtype, as Gemma was trained.
     """
 
-    def __init__(self, weight: nn.Parameter, vocab_size: int, tp: Axis, *, sp: bool, scale: float = 1.0) -> None:
+    def __init__(
+        self, weight: nn.Parameter, vocab_size: int, tp: Axis, *, sp: bool, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.scale = torch.tensor(scale, dtype=weight.dtype).item()
         self.tp, self.sp = tp, sp and tp.size > 1

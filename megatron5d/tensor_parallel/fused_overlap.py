@@ -1,18 +1,24 @@
-"""`parallel.tp_overlap=fused`: the ranks of a linear layer write into each other's memory (overlap.py has the others).
+"""`parallel.tp_overlap=fused`: the ranks of a linear layer write into each other's memory
+(overlap.py has the others).
 
     all_gather_gemm      chunks are pushed to all ranks; one kernel multiplies each chunk once its flag is set
     gemm_reduce_scatter  one kernel stores each tile in its owner's memory, where it is added up; the last tile of a
                          chunk sets the flag
 
-On a GPU, in 16-bit floats, each is one launch; other GEMMs run chunk by chunk through the same buffers and flags.
-On the CPU the buffers lie in shared memory (comm/symmetric_memory.py).
+On a GPU, in 16-bit floats, each is one launch; other GEMMs run chunk by chunk through the same
+buffers and flags. On the CPU the buffers lie in shared memory (comm/symmetric_memory.py).
 """
 
 import torch
 from torch import Tensor
 
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
-from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.overlapped_gemm import (
+    PeerBuffers,
+    all_gather_gemm,
+    gemm_reduce_scatter,
+    sum_arrived,
+)
 from megatron5d.precision.gemm import Operand
 from megatron5d.tensor_parallel.overlap import Gemm, Overlap
 from megatron5d.topology.axis import Axis
@@ -41,7 +47,9 @@ class Fused(Overlap):
         """Checks what the device has done so far."""
         self._buffers.patience.check()
 
-    def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+    def all_gather_gemm(
+        self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool
+    ) -> tuple[Tensor, Operand]:
         """Gathers inside the GEMM. Comm: tp-1 puts of the operand."""
         exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
         exchange.push(operand)
@@ -49,14 +57,18 @@ class Fused(Overlap):
             s, b, width = operand[0].shape
             gathered = exchange.receive_buffer(0).view(tp.size, s * b, width)
             weight, arrivals = gemm.weight.detach(), exchange.arrivals
-            y = all_gather_gemm(gathered, weight, arrivals, tp.rank, transposed=gemm.backward).view(tp.size * s, b, -1)
+            y = all_gather_gemm(gathered, weight, arrivals, tp.rank, transposed=gemm.backward).view(
+                tp.size * s, b, -1
+            )
         else:
             outputs: list[Tensor] = [operand[0]] * tp.size
             for step in range(tp.size):
                 source = (tp.rank - step) % tp.size
                 outputs[source] = gemm(exchange.wait(source))
             y = torch.cat(outputs)
-        return y, tuple(_joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0))
+        return y, tuple(
+            _joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0)
+        )
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
         """Reduces inside the GEMM. Comm: tp-1 puts of 1/tp of the output."""
@@ -72,9 +84,15 @@ class Fused(Overlap):
         exchange = self._buffers.exchange([(shape, operand[0].dtype)])
         exchange.count(0)
         buffers = [buffer.flatten(0, 1) for buffer in exchange.send_buffers(0)]
-        places = exchange.send_buffer_addresses(0), exchange.signal_addresses(), self._buffers.finished
+        places = (
+            exchange.send_buffer_addresses(0),
+            exchange.signal_addresses(),
+            self._buffers.finished,
+        )
         out = PeerBuffers(buffers, exchange.signals(), *places)
-        gemm_reduce_scatter(x, gemm.weight.detach(), out, exchange.epoch, tp.rank, transposed=gemm.backward)
+        gemm_reduce_scatter(
+            x, gemm.weight.detach(), out, exchange.epoch, tp.rank, transposed=gemm.backward
+        )
         return exchange
 
     def _scatter_chunks(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BufferExchange:

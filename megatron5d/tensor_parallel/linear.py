@@ -1,4 +1,5 @@
-"""Linear layers cut over tp: columns (outputs) or rows (inputs), with the two GEMMs of the backward apart.
+"""Linear layers cut over tp: columns (outputs) or rows (inputs), with the two GEMMs of the backward
+apart.
 
                     forward                                   backward of the input (I)         weights (W)
 Column, sp          all_gather x; y = x·Wᵀ                    dx = dy·W; reduce_scatter dx      all_gather x; dW = dyᵀ·x
@@ -6,11 +7,13 @@ Column, no sp       y = x·Wᵀ                                  dx = dy·W; all
 Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W          dW = dyᵀ·x
 Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                         dW = dyᵀ·x
 
-`defer` takes W: it runs it at once, while dx's collective is under way, or keeps it for a schedule that
-splits the backward. With sp only the sharded x is kept for the backward, and gathered again while dx's GEMM runs.
-The weight carries its GEMMs, and in what form x and dy are kept and gathered (`gemms_of`,
-precision/gemm.py); also whether a GEMM and its collective overlap (`overlap_of`, overlap.py).
-Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
+`defer` takes W: it runs it at once, while dx's collective is under way, or keeps it for a schedule
+that splits the backward. With sp only the sharded x is kept for the backward, and gathered again
+while dx's GEMM runs. The weight carries its GEMMs, and in what form x and dy are kept and gathered
+(`gemms_of`, precision/gemm.py); also whether a GEMM and its collective overlap (`overlap_of`,
+overlap.py).
+Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022
+    (arXiv:2205.05198).
 """
 
 from collections.abc import Sequence
@@ -48,7 +51,8 @@ class _LocalLinear(FirstOrderFunction):
         dy = gemms.operand(dy, gradient=True)
         dx = gemms.input_grad(dy, weight)  # [..., out] -> [..., in]
         dy = gemms.for_weight_grad(dy)
-        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in]
+        # dW [out, in]
+        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))
         return dx, None, None
 
 
@@ -77,17 +81,23 @@ class _ColumnLinear(FirstOrderFunction):
         tp, weight = ctx.tp, ctx.weight
         gemms = gemms_of(weight)
         # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
-        gathering = [start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors]
+        gathering = [
+            start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors
+        ]
         dy = gemms.operand(dy, gradient=True)
         if ctx.sp and overlap_of(weight) is not NO_OVERLAP:
             # [s/cp, b, out/tp] -> [s/cp/tp, b, in]  reduce_scatter tp
-            reducing = Pending(overlap_of(weight).gemm_reduce_scatter(dy, Gemm(weight, backward=True), tp))
+            reducing = Pending(
+                overlap_of(weight).gemm_reduce_scatter(dy, Gemm(weight, backward=True), tp)
+            )
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
-            # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]  all_reduce tp
+            # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]
+            # all_reduce tp
             reducing = start_reduce_scatter(dx, tp) if ctx.sp else start_all_reduce(dx, tp)
         x, dy = tuple(part.wait() for part in gathering), gemms.for_weight_grad(dy)
-        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out/tp, in]
+        # dW [out/tp, in]
+        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))
         return reducing.wait(), None, None, None, None
 
 
@@ -104,8 +114,8 @@ def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = 
     Returns:
         `[s/cp, b, out/tp]`.
 
-    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many; without sp none /
-        all_reduce tp.
+    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many;
+        without sp none / all_reduce tp.
     """
     if tp.size == 1:
         return local_linear(x, weight, defer)
@@ -121,7 +131,8 @@ class _RowLinear(FirstOrderFunction):
         ctx.save_for_backward(*operand)
         if sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
             return overlap_of(weight).gemm_reduce_scatter(operand, Gemm(weight), tp)
-        return all_reduce(gemms.forward(operand, weight), tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
+        # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
+        return all_reduce(gemms.forward(operand, weight), tp)
 
     @staticmethod
     def backward(ctx, dy):
@@ -129,10 +140,13 @@ class _RowLinear(FirstOrderFunction):
         gemms = gemms_of(weight)
         dy = gemms.operand(dy, gradient=True)
         if ctx.sp:  # [s/cp/tp, b, out] -> [s/cp, b, in/tp]  all_gather tp
-            dx, dy = overlap_of(weight).all_gather_gemm(dy, Gemm(weight, backward=True), ctx.tp, keep=True)
+            dx, dy = overlap_of(weight).all_gather_gemm(
+                dy, Gemm(weight, backward=True), ctx.tp, keep=True
+            )
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out] -> [s/cp, b, in/tp]
-        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in/tp]
+        # dW [out, in/tp]
+        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))
         return dx, None, None, None, None
 
 
@@ -142,9 +156,11 @@ def column_pieces(
     """Returns how this rank's share of a stack of row blocks lies in the whole.
 
     Args:
-        blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; a cut never goes through a block.
+        blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; a cut never goes
+            through a block.
         inner: the remaining dims, `(in,)` for a weight and `()` for a bias.
-        copies: the tp ranks that hold copies of one block, where a part has fewer blocks than ranks (KV heads).
+        copies: the tp ranks that hold copies of one block, where a part has fewer blocks than ranks
+            (KV heads).
 
     Returns:
         Number of local rows, and the pieces in local order.
@@ -160,10 +176,13 @@ def column_pieces(
             local, first, shared = 1, tp.rank // copies.size, True
         pieces.append(
             Piece(
-                (start + first * rows, *zeros), (local * rows, *inner), row,
-                summed=(copies.name,) if shared else (), owner=not shared or copies.rank == 0,
+                (start + first * rows, *zeros),
+                (local * rows, *inner),
+                row,
+                summed=(copies.name,) if shared else (),
+                owner=not shared or copies.rank == 0,
             )
-        )  # fmt: skip
+        )
         start += count * rows
         row += local * rows
     return row, tuple(pieces)
@@ -174,8 +193,8 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         in_features: size of x's last dim.
-        blocks: (count, rows of one) per part of the output; out_features is their sum. A part with fewer blocks
-            than ranks is copied over `copies` (KV heads).
+        blocks: (count, rows of one) per part of the output; out_features is their sum. A part with
+            fewer blocks than ranks is copied over `copies` (KV heads).
         name: global name of the layer.
         tp: axis that cuts the outputs.
         sp: x arrives cut along the sequence.
@@ -186,9 +205,18 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, blocks: Sequence[tuple[int, int]], name: str, tp: Axis, *, sp: bool = False,
-        bias: bool = False, init: float = 0.02, copies: Axis | None = None, **factory,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        blocks: Sequence[tuple[int, int]],
+        name: str,
+        tp: Axis,
+        *,
+        sp: bool = False,
+        bias: bool = False,
+        init: float = 0.02,
+        copies: Axis | None = None,
+        **factory,
+    ) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp and tp.size > 1
         copies = copies or Axis("tp_kv")
@@ -197,7 +225,9 @@ class ColumnParallelLinear(nn.Module):
         rows, pieces = column_pieces(blocks, (in_features,), tp, copies)
         stack = tuple(count * rows for count, rows in blocks)
         heads = tuple(rows for _, rows in blocks) if all(rows > 1 for _, rows in blocks) else ()
-        spec = ShardSpec(f"{name}.weight", self.shape, pieces, init=init, stack=stack, head_rows=heads)
+        spec = ShardSpec(
+            f"{name}.weight", self.shape, pieces, init=init, stack=stack, head_rows=heads
+        )
         self.weight = new_parameter((rows, in_features), spec, **factory)
         self.bias = None
         if bias:
@@ -206,7 +236,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """Computes `column_linear` and adds the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
+        """Computes `column_linear` and adds the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b,
+        out/tp]`."""
         y = column_linear(x, self.weight, self.tp, self.sp, defer)
         return y if self.bias is None else y + self.bias
 
@@ -228,18 +259,30 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, name: str, tp: Axis, *, sp: bool = False, bias: bool = False,
-        init: float = 0.02, **factory,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        name: str,
+        tp: Axis,
+        *,
+        sp: bool = False,
+        bias: bool = False,
+        init: float = 0.02,
+        **factory,
+    ) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp and tp.size > 1
         self.shape = (out_features, in_features)
         n = tp.divide(in_features, f"inputs of {name}")
-        spec = ShardSpec(f"{name}.weight", self.shape, (Piece((0, tp.rank * n), (out_features, n)),), init=init)
+        spec = ShardSpec(
+            f"{name}.weight", self.shape, (Piece((0, tp.rank * n), (out_features, n)),), init=init
+        )
         self.weight = new_parameter((out_features, n), spec, **factory)
         self.bias = None
         if bias:
-            self.bias = replicated_parameter((out_features,), f"{name}.bias", tp, partial_grad=self.sp, **factory)
+            self.bias = replicated_parameter(
+                (out_features,), f"{name}.bias", tp, partial_grad=self.sp, **factory
+            )
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
         """
@@ -250,7 +293,8 @@ class RowParallelLinear(nn.Module):
         Returns:
             `[s/cp/tp, b, out]` with sp, else `[s/cp, b, out]`.
 
-        Comm: reduce_scatter tp of s/cp·b·out elements with sp, else all_reduce / all_gather with sp, else none.
+        Comm: reduce_scatter tp of s/cp·b·out elements with sp, else all_reduce / all_gather with
+            sp, else none.
         """
         if self.tp.size == 1:
             y = local_linear(x, self.weight, defer)
@@ -263,14 +307,22 @@ class RowParallelLinear(nn.Module):
 
 
 def replicated_parameter(
-    shape: tuple[int, ...], name: str, tp: Axis, *, partial_grad: bool, init: float | str = "zeros",
-    decay: bool = False, **factory,
-) -> nn.Parameter:  # fmt: skip
-    """Returns a parameter of which every tp rank holds a whole copy (norms, output biases, position tables).
+    shape: tuple[int, ...],
+    name: str,
+    tp: Axis,
+    *,
+    partial_grad: bool,
+    init: float | str = "zeros",
+    decay: bool = False,
+    **factory,
+) -> nn.Parameter:
+    """Returns a parameter of which every tp rank holds a whole copy (norms, output biases, position
+    tables).
 
     Args:
         name: global name.
-        partial_grad: each rank sees only part of its gradient (of a share of the sequence), to be summed over tp.
+        partial_grad: each rank sees only part of its gradient (of a share of the sequence), to be
+            summed over tp.
         init, decay: as in ShardSpec.
         factory: dtype and device.
     """

@@ -1,13 +1,15 @@
-"""A linear layer's GEMM and its collective: one after the other, or in chunks, so that one hides the other.
+"""A linear layer's GEMM and its collective: one after the other, or in chunks, so that one hides
+the other.
 
                          whole (`none`)                   in chunks of one rank's tokens (`chunked`, `fused`)
     all_gather_gemm      all_gather x, then one GEMM      GEMMs of own x, the previous rank's, ... as they arrive
     gemm_reduce_scatter  one GEMM, then reduce_scatter    GEMMs for the other ranks first, own chunk last; their sums
 
-In chunks there are tp GEMMs, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes
-chunks around a ring of ranks and adds up in that order. With `fused` ranks write into each other's memory
-(fused_overlap.py).
-Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
+In chunks there are tp GEMMs, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels.
+`chunked` passes chunks around a ring of ranks and adds up in that order. With `fused` ranks write
+into each other's memory (fused_overlap.py).
+Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition"
+    (ASPLOS 2023).
 """
 
 from dataclasses import dataclass
@@ -25,16 +27,22 @@ class Gemm:
     """A linear layer's GEMM for some of the tokens, forward or backward."""
 
     weight: Tensor  # `[out, in]`
-    # False computes outputs, `[..., in]` -> `[..., out]`; True gradients of inputs, `[..., out]` -> `[..., in]`
+    # False computes outputs, `[..., in]` -> `[..., out]`; True gradients of inputs, `[..., out]` ->
+    # `[..., in]`
     backward: bool = False
 
     def __call__(self, operand: Operand) -> Tensor:
         gemms = gemms_of(self.weight)
-        return gemms.input_grad(operand, self.weight) if self.backward else gemms.forward(operand, self.weight)
+        return (
+            gemms.input_grad(operand, self.weight)
+            if self.backward
+            else gemms.forward(operand, self.weight)
+        )
 
     @property
     def is_plain(self) -> bool:
-        """Whether it multiplies with the weight as it is, not in FP8, so that a fused kernel can do it."""
+        """Whether it multiplies with the weight as it is, not in FP8, so that a fused kernel can do
+        it."""
         return gemms_of(self.weight) is PLAIN
 
 
@@ -43,7 +51,9 @@ class Overlap:
 
     buffer_bytes = 0  # of this rank's memory that other ranks write into
 
-    def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+    def all_gather_gemm(
+        self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool
+    ) -> tuple[Tensor, Operand]:
         """Returns gemm(all_gather(operand)), and what was gathered.
 
         Args:
@@ -76,16 +86,20 @@ class Overlap:
         return reduce_scatter(gemm(operand), tp)
 
     def check(self) -> None:
-        """Raises if an exchange failed; called once the device has computed results, before they are used for good.
+        """Raises if an exchange failed; called once the device has computed results, before they
+        are used for good.
 
-        Raises TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
+        Raises TimeoutError: a rank has not sent its share; names it. Collectives time out by
+        themselves.
         """
 
 
 class Chunked(Overlap):
     """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
 
-    def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+    def all_gather_gemm(
+        self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool
+    ) -> tuple[Tensor, Operand]:
         """Gathers chunk by chunk. Comm: tp-1 shifts of the operand."""
         outputs: list[Tensor] = [operand[0]] * tp.size
         chunks: list[Operand] = [operand] * tp.size
@@ -94,7 +108,8 @@ class Chunked(Overlap):
             last = step + 1 == tp.size
             shifts = [] if last else [start_shift(part, tp, tag) for tag, part in enumerate(chunk)]
             owner = (tp.rank - step) % tp.size
-            outputs[owner], chunks[owner] = gemm(chunk), chunk  # [s/tp, b, out] of the rank `step` behind
+            # [s/tp, b, out] of the rank `step` behind
+            outputs[owner], chunks[owner] = gemm(chunk), chunk
             chunk = tuple(shift.wait() for shift in shifts)
         return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
 
@@ -107,7 +122,8 @@ class Chunked(Overlap):
             term = gemm(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
             if travelling is not None:
                 term += travelling.wait()
-            travelling = start_shift(term, tp) if step + 1 < tp.size else None  # [s/tp, b, out]  shift tp
+            # [s/tp, b, out]  shift tp
+            travelling = start_shift(term, tp) if step + 1 < tp.size else None
         return term
 
 

@@ -1,7 +1,9 @@
-"""How all ranks learn that something went wrong on one of them, before they wait for it in a collective.
+"""How all ranks learn that something went wrong on one of them, before they wait for it in a
+collective.
 
-A rank that raises alone leaves the others in their next collective until `parallel.timeout_s`. What may fail on one
-rank alone (files, above all) therefore runs inside `on_every_rank` or `on_rank_0`, and then every rank raises at once.
+A rank that raises alone leaves the others in their next collective until `parallel.timeout_s`. What
+may fail on one rank alone (files, above all) therefore runs inside `on_every_rank` or `on_rank_0`,
+and then every rank raises at once.
 
 Ranks send each other JSON, or bytes: nothing that arrives is unpickled.
 """
@@ -18,8 +20,11 @@ from megatron5d.config.errors import Refused
 
 T = TypeVar("T")
 _RAISED: dict[str, type[Exception]] = {
-    "OSError": OSError, "Refused": Refused, "ValueError": ValueError, "RuntimeError": RuntimeError,
-}  # fmt: skip
+    "OSError": OSError,
+    "Refused": Refused,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
 _BYTES, _FAULT = b"\0", b"\1"  # before what is not JSON, which begins with neither
 
 
@@ -33,18 +38,21 @@ class Failure(NamedTuple):
     @property
     def more(self) -> str:
         """How many other ranks failed, to be appended to a message; "" where none did."""
-        return f" (and {self.others} more rank{'s' if self.others > 1 else ''})" if self.others else ""
+        return (
+            f" (and {self.others} more rank{'s' if self.others > 1 else ''})" if self.others else ""
+        )
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.text}{self.more}"
 
 
 def on_every_rank(act: Callable[[], T]) -> T:
-    """Calls `act`, which must not communicate, on every rank; if it raises on some ranks, every rank raises.
+    """Calls `act`, which must not communicate, on every rank; if it raises on some ranks, every
+    rank raises.
 
-    Returns this rank's value. Raises Exception: the rank's own error where `act` raised. Raises OSError, ValueError: on
-    other ranks, with the first such rank and its message. For any other error a RuntimeError with that rank's call
-    stack.
+    Returns this rank's value. Raises Exception: the rank's own error where `act` raised. Raises
+    OSError, ValueError: on other ranks, with the first such rank and its message. For any other
+    error a RuntimeError with that rank's call stack.
 
     Comm: as `first_failure`.
     """
@@ -65,8 +73,8 @@ def on_every_rank(act: Callable[[], T]) -> T:
 def on_rank_0(act: Callable[[], T]) -> T:
     """Calls `act`, which must not communicate, on rank 0 alone.
 
-    Returns its value on every rank: bytes, or what JSON holds. Where there are several ranks, tuples become lists.
-    Raises Exception: on every rank, as in `on_every_rank`.
+    Returns its value on every rank: bytes, or what JSON holds. Where there are several ranks,
+    tuples become lists. Raises Exception: on every rank, as in `on_every_rank`.
 
     Comm: a broadcast of the value over the world.
     """
@@ -88,7 +96,8 @@ def on_rank_0(act: Callable[[], T]) -> T:
 
 
 def broadcast_bytes(message: bytes | None, source: int) -> bytes:
-    """Broadcasts a message of one rank, at least one byte; None on the others. Comm: its length, and its bytes."""
+    """Broadcasts a message of one rank, at least one byte; None on the others. Comm: its length,
+    and its bytes."""
     device = _device()
     size = torch.tensor(len(message or b""), device=device)
     dist.broadcast(size, source)
@@ -111,7 +120,8 @@ def gather_json(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     content = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(content) for _ in sizes]
     dist.all_gather(gathered, content, group=group)
-    return [json.loads(each.cpu().numpy().tobytes()) for each in gathered]  # blanks at the end are no fault of JSON
+    # blanks at the end are no fault of JSON
+    return [json.loads(each.cpu().numpy().tobytes()) for each in gathered]
 
 
 def _device(group: dist.ProcessGroup | None = None) -> str:
@@ -127,29 +137,32 @@ def _decoded(message: bytes) -> Any:
 
 
 def first_failure(fault: str | None, *, alone: bool = False) -> Failure | None:
-    """Returns the failure of the first rank on which something went wrong, the same on every rank; None where all
-    went well.
+    """Returns the failure of the first rank on which something went wrong, the same on every rank;
+    None where all went well.
 
     Args:
         fault: of this rank, in words; None = none.
         alone: this process asks for itself, without communication.
 
-    Comm: unless alone an all_reduce of one number over the world. Where something went wrong one more, and a broadcast
-        of the words. (After an all_gather of objects each rank would read every other's answer back from its GPU one by
-        one, which takes seconds for thousands of them.)
+    Comm: unless alone an all_reduce of one number over the world. Where something went wrong one
+        more, and a broadcast of the words. (After an all_gather of objects each rank would read
+        every other's answer back from its GPU one by one, which takes seconds for thousands of
+        them.)
     """
     found = _first(fault, alone)
     return None if found is None else Failure(*found)
 
 
 def failure_among(faults: Sequence[str | None]) -> Failure | None:
-    """Finds the `first_failure` without communication, where rank 0 knows the faults of all ranks, in their order."""
+    """Finds the `first_failure` without communication, where rank 0 knows the faults of all ranks,
+    in their order."""
     failed = [rank for rank, fault in enumerate(faults) if fault]
     return Failure(failed[0], faults[failed[0]] or "", len(failed) - 1) if failed else None
 
 
 def of_any_rank(value: T | None) -> T | None:
-    """Returns the value of the first rank that has one, the same on every rank; None where none has.
+    """Returns the value of the first rank that has one, the same on every rank; None where none
+    has.
 
     Comm: as `first_failure`.
     """
@@ -158,7 +171,8 @@ def of_any_rank(value: T | None) -> T | None:
 
 
 def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
-    """Returns (rank, fault, number of others) of the first rank with a fault; communicates as `first_failure`."""
+    """Returns (rank, fault, number of others) of the first rank with a fault; communicates as
+    `first_failure`."""
     if alone or not dist.is_initialized():
         return None if fault is None else (0, fault, 0)
     rank, device = dist.get_rank(), _device()
@@ -173,7 +187,8 @@ def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """Returns what the other ranks raise for this rank's error: its kind and message, or our call stack."""
+    """Returns what the other ranks raise for this rank's error: its kind and message, or our call
+    stack."""
     for kind in ("OSError", "Refused", "ValueError"):
         if isinstance(error, _RAISED[kind]):
             return kind, str(error)

@@ -1,4 +1,5 @@
-"""An axis: the ranks that share the work of one parallel dimension, as a layer of one of them sees it."""
+"""An axis: the ranks that share the work of one parallel dimension, as a layer of one of them sees
+it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class Axis:
     ranks: tuple[int, ...] = (0,)  # global ranks of the group, in the order of their position
     rank: int = 0  # this process's position, 0 ... size-1
     group: Any = None  # process group over `ranks`; None at size 1, where nothing is ever sent
-    recorder: Recorder | None = None  # counts every collective on this axis; None = nothing is counted
+    # counts every collective on this axis; None = nothing is counted
+    recorder: Recorder | None = None
 
     @property
     def size(self) -> int:
@@ -37,7 +39,8 @@ class Axis:
     def divide(self, n: int, what: str) -> int:
         """Returns n / size, each rank's equal share.
 
-        Raises ValueError: size does not divide n; names both numbers, the axis, and the nearest values of n that fit.
+        Raises ValueError: size does not divide n; names both numbers, the axis, and the nearest
+        values of n that fit.
         """
         if n % self.size:
             low = n // self.size * self.size
@@ -54,7 +57,8 @@ class Axis:
             self.recorder.record(self.name, op, num_elements, element_bytes)
 
     def wait(self, act: Callable[[], T]) -> T:
-        """Calls `act`, which waits for other ranks of this axis. Every such wait goes through here, to be measured."""
+        """Calls `act`, which waits for other ranks of this axis. Every such wait goes through here,
+        to be measured."""
         return act() if self.recorder is None else self.recorder.wait(self.name, act)
 
     def __repr__(self) -> str:

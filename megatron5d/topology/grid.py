@@ -1,4 +1,5 @@
-"""Rank arithmetic in plain integers: the position of each rank in the dense and in the expert view of one world.
+"""Rank arithmetic in plain integers: the position of each rank in the dense and in the expert view
+of one world.
 
 Dense view   pp · dp · cp · tp     (in any order; dp = dp_replicate × dp_shard, shard fastest)
 Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, etp fastest; edp = edp_replicate × edp_shard)
@@ -18,7 +19,8 @@ that holds the embedding, where that is another."""
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 
-# The process groups of layers and reductions: name -> the axes of the dense or of the expert grid that they span
+# The process groups of layers and reductions: name -> the axes of the dense or of the expert grid
+# that they span
 DENSE_GROUPS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -72,27 +74,41 @@ class Sizes:
 
     @property
     def edp_replicate(self) -> int:
-        """Replicas that HSDP divides edp into: as many as for dp where that divides edp, otherwise 1."""
+        """Replicas that HSDP divides edp into: as many as for dp where that divides edp, otherwise
+        1."""
         return self.dp_replicate if self.edp % self.dp_replicate == 0 else 1
 
 
 def resolve(
-    world: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None,
-    dp_replicate: int = 1, order: tuple[str, ...] = DENSE_AXES, cp_inner: int = 1, ep_inner: int = 1,
-) -> Sizes:  # fmt: skip
+    world: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    dp_replicate: int = 1,
+    order: tuple[str, ...] = DENSE_AXES,
+    cp_inner: int = 1,
+    ep_inner: int = 1,
+) -> Sizes:
     """Derives dp, which is what remains of the world; both views have exactly `world` ranks.
 
     Args:
-        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, valid (config/checks/layout.py); etp=None means tp.
+        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, valid (config/checks/layout.py);
+            etp=None means tp.
         order: the dense axes, slowest first.
-        cp_inner: neighbours in the cp group that exchange heads for sequence (`parallel.cp_method=two_level`).
+        cp_inner: neighbours in the cp group that exchange heads for sequence
+            (`parallel.cp_method=two_level`).
         ep_inner: neighbours in the ep group that are in one node.
     """
     assert sorted(order) == sorted(DENSE_AXES), order
     dp, etp = world // (tp * cp * pp), tp if etp is None else etp
     assert dp * tp * cp * pp == world and dp % dp_replicate == 0, (world, tp, cp, pp, dp_replicate)
     assert dp * cp * tp % (ep * etp) == 0, (dp, cp, tp, ep, etp)
-    return Sizes(pp, dp_replicate, dp // dp_replicate, cp, tp, ep, etp, tuple(order), cp_inner, ep_inner)
+    return Sizes(
+        pp, dp_replicate, dp // dp_replicate, cp, tp, ep, etp, tuple(order), cp_inner, ep_inner
+    )
 
 
 class Grid:
@@ -103,7 +119,9 @@ class Grid:
         ranks: the rank at each row-major position; None = 0 ... n-1.
     """
 
-    def __init__(self, axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...] | None = None
+    ) -> None:
         self.names = tuple(name for name, _ in axes)
         self.sizes = tuple(size for _, size in axes)
         self.ranks = tuple(range(prod(self.sizes))) if ranks is None else ranks
@@ -117,19 +135,30 @@ class Grid:
         return self._position[rank] // self._stride[name] % self._size[name]
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """Returns all ranks that differ from `rank` along `names` only, row-major in the grid's own order."""
+        """Returns all ranks that differ from `rank` along `names` only, row-major in the grid's own
+        order."""
         along = [name for name in self.names if name in names]
-        start = self._position[rank] - sum(self.coordinate(rank, name) * self._stride[name] for name in along)
-        return tuple([self.ranks[start + step] for step in self._steps(along)])  # faster than a generator here
+        start = self._position[rank] - sum(
+            self.coordinate(rank, name) * self._stride[name] for name in along
+        )
+        # faster than a generator here
+        return tuple([self.ranks[start + step] for step in self._steps(along)])
 
     def groups(self, *names: str) -> Iterator[tuple[int, ...]]:
-        """Yields every group along `names`, each once; together they are a partition of the ranks."""
+        """Yields every group along `names`, each once; together they are a partition of the
+        ranks."""
         steps = self._steps([name for name in self.names if name in names])
         for start in self._steps([name for name in self.names if name not in names]):
             yield tuple([self.ranks[start + step] for step in steps])
 
-    def _steps(self, names: list[str]) -> list[int]:  # positions of all coordinates along these, zero on the others
-        return [sum(at) for at in product(*(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in names))]
+    # positions of all coordinates along these, zero on the others
+    def _steps(self, names: list[str]) -> list[int]:
+        return [
+            sum(at)
+            for at in product(
+                *(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in names)
+            )
+        ]
 
 
 @lru_cache(maxsize=8)
@@ -147,12 +176,15 @@ def dense_grid(sizes: Sizes) -> Grid:
 def place_of(sizes: Sizes, rank: int) -> str:
     """Returns a rank for messages: its number and its coordinates in the dense view."""
     grid = dense_grid(sizes)
-    return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
+    return (
+        f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
+    )
 
 
 @lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
-    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; ranks of a stage in ascending order."""
+    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; ranks of a stage in ascending
+    order."""
     stages = [sorted(dense.group(first, *DENSE_GROUPS["stage"])) for first in dense.group(0, "pp")]
     ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate

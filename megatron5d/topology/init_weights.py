@@ -1,8 +1,10 @@
-"""Random numbers that depend only on (seed, global name, global index): the same initial weights on any layout.
+"""Random numbers that depend only on (seed, global name, global index): the same initial weights on
+any layout.
 
-A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so each rank computes only its
-own rectangle and no rank ever holds a whole large weight. SplitMix64's finaliser (Steele et al. 2014, "Fast
-splittable pseudorandom number generators") gives 64 random bits per element, Box-Muller turns them into a normal.
+A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so each
+rank computes only its own rectangle and no rank ever holds a whole large weight. SplitMix64's
+finaliser (Steele et al. 2014, "Fast splittable pseudorandom number generators") gives 64 random
+bits per element, Box-Muller turns them into a normal.
 """
 
 import hashlib
@@ -45,16 +47,20 @@ def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
 
 def stream_key(seed: int, name: str) -> int:
     """Returns the 64-bit key of the stream for a name, such as that of a parameter."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any shape)."""
+    """Returns uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any
+    shape)."""
     return _shift(hash_bits(key, index), 11).double() * 2.0**-53
 
 
 def normal(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns standard normal deviates, fp64, one for each element of `index` (int64, any shape)."""
+    """Returns standard normal deviates, fp64, one for each element of `index` (int64, any
+    shape)."""
     bits = hash_bits(key, index)
     radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1): the logarithm is finite
     angle = (bits & 0xFFFFFFFF).double() * 2.0**-32
@@ -63,7 +69,8 @@ def normal(key: int, index: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
-    """Fills a parameter that `new_parameter` made as its ShardSpec says; padding rows become zero."""
+    """Fills a parameter that `new_parameter` made as its ShardSpec says; padding rows become
+    zero."""
     parameter.zero_()
     for piece in spec_of(parameter).pieces:
         rows = parameter[piece.row : piece.row + piece.shape[0]] if piece.shape else parameter
@@ -71,7 +78,9 @@ def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
 
 
 @torch.no_grad()
-def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: ShardSpec, seed: int) -> None:
+def initialize_rectangle(
+    local: torch.Tensor, offset: tuple[int, ...], spec: ShardSpec, seed: int
+) -> None:
     """Fills a rectangle of a global tensor.
 
     Args:
@@ -87,19 +96,31 @@ def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: Sha
 
 
 def _fill_normal(
-    local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: int, std: float, first: int = 0
+    local: torch.Tensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    key: int,
+    std: float,
+    first: int = 0,
 ) -> None:
-    """Sets local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows at a time."""
+    """Sets local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows
+    at a time."""
     row_stride = prod(shape[1:])
     if local.dim() > 2:  # a stack of matrices: one by one, because each may be larger than a chunk
         for i, matrix in enumerate(local):
-            _fill_normal(matrix, offset[1:], shape[1:], key, std, first + (offset[0] + i) * row_stride)
+            _fill_normal(
+                matrix, offset[1:], shape[1:], key, std, first + (offset[0] + i) * row_stride
+            )
         return
     step = max(1, _CHUNK // max(1, local[0].numel()))
     within = torch.arange(first, first + 1, device=local.device)
     if local.dim() == 2:
-        within = torch.arange(first + offset[1], first + offset[1] + local.shape[1], device=local.device)
+        within = torch.arange(
+            first + offset[1], first + offset[1] + local.shape[1], device=local.device
+        )
     for start in range(0, local.shape[0], step):
-        rows = torch.arange(start, min(start + step, local.shape[0]), device=local.device) + offset[0]
+        rows = (
+            torch.arange(start, min(start + step, local.shape[0]), device=local.device) + offset[0]
+        )
         index = rows[:, None] * row_stride + within
         local[start : start + step].copy_((normal(key, index) * std).view(-1, *local.shape[1:]))

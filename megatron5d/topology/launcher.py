@@ -1,8 +1,10 @@
-"""What the launcher says about this process: its rank, the world size, and where the ranks meet. Imports no torch.
+"""What the launcher says about this process: its rank, the world size, and where the ranks meet.
+Imports no torch.
 
-Every launcher of `LAUNCHERS` is understood, and none at all, which is one process. The nodes of a SLURM step find each
-other by the step's node list and the job's number; under mpirun MASTER_ADDR and MASTER_PORT say where. Where two
-launchers have set their variables and disagree, one of them is not the one that started this process: that is refused.
+Every launcher of `LAUNCHERS` is understood, and none at all, which is one process. The nodes of a
+SLURM step find each other by the step's node list and the job's number; under mpirun MASTER_ADDR
+and MASTER_PORT say where. Where two launchers have set their variables and disagree, one of them is
+not the one that started this process: that is refused.
 """
 
 import ctypes
@@ -16,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MET = "met"
-_FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
+# below the ephemeral range, so no outgoing connection holds it
+_FIRST_PORT, _NUM_PORTS = 12000, 20000
 _MAX_WORLD = 2**20
 _MAX_PORT = 2**16 - 1
 _PR_SET_PDEATHSIG = 1
@@ -29,8 +32,9 @@ class Environment:
     rank: int = 0  # of this process, 0 ... world-1
     world: int = 1
     local_rank: int = 0  # index among the processes of this node, which chooses the GPU
-    # where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or "met" where
-    # the launcher has made the process group already and will destroy it (local_ranks.py)
+    # where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at
+    # world 1, or "met" where the launcher has made the process group already and will destroy it
+    # (local_ranks.py)
     meeting: str = ""
 
 
@@ -45,15 +49,34 @@ class _Launcher:
 
 
 _TORCHRUN = _Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",))
-_SLURM = _Launcher("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",))
+_SLURM = _Launcher(
+    "srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)
+)
 LAUNCHERS = (
     _TORCHRUN,  # and launch/fork.py
     _SLURM,
-    _Launcher("mpirun", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
-    _Launcher("MVAPICH", ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",)),
-    _Launcher("jsrun", ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",)),
+    _Launcher(
+        "mpirun",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ),
+    _Launcher(
+        "MVAPICH",
+        ("MV2_COMM_WORLD_RANK",),
+        ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ),
+    _Launcher(
+        "jsrun", ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",)
+    ),
     _Launcher("flux run", ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",)),
-    _Launcher("PMI (MPICH, Intel MPI)", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
+    _Launcher(
+        "PMI (MPICH, Intel MPI)",
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ),
     _Launcher("PMIx", ("PMIX_RANK",)),
     _Launcher("PALS or ALPS", ("PALS_RANKID", "ALPS_APP_PE"), (), ("PALS_LOCAL_RANKID",)),
 )
@@ -71,28 +94,43 @@ class _Place:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody. Raises
-    ValueError: a launcher's variables are incomplete, out of range or contradict each other or another launcher's."""
-    places = _innermost([place for each in LAUNCHERS if (place := _place(each, variables))], variables)
+    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and
+    talks to nobody. Raises
+    ValueError: a launcher's variables are incomplete, out of range or contradict each other or
+        another launcher's."""
+    places = _innermost(
+        [place for each in LAUNCHERS if (place := _place(each, variables))], variables
+    )
     if not places:
         return Environment()
     for one, other in ((one, other) for one in places for other in places):
         if _differ(one.rank, other.rank) or _differ(one.world, other.world):
             raise ValueError(_disagreement(one, other))
-    whole = next((place for place in places if place.rank is not None and place.world is not None), None)
+    whole = next(
+        (place for place in places if place.rank is not None and place.world is not None), None
+    )
     if whole is None or whole.rank is None or whole.world is None:
         raise ValueError(_incomplete(places[0]))
     if whole.rank >= whole.world:
-        raise ValueError(f"{whole.text}: rank {whole.rank} of a world of {whole.world}, and ranks begin at 0")
+        raise ValueError(
+            f"{whole.text}: rank {whole.rank} of a world of {whole.world}, and ranks begin at 0"
+        )
     local = next((place.local_rank for place in places if place.local_rank is not None), whole.rank)
     if local >= whole.world:
-        raise ValueError(f"{whole.text}: local rank {local} of a world of {whole.world}, and local ranks begin at 0")
-    meeting = _meeting({place.launcher for place in places}, whole.world, variables) if whole.world > 1 else ""
+        raise ValueError(
+            f"{whole.text}: local rank {local} of a world of {whole.world}, and local ranks begin at 0"
+        )
+    meeting = (
+        _meeting({place.launcher for place in places}, whole.world, variables)
+        if whole.world > 1
+        else ""
+    )
     return Environment(whole.rank, whole.world, local, meeting)
 
 
 def speaks_for_node(variables: Mapping[str, str] = os.environ) -> bool:
-    """Says if no launcher calls this process another than the first of its node, for what must be printed once."""
+    """Says if no launcher calls this process another than the first of its node, for what must be
+    printed once."""
     locals_ = [name for launcher in LAUNCHERS for name in launcher.local_rank]
     return all(variables.get(name, "0") == "0" for name in locals_)
 
@@ -100,14 +138,22 @@ def speaks_for_node(variables: Mapping[str, str] = os.environ) -> bool:
 def _innermost(places: list[_Place], variables: Mapping[str, str]) -> list[_Place]:
     """Leaves out launchers that only started the one that started this process.
 
-    torchrun and fork.py mark what they start. mpirun starts a daemon on each node through srun, whose variables its
-    ranks inherit.
+    torchrun and fork.py mark what they start. mpirun starts a daemon on each node through srun,
+    whose variables its ranks inherit.
     """
     if "TORCHELASTIC_RUN_ID" in variables or "MEGATRON5D_MEETING" in variables:
         return [place for place in places if place.launcher is _TORCHRUN] or places
     slurm = next((place for place in places if place.launcher is _SLURM), None)
-    mpi = next((place for place in places if place.launcher not in (_SLURM, _TORCHRUN) and place.world), None)
-    if slurm and mpi and variables.get("SLURM_STEP_NUM_NODES", "1") == str(slurm.world) and mpi.world != slurm.world:
+    mpi = next(
+        (place for place in places if place.launcher not in (_SLURM, _TORCHRUN) and place.world),
+        None,
+    )
+    if (
+        slurm
+        and mpi
+        and variables.get("SLURM_STEP_NUM_NODES", "1") == str(slurm.world)
+        and mpi.world != slurm.world
+    ):
         return [place for place in places if place is not slurm]
     return places
 
@@ -115,11 +161,17 @@ def _innermost(places: list[_Place], variables: Mapping[str, str]) -> list[_Plac
 def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
     if launcher is _SLURM and "SLURM_STEP_ID" not in variables:
         return None  # a batch script or an salloc shell, where nobody else was started
-    told = [name for names in (launcher.rank, launcher.world) for name in names if name in variables]
+    told = [
+        name for names in (launcher.rank, launcher.world) for name in names if name in variables
+    ]
     if not told and launcher is not _SLURM:
         return None
-    if launcher is _SLURM and not all(map(variables.__contains__, ("SLURM_PROCID", "SLURM_LOCALID"))):
-        raise ValueError("SLURM_STEP_ID is set, and SLURM_PROCID is not set or SLURM_LOCALID is not; start with srun")
+    if launcher is _SLURM and not all(
+        map(variables.__contains__, ("SLURM_PROCID", "SLURM_LOCALID"))
+    ):
+        raise ValueError(
+            "SLURM_STEP_ID is set, and SLURM_PROCID is not set or SLURM_LOCALID is not; start with srun"
+        )
     rank, world, local = (
         _integer(variables, *names, high=high)
         for names, high in (
@@ -128,8 +180,17 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
             (launcher.local_rank, _MAX_WORLD - 1),
         )
     )
-    shown = [next((name for name in names if name in variables), None) for names in (launcher.rank, launcher.world)]
-    return _Place(launcher, rank, world, local, " ".join(f"{name}={variables[name]}" for name in shown if name))
+    shown = [
+        next((name for name in names if name in variables), None)
+        for names in (launcher.rank, launcher.world)
+    ]
+    return _Place(
+        launcher,
+        rank,
+        world,
+        local,
+        " ".join(f"{name}={variables[name]}" for name in shown if name),
+    )
 
 
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
@@ -158,7 +219,9 @@ def _disagreement(one: _Place, other: _Place) -> str:
 
 def _incomplete(place: _Place) -> str:
     launcher = place.launcher
-    lacking = (launcher.rank if place.rank is None else launcher.world)[:1] or ("the number of ranks",)
+    lacking = (launcher.rank if place.rank is None else launcher.world)[:1] or (
+        "the number of ranks",
+    )
     names = place.text.split("=")[0]
     return (
         f"{place.text} is set ({launcher.name}), and {lacking[0]} is not set; for one process: unset {names}; for N on "
@@ -189,9 +252,13 @@ def _meeting(launchers: set[_Launcher], world: int, variables: Mapping[str, str]
             "set MASTER_ADDR"
         )
     if port is None:
-        job, step = (_integer(variables, name, high=2**63) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job, step = (
+            _integer(variables, name, high=2**63) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+        )
         if job is None:
-            raise ValueError(f"{world} ranks, and neither MASTER_PORT nor SLURM_JOB_ID is set; set MASTER_PORT")
+            raise ValueError(
+                f"{world} ranks, and neither MASTER_PORT nor SLURM_JOB_ID is set; set MASTER_PORT"
+            )
         port = _FIRST_PORT + (job + (step or 0)) % _NUM_PORTS
     return f"tcp://{host}:{port}"
 
@@ -215,8 +282,8 @@ def rank_0_listens(
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07". Raises ValueError: the
-    list names no node."""
+    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
+    Raises ValueError: the list names no node."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     if first is None:
         raise ValueError(f"SLURM's node list is {node_list!r}: no host in it")
@@ -226,7 +293,9 @@ def first_host(node_list: str) -> str:
 def slurm_job(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Returns the id of the SLURM job ("" outside SLURM), and how often it was requeued."""
     restarts = variables.get("SLURM_RESTART_COUNT", "")
-    return variables.get("SLURM_JOB_ID", ""), int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0
+    return variables.get("SLURM_JOB_ID", ""), int(restarts) if re.fullmatch(
+        r"[0-9]{1,9}", restarts
+    ) else 0
 
 
 def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
@@ -237,7 +306,8 @@ def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes Linux kill this process when `parent`, which forked it, dies; ends it where that has happened already."""
+    """Makes Linux kill this process when `parent`, which forked it, dies; ends it where that has
+    happened already."""
     with suppress(AttributeError):  # another system, which leaves orphans
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -9,7 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis, Recorder
-from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Shared, Sizes, dense_grid, expert_grid
+from megatron5d.topology.grid import (
+    DENSE_GROUPS,
+    EXPERT_GROUPS,
+    Shared,
+    Sizes,
+    dense_grid,
+    expert_grid,
+)
 
 NOTHING_SHARED: Shared = MappingProxyType({})
 _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", "edp_replicate")
@@ -18,14 +25,15 @@ _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", 
 class Mesh(Mapping[str, Axis]):
     """The axes of one rank by name, as in `mesh["tp"]`.
 
-    Dense view: tp, cp (= cp_outer × cp_inner, inner fastest: context_parallel/zigzag.py), pp, dp, dp_replicate,
-    dp_cp (data × context), dp_shard_cp, cp_tp (the ranks that share a micro-batch), stage (all ranks with the same
-    layers).
-    Expert view: ep (= ep_outer × ep_inner), etp, ep_etp, ep_inner_etp, edp, edp_replicate, edp_shard.
+    Dense view: tp, cp (= cp_outer × cp_inner, inner fastest: context_parallel/zigzag.py), pp, dp,
+    dp_replicate, dp_cp (data × context), dp_shard_cp, cp_tp (the ranks that share a micro-batch),
+    stage (all ranks with the same layers). Expert view: ep (= ep_outer × ep_inner), etp, ep_etp,
+    ep_inner_etp, edp, edp_replicate, edp_shard.
     Besides: tp_kv (the tp ranks that hold copies of the same KV heads) and world (all ranks).
-    Where several pipeline ranks hold parameters together, also the union of their groups: dp_cp_pair,
-    dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and edp_replicate_pair of two that hold
-    the same stages, dp_cp_tied and so on of all that hold the embedding.
+    Where several pipeline ranks hold parameters together, also the union of their groups:
+    dp_cp_pair, dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and
+    edp_replicate_pair of two that hold the same stages, dp_cp_tied and so on of all that hold the
+    embedding.
     """
 
     def __init__(self, sizes: Sizes, axes: dict[str, Axis]) -> None:
@@ -46,7 +54,9 @@ class Mesh(Mapping[str, Axis]):
 
 
 @lru_cache(maxsize=8)
-def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> Mapping[str, tuple[int, ...]]:
+def groups_of(
+    sizes: Sizes, rank: int, num_kv_heads: int | None = None
+) -> Mapping[str, tuple[int, ...]]:
     """Returns the global ranks of every process group of `rank`, by axis name.
 
     `num_kv_heads` of the model are for `tp_kv`; None = each rank has KV heads of its own.
@@ -60,59 +70,77 @@ def groups_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> Mappi
         ranks_of[f"{name}_outer"], ranks_of[f"{name}_inner"] = _outer_and_inner(
             ranks_of[name], rank, getattr(sizes, f"{name}_inner")
         )
-    _, ranks_of["ep_inner_etp"] = _outer_and_inner(ranks_of["ep_etp"], rank, sizes.ep_inner * sizes.etp)
+    _, ranks_of["ep_inner_etp"] = _outer_and_inner(
+        ranks_of["ep_etp"], rank, sizes.ep_inner * sizes.etp
+    )
     ranks_of["world"] = tuple(range(sizes.world))
     return ranks_of
 
 
 def shared_groups_of(sizes: Sizes, rank: int, shared: Shared) -> dict[str, tuple[int, ...]]:
-    """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of all that share with it.
+    """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of all that share
+    with it.
 
     Args:
-        shared: suffix of the names -> disjoint sets of pipeline ranks; the groups of a rank in none are the plain ones.
+        shared: suffix of the names -> disjoint sets of pipeline ranks; the groups of a rank in none
+            are the plain ones.
     """
     dense, found = dense_grid(sizes), dict[str, tuple[int, ...]]()
     line, own = dense.group(rank, "pp"), dense.coordinate(rank, "pp")
     for suffix, sets in shared.items():
         together = next((ranks for ranks in sets if own in ranks), (own,))
         groups = [groups_of(sizes, line[other]) for other in together]
-        found |= {f"{name}_{suffix}": tuple(sorted({r for each in groups for r in each[name]})) for name in _PAIRED}
+        found |= {
+            f"{name}_{suffix}": tuple(sorted({r for each in groups for r in each[name]}))
+            for name in _PAIRED
+        }
     return found
 
 
-def _outer_and_inner(group: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the outer and the inner group of a rank, where a group is outer × `inner` ranks, inner fastest."""
+def _outer_and_inner(
+    group: tuple[int, ...], rank: int, inner: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the outer and the inner group of a rank, where a group is outer × `inner` ranks,
+    inner fastest."""
     first, place = divmod(group.index(rank), inner)
     return group[place::inner], group[first * inner : (first + 1) * inner]
 
 
 def _kv_copies(tp: tuple[int, ...], rank: int, num_kv_heads: int | None) -> tuple[int, ...]:
-    """Returns the neighbours in tp that hold the same KV head; only `rank` where every rank has its own."""
+    """Returns the neighbours in tp that hold the same KV head; only `rank` where every rank has its
+    own."""
     copies = max(1, len(tp) // num_kv_heads) if num_kv_heads else 1
     first = tp.index(rank) // copies * copies
     return tp[first : first + copies]
 
 
 def group_settings(timeout_s: float | None) -> dict[str, Any]:
-    """Returns `dist.new_group`'s keyword arguments for all groups but the world's; `timeout_s` as in `build_mesh`."""
+    """Returns `dist.new_group`'s keyword arguments for all groups but the world's; `timeout_s` as
+    in `build_mesh`."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return {"use_local_synchronization": True, "timeout": timeout}
 
 
 def build_mesh(
-    sizes: Sizes, rank: int = 0, *, num_kv_heads: int | None = None, shared: Shared = NOTHING_SHARED,
-    recorder: Recorder | None = None, timeout_s: float | None = None,
-) -> Mesh:  # fmt: skip
+    sizes: Sizes,
+    rank: int = 0,
+    *,
+    num_kv_heads: int | None = None,
+    shared: Shared = NOTHING_SHARED,
+    recorder: Recorder | None = None,
+    timeout_s: float | None = None,
+) -> Mesh:
     """Creates the process groups of this rank.
 
-    Every rank must call it with the same sizes, after `init_process_group` (at world size 1 without it).
-    Groups are created eagerly and in one order on all ranks; axes with the same ranks share a group.
+    Every rank must call it with the same sizes, after `init_process_group` (at world size 1 without
+    it). Groups are created eagerly and in one order on all ranks; axes with the same ranks share a
+    group.
 
     Args:
         num_kv_heads: of the model, for `tp_kv`.
         shared: which pipeline ranks hold parameters together; their axes are made too.
-        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the backend's default (torch
-            does not pass the world's timeout on to other groups).
+        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the
+            backend's default (torch does not pass the world's timeout on to other groups).
 
     Comm: one group creation per distinct group of more than one rank.
     """
@@ -129,21 +157,34 @@ def build_mesh(
             group = groups[ranks]
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
     for name, ranks in shared_groups_of(sizes, rank, shared).items():
-        # Not that of another axis with the same ranks: torch names a group by how many groups this rank has made, so
-        # a rank that shares with none must make as many as the others.
+        # Not that of another axis with the same ranks: torch names a group by how many groups this
+        # rank has made, so a rank that shares with none must make as many as the others.
         group = dist.new_group(list(ranks), group_desc=name, **settings)
-        axes[name] = Axis(name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder)
+        axes[name] = Axis(
+            name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder
+        )
     return Mesh(sizes, axes)
 
 
 def planned_mesh(
-    sizes: Sizes, rank: int = 0, *, num_kv_heads: int | None = None, shared: Shared = NOTHING_SHARED,
+    sizes: Sizes,
+    rank: int = 0,
+    *,
+    num_kv_heads: int | None = None,
+    shared: Shared = NOTHING_SHARED,
     recorder: Recorder | None = None,
-) -> Mesh:  # fmt: skip
-    """Returns the axes of any rank of any world, without process groups: for models on the meta device.
+) -> Mesh:
+    """Returns the axes of any rank of any world, without process groups: for models on the meta
+    device.
 
     Args:
         sizes, num_kv_heads, shared, recorder: as in `build_mesh`.
     """
     ranks_of = {**groups_of(sizes, rank, num_kv_heads), **shared_groups_of(sizes, rank, shared)}
-    return Mesh(sizes, {name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in ranks_of.items()})
+    return Mesh(
+        sizes,
+        {
+            name: Axis(name, ranks, ranks.index(rank), None, recorder)
+            for name, ranks in ranks_of.items()
+        },
+    )

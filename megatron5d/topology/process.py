@@ -1,4 +1,5 @@
-"""This process among the ranks: its device, joining the process group at the start and leaving it at the end."""
+"""This process among the ranks: its device, joining the process group at the start and leaving it
+at the end."""
 
 import math
 import os
@@ -30,7 +31,9 @@ class Process:
     device: torch.device
 
 
-def start_process(timeout_s: float, environment: Environment | None = None, store: dist.Store | None = None) -> Process:
+def start_process(
+    timeout_s: float, environment: Environment | None = None, store: dist.Store | None = None
+) -> Process:
     """Chooses the device and joins the other ranks; at world size 1 nothing is initialised.
 
     Args:
@@ -41,8 +44,8 @@ def start_process(timeout_s: float, environment: Environment | None = None, stor
     Comm: makes the world's process group, NCCL on GPUs and gloo otherwise, after `meet`.
 
     Raises:
-        ValueError: the node has no GPU for this local rank, the meeting point's host name does not resolve, or rank 0
-            cannot hold that many connections.
+        ValueError: the node has no GPU for this local rank, the meeting point's host name does not
+            resolve, or rank 0 cannot hold that many connections.
         OSError: another process has the port at which the ranks are to meet.
         TimeoutError: some ranks did not appear; names them.
     """
@@ -69,24 +72,30 @@ def start_process(timeout_s: float, environment: Environment | None = None, stor
 def stop_process() -> None:
     """Destroys the process group after a run that ended well.
 
-    Does nothing while an exception propagates: a failing rank must print its error before the others see it leave.
-    Otherwise one of their "connection closed" would be taken for the cause, and NCCL would wait for kernels that never
-    finish.
+    Does nothing while an exception propagates: a failing rank must print its error before the
+    others see it leave. Otherwise one of their "connection closed" would be taken for the cause,
+    and NCCL would wait for kernels that never finish.
     """
-    if dist.is_initialized() and os.environ.get("MEGATRON5D_MEETING") != MET and sys.exc_info()[0] is None:
+    if (
+        dist.is_initialized()
+        and os.environ.get("MEGATRON5D_MEETING") != MET
+        and sys.exc_info()[0] is None
+    ):
         _leave_in_order(dist.get_rank(), dist.get_world_size())
         dist.destroy_process_group()
 
 
 def use_batch_scheduling() -> None:
-    """Puts this process under SCHED_BATCH, so that a thread that wakes up does not preempt one that runs.
+    """Puts this process under SCHED_BATCH, so that a thread that wakes up does not preempt one that
+    runs.
 
-    Must be called before gloo starts its threads. gloo's device thread spins on a connection's lock. Where ranks
-    outnumber cores, it could preempt the thread that held the lock and then spin for a whole time slice, which took
-    most of the time of a small collective. Threads that wake up still use idle cores at once.
+    Must be called before gloo starts its threads. gloo's device thread spins on a connection's
+    lock. Where ranks outnumber cores, it could preempt the thread that held the lock and then spin
+    for a whole time slice, which took most of the time of a small collective. Threads that wake up
+    still use idle cores at once.
 
-    Only the default policy SCHED_OTHER is changed; a run started under another one (`chrt`) keeps it. Where a sandbox
-    forbids the change, the run is slower but works.
+    Only the default policy SCHED_OTHER is changed; a run started under another one (`chrt`) keeps
+    it. Where a sandbox forbids the change, the run is slower but works.
     """
     if hasattr(os, "SCHED_BATCH"):  # Linux
         with suppress(OSError):
@@ -95,8 +104,8 @@ def use_batch_scheduling() -> None:
 
 
 def allow_open_files() -> float:
-    """Raises the limit of open files as far as the system allows: a process that needs many must not meet the soft one.
-    Returns the limit."""
+    """Raises the limit of open files as far as the system allows: a process that needs many must
+    not meet the soft one. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # macOS promises more than it gives
@@ -105,7 +114,8 @@ def allow_open_files() -> float:
 
 
 def files_left_for_data(world: int) -> float:
-    """Files that a process may have open besides those of its own and its connections (those of rank 0, the most)."""
+    """Files that a process may have open besides those of its own and its connections (those of
+    rank 0, the most)."""
     return allow_open_files() - (world + _OTHER_FILES if world > 1 else _OWN_FILES)
 
 
@@ -126,8 +136,10 @@ def allow_connections(environment: Environment) -> None:
 
 
 def _leave_in_order(rank: int, world: int) -> None:
-    """Lets rank 0 leave last: its process may host the store, in which others still read how the last save ended."""
-    with suppress(RuntimeError):  # rank 0 has gone: this rank is late and needs nothing more from the store
+    """Lets rank 0 leave last: its process may host the store, in which others still read how the
+    last save ended."""
+    # rank 0 has gone: this rank is late and needs nothing more from the store
+    with suppress(RuntimeError):
         store = default_store()
         register(store, _LEFT, rank)
         if rank == 0:
@@ -135,8 +147,8 @@ def _leave_in_order(rank: int, world: int) -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU without
-    GPUs. Raises ValueError: the node shows fewer GPUs than it has ranks."""
+    """Returns this rank's GPU: the one of its local rank, or the only one that the launcher shows
+    it; the CPU without GPUs. Raises ValueError: the node shows fewer GPUs than it has ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -1,8 +1,9 @@
-"""The ranks find each other: one key-value store that all of them can reach, and the names of those that do not come.
+"""The ranks find each other: one key-value store that all of them can reach, and the names of those
+that do not come.
 
-Registers in the store are named sets of ranks. One process serves it, rank 0 or the launcher. So that its load does not
-grow with the square of the world, every rank may send a constant number of requests, and only one rank may send a
-request for each other rank.
+Registers in the store are named sets of ranks. One process serves it, rank 0 or the launcher. So
+that its load does not grow with the square of the world, every rank may send a constant number of
+requests, and only one rank may send a request for each other rank.
 """
 
 import hashlib
@@ -24,19 +25,27 @@ from megatron5d.topology.launcher import Environment
 
 
 def wandb_mode(configured: str) -> str:
-    """Returns how Weights & Biases works: as WANDB_MODE says where it is set, as everywhere else; else as configured.
+    """Returns how Weights & Biases works: as WANDB_MODE says where it is set, as everywhere else;
+    else as configured.
 
     Where there is no HOME, its service would print its own log: it is given the one of this user.
     """
     os.environ.setdefault("HOME", os.path.expanduser("~"))
     said = os.environ.get("WANDB_MODE", "")
-    return said if said in ("online", "offline", "disabled") and configured != "disabled" else configured
+    return (
+        said
+        if said in ("online", "offline", "disabled") and configured != "disabled"
+        else configured
+    )
 
 
 def wandb_ways_out() -> str:
-    """Returns what can be done where W&B does not take what it is given, by the knob that decides on its mode."""
+    """Returns what can be done where W&B does not take what it is given, by the knob that decides
+    on its mode."""
     decides = os.environ.get("WANDB_MODE") in ("online", "offline")
-    return "`wandb login`, or " + ("WANDB_MODE=offline in the environment" if decides else "log.wandb.mode=offline")
+    return "`wandb login`, or " + (
+        "WANDB_MODE=offline in the environment" if decides else "log.wandb.mode=offline"
+    )
 
 
 _POLL_S = 1.0  # longest pause between two requests: thousands of ranks may ask for minutes
@@ -45,15 +54,16 @@ _AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of i
 
 
 def default_store() -> dist.Store:
-    """Returns torch's default store: the one through which all ranks made the world's process group."""
+    """Returns torch's default store: the one through which all ranks made the world's process
+    group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def wait_until(there: Callable[[], bool], patience_s: float) -> bool:
     """Calls `there` until it is true, at first often, then once a second.
 
-    Unlike the store's own `wait`, this does not lock the store's client between two requests, so other threads of this
-    process can use it.
+    Unlike the store's own `wait`, this does not lock the store's client between two requests, so
+    other threads of this process can use it.
 
     Returns False where it did not become true in time.
     """
@@ -115,23 +125,27 @@ class Hello:
     """What a rank says when it comes to the meeting."""
 
     word: str = ""  # should be the same on all ranks; "" where there is none
-    # called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none
+    # called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for
+    # none
     review: Callable[[str], tuple[str, str]] | None = None
     trouble: str = ""  # why this rank cannot continue; "" where it can
 
 
 class Met(NamedTuple):
-    """All ranks have come: the store that they share, and the first remark of a review ("" = none)."""
+    """All ranks have come: the store that they share, and the first remark of a review ("" =
+    none)."""
 
     store: dist.Store
     remark: str
 
 
-RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
+# for the last rank to appear; nodes of one job boot minutes apart, not half hours
+RENDEZVOUS_TIMEOUT_S = 300.0
 SAY_WAITING_S = 20.0  # rank 0 names the ranks it waits for, at this interval
 _STARTS = "starts"  # in the store: how often the ranks were started
 TROUBLED_S = 30.0  # so long, once some rank has said that it cannot continue, others are waited for
-_VERDICT = "verdict"  # of each start, set by rank 0 at its end: [ranks that did not come in time, troubles, remark]
+# of each start, set by rank 0 at its end: [ranks that did not come in time, troubles, remark]
+_VERDICT = "verdict"
 _WORD = "word"  # of each start, set by rank 0 at its beginning: what rank 0 said
 _DIGEST = "digest"  # of that
 _TROUBLE, _REMARK = "trouble", "remark"  # of each start: numbered texts, and their count
@@ -140,12 +154,14 @@ _HERE = "here"  # the register of the ranks that have come, one for each start
 
 
 def meet(environment: Environment, hello: Hello | None = None) -> Met:
-    """Waits until all ranks have connected to the store that they share, and tells each what ails any of them.
+    """Waits until all ranks have connected to the store that they share, and tells each what ails
+    any of them.
 
     Comm: a few requests to the store per rank.
 
-    Raises Troubled: on every rank, if some rank has come with a trouble. Raises ValueError: the host name of the
-    meeting point does not resolve. Raises OSError: another process has the port of the meeting point. Raises
+    Raises Troubled: on every rank, if some rank has come with a trouble. Raises ValueError: the
+    host name of the meeting point does not resolve. Raises OSError: another process has the port of
+    the meeting point. Raises
     TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
     """
     where, hello = environment.meeting, hello or Hello()
@@ -168,22 +184,31 @@ def meet(environment: Environment, hello: Hello | None = None) -> Met:
 
 
 def _connect(environment: Environment, where: str, patience_s: float) -> dist.Store:
-    """Connects to a TCP store, which rank 0 hosts, or to a file store or the store of torchrun's agent.
+    """Connects to a TCP store, which rank 0 hosts, or to a file store or the store of torchrun's
+    agent.
 
-    The TCP store is made here because torch's rendezvous lets rank 0 wait inside of it for all ranks; when one is
-    absent, it reports how many came and not which one is missing.
+    The TCP store is made here because torch's rendezvous lets rank 0 wait inside of it for all
+    ranks; when one is absent, it reports how many came and not which one is missing.
     """
     timeout = timedelta(seconds=patience_s)
     if where.startswith("tcp://"):
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         _check_resolves(host)
-        if environment.meeting != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return dist.TCPStore(host, int(port), None, environment.rank == 0, timeout, wait_for_workers=False)
-    return next(dist.rendezvous(environment.meeting, environment.rank, environment.world, timeout=timeout))[0]
+        if (
+            environment.meeting != "env://"
+            or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        ):
+            return dist.TCPStore(
+                host, int(port), None, environment.rank == 0, timeout, wait_for_workers=False
+            )
+    return next(
+        dist.rendezvous(environment.meeting, environment.rank, environment.world, timeout=timeout)
+    )[0]
 
 
 def _check_resolves(host: str) -> None:
-    """Refuses a host name that does not resolve: torch would retry it for minutes and print nothing."""
+    """Refuses a host name that does not resolve: torch would retry it for minutes and print
+    nothing."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -193,15 +218,19 @@ def _check_resolves(host: str) -> None:
         ) from error
 
 
-def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, hello: Hello | None = None) -> Met:
+def _wait_for_all(
+    store: dist.Store, rank: int, world: int, timeout_s: float, hello: Hello | None = None
+) -> Met:
     """Waits until all ranks have registered in the store; rank 0 tells the others the result.
 
-    Returns the part of the store that belongs to this start of the ranks. torchrun keeps one store when it starts them
-    again, and without a part of its own a new start would count ranks of dead processes.
+    Returns the part of the store that belongs to this start of the ranks. torchrun keeps one store
+    when it starts them again, and without a part of its own a new start would count ranks of dead
+    processes.
     """
     hello = hello or Hello()
     if rank:
-        started = _join_newest_start(store, rank, timeout_s + 10, hello)  # rank 0 gives up first, and says why
+        # rank 0 gives up first, and says why
+        started = _join_newest_start(store, rank, timeout_s + 10, hello)
     else:
         number = store.add(_STARTS, 0) + 1
         started = _store_of_start(store, number)
@@ -220,7 +249,9 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, he
     if troubles:
         raise Troubled(troubles)
     if missing:
-        raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}")
+        raise TimeoutError(
+            f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}"
+        )
     return Met(started, remark)
 
 
@@ -238,7 +269,10 @@ def _come(started: dist.Store, rank: int, trouble: str, remark: str) -> None:
 
 def _numbered(started: dist.Store, name: str) -> list[str]:
     """Returns the texts of one kind that ranks have brought to a start."""
-    return [started.get(f"{name}/{n + 1}").decode() for n in range(min(started.add(name, 0), _MOST_TROUBLES))]
+    return [
+        started.get(f"{name}/{n + 1}").decode()
+        for n in range(min(started.add(name, 0), _MOST_TROUBLES))
+    ]
 
 
 def _store_of_start(store: dist.Store, number: int) -> dist.Store:
@@ -249,8 +283,9 @@ def _store_of_start(store: dist.Store, number: int) -> dist.Store:
 def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: Hello) -> dist.Store:
     """Registers in the newest start and waits for rank 0's verdict on it.
 
-    A start is over if an earlier process of this rank has joined it, or if rank 0 has already given its verdict. The
-    start that this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
+    A start is over if an earlier process of this rank has joined it, or if rank 0 has already given
+    its verdict. The start that this rank joins may be an old one as well; rank 0 then opens a newer
+    one, which this rank joins instead.
 
     Returns the part of the store that belongs to the start.
     """
@@ -265,7 +300,11 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
             store.add(known, newest - joined)
             joined, started = newest, _store_of_start(store, newest)
             trouble, remark = hello.trouble, ""
-            if not trouble and hello.review and started.get(_DIGEST).decode() not in (_digest(""), _digest(hello.word)):
+            if (
+                not trouble
+                and hello.review
+                and started.get(_DIGEST).decode() not in (_digest(""), _digest(hello.word))
+            ):
                 trouble, remark = hello.review(started.get(_WORD).decode())
             _come(started, rank, trouble, remark)
         return started is not None and started.check([_VERDICT])
@@ -278,8 +317,9 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
 def _wait_for_registrations(started: dist.Store, world: int, timeout_s: float) -> str:
     """Returns the ranks that have not registered in time, as text; "" where all have.
 
-    One or two requests count the ranks and the troubles; only after `SAY_WAITING_S` is each rank looked up. Once some
-    rank cannot continue, the others are given `TROUBLED_S`, as they may have ended by themselves.
+    One or two requests count the ranks and the troubles; only after `SAY_WAITING_S` is each rank
+    looked up. Once some rank cannot continue, the others are given `TROUBLED_S`, as they may have
+    ended by themselves.
     """
     deadline = time.monotonic() + timeout_s
     troubled = False

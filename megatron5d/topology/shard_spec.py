@@ -8,7 +8,8 @@ A local parameter is a stack of pieces along its dim 0. Each piece is a rectangl
     3d .. 4d     v head   rows  (a+g)·d + ...      (d: head dim; a query heads, g KV heads)
 
 Rows that no piece covers are padding: they are zero, receive no gradient and are never saved.
-Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
+Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion
+all read this.
 """
 
 from collections.abc import Iterator
@@ -25,11 +26,14 @@ class Piece:
     """A rectangle of the global tensor and the local rows that hold it."""
 
     offset: tuple[int, ...]  # first index in each dim of the global tensor
-    shape: tuple[int, ...]  # extent in each dim; all of a local row's elements belong to the rectangle
+    # extent in each dim; all of a local row's elements belong to the rectangle
+    shape: tuple[int, ...]
     row: int = 0  # first local row (dim 0) of the rectangle
-    # axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its gradient, to be added up
+    # axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its
+    # gradient, to be added up
     summed: tuple[str, ...] = ()
-    # this rank is the first of those that hold the rectangle; only it counts the piece in norms and writes it to disk
+    # this rank is the first of those that hold the rectangle; only it counts the piece in norms and
+    # writes it to disk
     owner: bool = True
 
     @property
@@ -51,20 +55,23 @@ class ShardSpec:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # what this rank holds of it
     expert: bool = False  # replicated over edp (True) or over dp·cp (False)
-    init: float | str = "zeros"  # standard deviation of the normal initialisation, or "ones" / "zeros"
+    # standard deviation of the normal initialisation, or "ones" / "zeros"
+    init: float | str = "zeros"
     decay: bool = True  # whether weight decay applies
-    # "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional schedule),
-    # "tied" where several do (an embedding whose uses are on different ranks), and they count as data parallel;
-    # otherwise ""
+    # "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a
+    # bidirectional schedule), "tied" where several do (an embedding whose uses are on different
+    # ranks), and they count as data parallel; otherwise ""
     shared: str = ""
-    # global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
-    # orthogonalises one by one; () = one matrix
+    # global rows of each of several matrices stacked in this parameter (q, k and v; gate and up),
+    # which Muon orthogonalises one by one; () = one matrix
     stack: tuple[int, ...] = ()
-    head_rows: tuple[int, ...] = ()  # rows of a head in each of them, for optim.muon_per_head; () = they have no heads
+    # rows of a head in each of them, for optim.muon_per_head; () = they have no heads
+    head_rows: tuple[int, ...] = ()
 
 
 def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:
-    """Returns the only piece of a tensor that this rank holds entirely; the arguments are those of `Piece`."""
+    """Returns the only piece of a tensor that this rank holds entirely; the arguments are those of
+    `Piece`."""
     return (Piece((0,) * len(shape), shape, 0, summed, owner),)
 
 
@@ -73,9 +80,11 @@ _WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes new parameters with a shape but no memory in this context; a flat buffer gives it to them later.
+    """Makes new parameters with a shape but no memory in this context; a flat buffer gives it to
+    them later.
 
-    This way no rank ever holds more of the model than the slices that it keeps (data_parallel/bucket.py).
+    This way no rank ever holds more of the model than the slices that it keeps
+    (data_parallel/bucket.py).
     """
     token = _WITHOUT_MEMORY.set(True)
     try:
@@ -85,14 +94,19 @@ def without_memory() -> Iterator[None]:
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Says if a parameter has memory, unlike one that was made `without_memory` and not put into a buffer yet."""
+    """Says if a parameter has memory, unlike one that was made `without_memory` and not put into a
+    buffer yet."""
     return parameter.is_contiguous()
 
 
-def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
-    """Makes a local parameter that carries its spec as `.spec`; its pieces are not initialised, its padding is 0."""
+def new_parameter(
+    local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device
+) -> torch.nn.Parameter:
+    """Makes a local parameter that carries its spec as `.spec`; its pieces are not initialised, its
+    padding is 0."""
     if _WITHOUT_MEMORY.get():
-        # one expanded element; torch does not let a parameter change from the meta device to another
+        # one expanded element; torch does not let a parameter change from the meta device to
+        # another
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)
     else:
         padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
@@ -107,7 +121,9 @@ def spec_of(parameter: torch.Tensor) -> ShardSpec:
     return parameter.spec  # type: ignore[attr-defined]
 
 
-def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(
+    shape: tuple[int, ...], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Divides the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
 
     Args:

@@ -1,4 +1,5 @@
-"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. Shows what holds what."""
+"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. Shows what
+holds what."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
-from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
+from megatron5d.train.startup_warnings import (
+    broken_checkpoints,
+    checkpoints_ahead,
+    idle_routers,
+    passed_over,
+)
 from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
 from megatron5d.train.step import Trainer
 
@@ -59,14 +65,21 @@ class Run:
 
     @property
     def reads_tokens(self) -> bool:
-        """This rank needs tokens: to embed or to predict them; elsewhere to tell documents or padding apart."""
+        """This rank needs tokens: to embed or to predict them; elsewhere to tell documents or
+        padding apart."""
         model = self.model
         ends = model.embedding is not None or model.head is not None or len(model.mtp_blocks) > 0
-        return ends or self.config.data.document_mask or self.config.model.num_experts > 0 or self.padded
+        return (
+            ends
+            or self.config.data.document_mask
+            or self.config.model.num_experts > 0
+            or self.padded
+        )
 
 
 def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
-    """Builds a run and brings it to its first step: new weights, imported ones, or those of a checkpoint.
+    """Builds a run and brings it to its first step: new weights, imported ones, or those of a
+    checkpoint.
 
     Args:
         layout: of the pipeline, the same on every rank.
@@ -78,7 +91,8 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     """
     choice.use(choice.Settings(**asdict(config.kernels)))
     if config.train.cuda_graph != "none" and process.device.type == "cuda":
-        stream = torch.cuda.Stream(process.device)  # the default stream cannot be captured, and autograd stays on one
+        # the default stream cannot be captured, and autograd stays on one
+        stream = torch.cuda.Stream(process.device)
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
     ledger = Ledger(process.device)
@@ -91,30 +105,51 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         timeout_s=config.parallel.timeout_s,
     )
     with without_memory():
-        model = GPT(config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared)
+        model = GPT(
+            config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared
+        )
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
-    notes, progress = [*idle_routers(config), layout.note, passed_over(config, checkpoint)], Progress()
+    notes, progress = (
+        [*idle_routers(config), layout.note, passed_over(config, checkpoint)],
+        Progress(),
+    )
     if checkpoint is None:
         notes += _first_weights(config, sync, optimizer, model)
     else:
         progress, changed, config = resume(checkpoint, sync, optimizer, model.weights(), config)
         trainer.guard.in_a_row = progress.skipped_in_a_row
         notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
-    notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
+    notes += on_rank_0(
+        lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)]
+    )
     if process.device.type == "cuda":
         from megatron5d.train.preflight import capability_here, choice_text
 
         notes.append(choice_text(config, capability_here()))
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
-    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, layout, notes, padded)
+    return Run(
+        config,
+        process,
+        mesh,
+        ledger,
+        model,
+        sync,
+        optimizer,
+        trainer,
+        progress,
+        layout,
+        notes,
+        padded,
+    )
 
 
 def build_trainer(
     config: Config, mesh: Mesh, model: GPT, layout: PipelineLayout
 ) -> tuple[GradSync, Optimizer, Trainer]:
-    """Returns data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
+    """Returns data parallelism, optimiser and pipeline around a model, whose weights may still have
+    no values.
 
     Comm: the pipeline's channels are opened; that of `build_optimizer`.
     """
@@ -122,16 +157,35 @@ def build_trainer(
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     held = layout.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
-    stages = {(direction, stage): Stage(phases[stage], sync, _graphs(config, mesh)) for direction, stage in held}
-    forms = [boundary_form(config, sync.buckets[0].weights.device, spec.sent) for spec in layout.specs]
-    pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], forms, config.parallel.timeout_s)
+    stages = {
+        (direction, stage): Stage(phases[stage], sync, _graphs(config, mesh))
+        for direction, stage in held
+    }
+    forms = [
+        boundary_form(config, sync.buckets[0].weights.device, spec.sent) for spec in layout.specs
+    ]
+    pipeline = Pipeline(
+        layout.program_of, layout.placement, stages, mesh["pp"], forms, config.parallel.timeout_s
+    )
     terms = loss_terms(config)
     check = model.overlap.check
-    masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
+    masked_by = (
+        "data.eod_mask_loss = true, or padding (-100)"
+        if config.data.eod_mask_loss
+        else "padding (-100)"
+    )
     trainer = Trainer(
-        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, model.room, check_overlap=check,
+        pipeline,
+        sync,
+        optimizer,
+        mesh,
+        terms,
+        config.optim,
+        model.balancer,
+        model.room,
+        check_overlap=check,
         masked_by=masked_by,
-    )  # fmt: skip
+    )
     return sync, optimizer, trainer
 
 
@@ -150,16 +204,26 @@ def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
     """Returns data parallelism around a model, whose parameters become views of its buckets."""
     p = config.parallel
     return GradSync(
-        model.units, mesh, p.zero, grad_dtype(config),
-        reduce_per_step=p.grad_reduce == "per_step", gather_per_step=p.zero3_gather == "per_step",
-        gather_format=_gather_format(config), separate=lambda spec: takes_muon(spec, config.optim),
+        model.units,
+        mesh,
+        p.zero,
+        grad_dtype(config),
+        reduce_per_step=p.grad_reduce == "per_step",
+        gather_per_step=p.zero3_gather == "per_step",
+        gather_format=_gather_format(config),
+        separate=lambda spec: takes_muon(spec, config.optim),
         frozen=lambda spec: freezes(spec, config.optim),
-    )  # fmt: skip
+    )
 
 
 def _gather_format(config: Config) -> type[GatherFormat] | None:
-    """Returns the format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
-    if config.parallel.zero < 3 or config.precision.fp8 == "none" or not config.precision.fp8_gather:
+    """Returns the format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their
+    dtype."""
+    if (
+        config.parallel.zero < 3
+        or config.precision.fp8 == "none"
+        or not config.precision.fp8_gather
+    ):
         return None
     from megatron5d.data_parallel.fp8_all_gather import Fp8ShardedWeights
 
@@ -167,10 +231,11 @@ def _gather_format(config: Config) -> type[GatherFormat] | None:
 
 
 def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: GPT) -> list[str]:
-    """Returns the weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a
-    whole model.
+    """Returns the weights of the first step. Each rank fills only the slices that it owns, so no
+    rank ever holds a whole model.
 
-    Returns notes for the log: where loaded weights were trained as another function than this model computes.
+    Returns notes for the log: where loaded weights were trained as another function than this model
+    computes.
 
     Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """
@@ -181,7 +246,9 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
         if (folder := init.from_hf) is not None:
             from megatron5d.checkpoint.hf.weights import load_hf_shards
 
-            notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder, config.train.seed))
+            notes = on_every_rank(
+                lambda: load_hf_shards(held, config.model, folder, config.train.seed)
+            )
             refuse_nonfinite(Path(folder), named("model", held))
         else:
             for spec, tensor in held:
@@ -197,16 +264,27 @@ def sizes_of(config: Config, world: int) -> Sizes:
     """Returns the sizes of a run's axes; dp is what remains of the world."""
     p = config.parallel
     return resolve(
-        world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
-        ep_inner=p.ep_inner, cp_inner=split_of(config)[1],
-    )  # fmt: skip
+        world,
+        tp=p.tp,
+        cp=p.cp,
+        pp=p.pp,
+        ep=p.ep,
+        etp=p.etp,
+        dp_replicate=p.dp_replicate,
+        order=tuple(p.order),
+        ep_inner=p.ep_inner,
+        cp_inner=split_of(config)[1],
+    )
 
 
 def grad_dtype(config: Config) -> torch.dtype:
     """Returns the dtype of main gradients: fp64 for a model in fp64, else as configured."""
-    return torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
+    return (
+        torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
+    )
 
 
 def rounding_seed(config: Config) -> int | None:
-    """Returns the seed of stochastic rounding, for bf16 weights without fp32 masters; None where there are masters."""
+    """Returns the seed of stochastic rounding, for bf16 weights without fp32 masters; None where
+    there are masters."""
     return None if config.precision.master_weights else config.train.seed

@@ -1,4 +1,5 @@
-"""The data of a run: which samples this data-parallel rank reads, for training and for validation."""
+"""The data of a run: which samples this data-parallel rank reads, for training and for
+validation."""
 
 from collections.abc import Callable, Container
 from functools import cache
@@ -40,7 +41,8 @@ class Part(NamedTuple):
 def held_out(config: Config) -> dict[str, Part]:
     """Returns what evaluations read, by what stands behind `valid_loss` in a record.
 
-    "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls web.
+    "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls
+    web.
 
     Raises ValueError: an illegal split.
     """
@@ -55,37 +57,53 @@ def held_out(config: Config) -> dict[str, Part]:
 
 
 def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
-    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read. Raises ValueError: an illegal
-    split."""
+    """Returns (knob, part, prefix, split) of each pair of .bin and .idx that is read. Raises
+    ValueError: an illegal split."""
     parts = [("train", Part("data.train", config.data.train, config.data.split))]
     parts += [("valid", held) for held in held_out(config).values()]
-    return [(knob, part, source_of(entry).prefix, split) for part, (knob, entries, split) in parts for entry in entries]
+    return [
+        (knob, part, source_of(entry).prefix, split)
+        for part, (knob, entries, split) in parts
+        for entry in entries
+    ]
 
 
 def may_hold_padding(config: Config) -> bool:
-    """Says if samples are padded, or a file can hold padding, which is negative: ids up to 65,535 are unsigned."""
+    """Says if samples are padded, or a file can hold padding, which is negative: ids up to 65,535
+    are unsigned."""
     return sample_len(config) < config.train.seq_len or any(
-        IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config)
+        IndexedDataset(prefix, checked=False).dtype.kind == "i"
+        for _, _, prefix, _ in read_sources(config)
     )
 
 
 def _batch_of(config: Config, samples: Samples, numbers: range) -> MicroBatch:
     data, eod = config.data, end_of_document(config)
     rows = torch.from_numpy(np.stack([samples[i] for i in numbers]))
-    starts = [samples.document_starts(i) for i in numbers] if data.document_mask and eod is None else None
+    starts = (
+        [samples.document_starts(i) for i in numbers]
+        if data.document_mask and eod is None
+        else None
+    )
     return make_micro_batch(
-        rows, document_mask=data.document_mask, eod=eod, eod_mask_loss=data.eod_mask_loss, document_starts=starts,
+        rows,
+        document_mask=data.document_mask,
+        eod=eod,
+        eod_mask_loss=data.eod_mask_loss,
+        document_starts=starts,
         causal=config.model.attention_causal,
-    )  # fmt: skip
+    )
 
 
 def refuse_valid_without_targets(config: Config) -> None:
-    """Refuses held-out data of which an evaluation has no loss. Reads until a target is found, usually one sample.
-    Raises ValueError: names the key and the files."""
+    """Refuses held-out data of which an evaluation has no loss. Reads until a target is found,
+    usually one sample. Raises ValueError: names the key and the files."""
     count = config.train.eval_batches * config.train.gbs
     for part in held_out(config).values():
         samples = _valid_samples(config, part)
-        if not any(int(_batch_of(config, samples, range(i, i + 1)).target_counts[0]) for i in range(count)):
+        if not any(
+            int(_batch_of(config, samples, range(i, i + 1)).target_counts[0]) for i in range(count)
+        ):
             files = ", ".join(source_of(entry).prefix for entry in part.entries)
             raise ValueError(
                 f"{part.knob}: the {count} samples that an evaluation takes of {files} have no target token: padding "
@@ -94,13 +112,18 @@ def refuse_valid_without_targets(config: Config) -> None:
 
 
 def without_targets(config: Config) -> list[str]:
-    """Returns a note on the depths of multi-token prediction for which the run's first samples have no target."""
+    """Returns a note on the depths of multi-token prediction for which the run's first samples have
+    no target."""
     depths = config.model.num_mtp_layers
     if depths == 0:
         return []
     count = min(config.train.gbs, LOOKED_AT)
     batch = _batch_of(config, _train_samples(config), range(count))
-    missing = [k for k, targets in enumerate(look_ahead(batch, depths).target_counts.tolist()) if k and not targets]
+    missing = [
+        k
+        for k, targets in enumerate(look_ahead(batch, depths).target_counts.tolist())
+        if k and not targets
+    ]
     if not missing:
         return []
     return [
@@ -111,8 +134,8 @@ def without_targets(config: Config) -> list[str]:
 
 
 def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
-    """Returns tokens of the documents that `data.split` gives to train, valid or test. Raises ValueError: it gives
-    none, or the index is damaged."""
+    """Returns tokens of the documents that `data.split` gives to train, valid or test. Raises
+    ValueError: it gives none, or the index is damaged."""
     begin, end = split_range(split, part, dataset.num_documents)
     return dataset.document_start(end) - dataset.document_start(begin)
 
@@ -128,7 +151,8 @@ def end_of_document(config: Config) -> int | None:
 def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
     """Returns the token that ends a document, and the number of tokens.
 
-    Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second.
+    Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter
+    of a second.
     """
     from megatron5d.data.tokenizer import load_tokenizer
 
@@ -137,8 +161,8 @@ def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
 
 
 class BlankSamples(Samples):
-    """What the middle stages of a pipeline read: nothing. Their micro-batches have positions alone, and no file is
-    opened for them."""
+    """What the middle stages of a pipeline read: nothing. Their micro-batches have positions alone,
+    and no file is opened for them."""
 
     def __init__(self, seq_len: int) -> None:
         super().__init__([], lambda i: (0, i), seq_len, None)
@@ -157,8 +181,8 @@ def train_loader(
         steps_left: steps that the run will still make; of those in data.skip_steps nothing is read.
 
     Raises:
-        ValueError, OSError: on every rank, if one cannot read its files, or fewer steps remain of an order
-            that has an end.
+        ValueError, OSError: on every rank, if one cannot read its files, or fewer steps remain of
+            an order that has an end.
 
     Comm: that of `_opened`.
     """
@@ -186,8 +210,13 @@ def train_loader(
     samples = _opened(config, reads, open_files)
     prefetch = config.data.prefetch if reads else 0
     done = (train.stop_after or train.steps) - steps_left
-    left_out = {samples_of_steps(step - 1 - done, batches, consumed_samples) for step in left_out_steps(config, done)}
-    return _loader(config, mesh, samples, consumed_samples, batches, prefetch, "data.train", left_out)
+    left_out = {
+        samples_of_steps(step - 1 - done, batches, consumed_samples)
+        for step in left_out_steps(config, done)
+    }
+    return _loader(
+        config, mesh, samples, consumed_samples, batches, prefetch, "data.train", left_out
+    )
 
 
 def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
@@ -201,12 +230,21 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
     return _loader(config, mesh, samples, 0, [(0, config.train.gbs)], 0, part.knob)
 
 
-def _samples(config: Config, entries: list[str], split: str | None, part: str, order: str, count: int) -> Samples:
+def _samples(
+    config: Config, entries: list[str], split: str | None, part: str, order: str, count: int
+) -> Samples:
     data = config.data
     return open_samples(
-        entries, seq_len=sample_len(config), order=order, seed=config.train.seed, num_samples=count, split=split,
-        part=part, cache_dir=data.cache_dir, unweighted=data.weights,
-    )  # fmt: skip
+        entries,
+        seq_len=sample_len(config),
+        order=order,
+        seed=config.train.seed,
+        num_samples=count,
+        split=split,
+        part=part,
+        cache_dir=data.cache_dir,
+        unweighted=data.weights,
+    )
 
 
 def _train_samples(config: Config) -> Samples:
@@ -221,20 +259,24 @@ def _valid_samples(config: Config, part: Part) -> Samples:
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
-    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch. Raises
+    """Returns int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global
+    batch. Raises
     ValueError: the files cannot be read so, or a token is not in the model's vocabulary."""
     samples = _train_samples(config)
     rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
     if rows.max() >= config.model.vocab_size:
-        raise ValueError(f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}")
+        raise ValueError(
+            f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}"
+        )
     return rows
 
 
 def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> Samples:
     """Samples where they are read, blank ones elsewhere.
 
-    Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds it before anybody
-    else looks: a lock for thousands of ranks is slow, and file systems without locks would have each build its own.
+    Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds
+    it before anybody else looks: a lock for thousands of ranks is slow, and file systems without
+    locks would have each build its own.
 
     Raises ValueError, OSError: on every rank, if one cannot read its files.
 
@@ -253,12 +295,22 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
 
 
 def _loader(
-    config: Config, mesh: Mesh, samples, consumed: int, batches: BatchSchedule, prefetch: int, knob: str,
+    config: Config,
+    mesh: Mesh,
+    samples,
+    consumed: int,
+    batches: BatchSchedule,
+    prefetch: int,
+    knob: str,
     left_out: Container[int] = (),
-) -> Loader:  # fmt: skip
+) -> Loader:
     data, train = config.data, config.train
     # with its number: the thread that reads ahead has a current GPU of its own, which is the first
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     return Loader(
         samples,
         batches=batches,

@@ -1,7 +1,8 @@
-"""Steps whose update is not made: without a target, a loss or gradient that is not finite, or too large a gradient.
+"""Steps whose update is not made: without a target, a loss or gradient that is not finite, or too
+large a gradient.
 
-And what is printed when a run breaks: one message if its reader can mend it, the call stack if we must; and snapshots
-of a GPU's memory, for the usual viewer.
+And what is printed when a run breaks: one message if its reader can mend it, the call stack if we
+must; and snapshots of a GPU's memory, for the usual viewer.
 """
 
 from __future__ import annotations
@@ -45,12 +46,19 @@ class Guard:
         masked_by: what may leave a global batch without a target.
     """
 
-    def __init__(self, config: OptimConfig, mesh: Mesh, buckets: Sequence[Bucket], masked_by: str) -> None:
+    def __init__(
+        self, config: OptimConfig, mesh: Mesh, buckets: Sequence[Bucket], masked_by: str
+    ) -> None:
         self._config, self._mesh, self._buckets, self._masked_by = config, mesh, buckets, masked_by
         self.in_a_row = 0  # refused steps since the last update; a checkpoint keeps it (Progress)
 
     def refuses(
-        self, loss: float, grad_norm: float, share: Tensor, num_targets: int, where: StepSamples | None
+        self,
+        loss: float,
+        grad_norm: float,
+        share: Tensor,
+        num_targets: int,
+        where: StepSamples | None,
     ) -> str | None:
         """Returns why the update of this step is to be left out; None where it is to be made.
 
@@ -62,7 +70,8 @@ class Guard:
         Raises:
             FloatingPointError: the run is to stop here.
 
-        Comm: nothing in a sound step; else two all_reduce over the world, of four numbers and of a name.
+        Comm: nothing in a sound step; else two all_reduce over the world, of four numbers and of a
+            name.
         """
         config = self._config
         usable = num_targets > 0 and math.isfinite(loss) and math.isfinite(grad_norm)
@@ -79,7 +88,9 @@ class Guard:
         this_step = f"data.skip_steps=[{where.step}]" if where else "data.skip_steps"
         if not usable and config.on_nonfinite == "stop":
             lower = (
-                "Lower optim.lr or optim.clip, continue from an earlier checkpoint, leave" if num_targets else "Leave"
+                "Lower optim.lr or optim.clip, continue from an earlier checkpoint, leave"
+                if num_targets
+                else "Leave"
             )
             raise FloatingPointError(
                 f"{told}. The weights are as before this step. {lower} this step out with {this_step}, or leave all "
@@ -94,9 +105,12 @@ class Guard:
         return reason
 
     def _origin(self, share: Tensor) -> str:
-        """Returns the first ranks that hold something that is not finite, and the first parameter there."""
+        """Returns the first ranks that hold something that is not finite, and the first parameter
+        there."""
         world, sizes, names = self._mesh["world"], self._mesh.sizes, self._nonfinite_parameters()
-        bad = torch.tensor([not bool(share.isfinite().all()), bool(names)], device=share.device).double()
+        bad = torch.tensor(
+            [not bool(share.isfinite().all()), bool(names)], device=share.device
+        ).double()
         firsts = all_reduce(-torch.where(bad > 0, world.rank, world.size).double(), world, "max")
         in_loss, in_grads = (round(-first) for first in firsts.tolist())
         num_loss, num_grads = (round(number) for number in all_reduce(bad, world).tolist())
@@ -107,7 +121,9 @@ class Guard:
         if num_grads:
             name = broadcast_text(in_grads, names[0] if names else "", world, share.device)
             held = f"{num_grads} rank{'' if num_grads == 1 else 's'}"
-            faults.append(f"gradients on {held} are not finite, first on {place_of(sizes, in_grads)} that of {name}")
+            faults.append(
+                f"gradients on {held} are not finite, first on {place_of(sizes, in_grads)} that of {name}"
+            )
         return "; ".join(faults) or "every gradient is finite, and their squares overflow"
 
     def _nonfinite_parameters(self) -> list[str]:
@@ -126,8 +142,9 @@ _OURS = Path(__file__).resolve().parents[1]
 def crash_message(error: Exception, rank: int, world: int) -> str | None:
     """Returns one message for the user; None where only the call stack helps.
 
-    Files, disks, other ranks, memory that ran out and numbers that are no longer finite are for the user, and so is a
-    ValueError of our own: it says what is wrong with what. One that comes out of a library is a mistake of ours.
+    Files, disks, other ranks, memory that ran out and numbers that are no longer finite are for the
+    user, and so is a ValueError of our own: it says what is wrong with what. One that comes out of
+    a library is a mistake of ours.
     """
     cause = cause_of(error)
     frames = traceback.extract_tb((cause or error).__traceback__)
@@ -136,7 +153,11 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
     for_the_user = OSError | FloatingPointError | torch.OutOfMemoryError
     if not isinstance(cause, for_the_user) and not (isinstance(cause, ValueError) and said_by_us):
         return None
-    place = f", in {Path(ours[-1].filename).relative_to(_OURS.parent)}:{ours[-1].lineno}" if ours else ""
+    place = (
+        f", in {Path(ours[-1].filename).relative_to(_OURS.parent)}:{ours[-1].lineno}"
+        if ours
+        else ""
+    )
     said = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     return (
         f"rank {rank} of {world} stops the run: {said}\n  ({type(error).__name__}{place}; log.traceback=true shows "
@@ -164,7 +185,8 @@ _HISTORY = 100_000  # allocations that a snapshot remembers
 
 @contextmanager
 def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapshots]:
-    """Records allocations inside this context; `log.memory_snapshot` gets them when memory runs out."""
+    """Records allocations inside this context; `log.memory_snapshot` gets them when memory runs
+    out."""
     snapshots = MemorySnapshots(config, process)
     try:
         yield snapshots
@@ -179,7 +201,11 @@ class MemorySnapshots:
     """Memory snapshots of this rank's GPU, for https://pytorch.org/memory_viz."""
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.folder, self.step, self.rank = config.log.memory_snapshot, config.log.memory_snapshot_step, process.rank
+        self.folder, self.step, self.rank = (
+            config.log.memory_snapshot,
+            config.log.memory_snapshot_step,
+            process.rank,
+        )
         self.active = self.folder is not None and process.device.type == "cuda"
         self.note = None
         if self.folder is not None and not self.active:
@@ -197,7 +223,10 @@ class MemorySnapshots:
         if not self.active or self.folder is None:
             return None
         path = Path(self.folder) / f"rank{self.rank}_{name}.pickle"
-        with harmless(f"log.memory_snapshot = {self.folder}", lambda text: print(text, file=sys.stderr, flush=True)):
+        with harmless(
+            f"log.memory_snapshot = {self.folder}",
+            lambda text: print(text, file=sys.stderr, flush=True),
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
         return path

@@ -45,14 +45,18 @@ class HfExport:
     files: dict[str, str]  # content of all files but the weights, by name
     model: ModelConfig
     dtype: torch.dtype
-    without_bias: bool  # the model has no biases behind attention, and the folder's have zeros there
+    # the model has no biases behind attention, and the folder's have zeros there
+    without_bias: bool
 
     @cached_property
     def entries(self) -> list[Entry]:
-        return hf_entries(self.model, json.loads(self.files["config.json"])["model_type"]) + hf_copies(self.model)
+        return hf_entries(
+            self.model, json.loads(self.files["config.json"])["model_type"]
+        ) + hf_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:
-        """Writes this rank's share of the weights, about as many bytes as every other's. No communication.
+        """Writes this rank's share of the weights, about as many bytes as every other's. No
+        communication.
 
         Returns:
             For `finish`: which tensors are in which file, and their size, as JSON.
@@ -69,13 +73,26 @@ class HfExport:
             before += size
         if not mine:
             return json.dumps([[], 0]).encode()
-        return json.dumps(write_parts(folder, self.tensors(checkpoint, mine), SHARD_BYTES, rank)).encode()
+        return json.dumps(
+            write_parts(folder, self.tensors(checkpoint, mine), SHARD_BYTES, rank)
+        ).encode()
 
-    def tensors(self, checkpoint: Path, entries: Iterable[Entry] | None = None) -> Iterable[tuple[str, Tensor]]:
-        """Returns tensors of a checkpoint as the folder stores them, each read when it is asked for."""
-        weights = SavedWeights(checkpoint, torch.float32 if self.dtype == torch.float16 else self.dtype, twin)
-        added = {entry.name for entry in self.entries if entry.name.endswith(OUT_BIAS)} if self.without_bias else set()
-        check_complete(weights, [entry for entry in self.entries if entry.name not in added], checkpoint)
+    def tensors(
+        self, checkpoint: Path, entries: Iterable[Entry] | None = None
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Returns tensors of a checkpoint as the folder stores them, each read when it is asked
+        for."""
+        weights = SavedWeights(
+            checkpoint, torch.float32 if self.dtype == torch.float16 else self.dtype, twin
+        )
+        added = (
+            {entry.name for entry in self.entries if entry.name.endswith(OUT_BIAS)}
+            if self.without_bias
+            else set()
+        )
+        check_complete(
+            weights, [entry for entry in self.entries if entry.name not in added], checkpoint
+        )
 
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
             return torch.zeros(shape) if name in added else weights.read(name, offset, shape)
@@ -90,13 +107,15 @@ class HfExport:
 
 
 class RunExport:
-    """The Hugging Face folders of a run: `hf/step-…` in its directory of checkpoints. Used by `Saver`."""
+    """The Hugging Face folders of a run: `hf/step-…` in its directory of checkpoints. Used by
+    `Saver`."""
 
     def __init__(self, export: HfExport, directory: Path) -> None:
         self.export, self._directory = export, directory / FOLDER
 
     def begin(self, checkpoint: Path) -> None:
-        """Makes the folder that all ranks write to and removes what interruptions left, on rank 0."""
+        """Makes the folder that all ranks write to and removes what interruptions left, on rank
+        0."""
         for half in self._directory.glob("*.tmp"):
             shutil.rmtree(half)
         self.temporary(checkpoint).mkdir(parents=True)
@@ -124,21 +143,35 @@ class RunExport:
 
 
 def export_faults(config: Config, world: int) -> list[Fault]:
-    """Says why `checkpoint.hf_export` could write no folder: no family has the model, or its tokenizer cannot leave."""
+    """Says why `checkpoint.hf_export` could write no folder: no family has the model, or its
+    tokenizer cannot leave."""
     if config.checkpoint.hf_export is None:
         return []
     try:
         planned_export(config, lambda line: None)
     except (ValueError, OSError) as error:
         reason = f"checkpoint.hf_export = {config.checkpoint.hf_export}: as tools/convert.py to-hf says, {error}"
-        return [Fault("hf-export-possible", ("checkpoint.hf_export",), reason, "checkpoint.hf_export=null", True)]
+        return [
+            Fault(
+                "hf-export-possible",
+                ("checkpoint.hf_export",),
+                reason,
+                "checkpoint.hf_export=null",
+                True,
+            )
+        ]
     return []
 
 
 def planned_export(
-    config: Config, tell: Tell, *, dtype: str | None = None, tokenizer: Path | None = None, bare: bool = False,
+    config: Config,
+    tell: Tell,
+    *,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    bare: bool = False,
     trained: bool = True,
-) -> HfExport:  # fmt: skip
+) -> HfExport:
     """Plans the Hugging Face folder of a run's model; the ids of its tokenizer are compared.
 
     Args:
@@ -149,36 +182,49 @@ def planned_export(
         trained: the run has made a step.
 
     Raises:
-        ValueError: no family computes this architecture, or the tokenizer cannot leave with its ids.
+        ValueError: no family computes this architecture, or the tokenizer cannot leave with its
+            ids.
     """
     dtype = dtype or config.precision.dtype
     source = _token_source(config, tell, tokenizer, bare)
     model = _as_long_as_trained(config, tell) if trained else config.model
     model, files = _settings(config, model, dtype, None if bare else source, source, tell)
     kind = torch.float16 if dtype == "fp16" else DTYPES[dtype]
-    export = HfExport(files, model, kind, model.attention_out_bias > config.model.attention_out_bias)
-    if "bias" in config.moe.balance and not any(entry.name.endswith(".router.bias") for entry in export.entries):
-        raise ValueError(_no_router_bias("experts are chosen with biases that moe.balance=bias moves"))
+    export = HfExport(
+        files, model, kind, model.attention_out_bias > config.model.attention_out_bias
+    )
+    if "bias" in config.moe.balance and not any(
+        entry.name.endswith(".router.bias") for entry in export.entries
+    ):
+        raise ValueError(
+            _no_router_bias("experts are chosen with biases that moe.balance=bias moves")
+        )
     return export
 
 
 def agreed_export(config: Config, tell: Tell) -> HfExport:
-    """Plans the same on every rank; only rank 0 compares the ids of the tokenizer. Comm: a broadcast over the world."""
+    """Plans the same on every rank; only rank 0 compares the ids of the tokenizer. Comm: a
+    broadcast over the world."""
 
     def plan() -> list[Any]:
         export = planned_export(config, tell)
         return [export.files, asdict(export.model), export.without_bias]
 
     files, model, without_bias = on_rank_0(plan)
-    return HfExport(files, from_dict({"model": model}).model, DTYPES[config.precision.dtype], without_bias)
+    return HfExport(
+        files, from_dict({"model": model}).model, DTYPES[config.precision.dtype], without_bias
+    )
 
 
 def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
-    """Returns the architecture with as many positions as training used, beyond which servers cut."""
+    """Returns the architecture with as many positions as training used, beyond which servers
+    cut."""
     model, seq_len = config.model, config.train.seq_len
     if model.position != "rope" or seq_len <= model.max_positions:
         return model
-    more = f"train.seq_len = {seq_len}, which is more than model.max_positions = {model.max_positions}"
+    more = (
+        f"train.seq_len = {seq_len}, which is more than model.max_positions = {model.max_positions}"
+    )
     tell(f"max_position_embeddings becomes {more}")
     return replace(model, max_positions=seq_len)
 
@@ -197,21 +243,35 @@ def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) ->
     if bare:
         return source
     if source is None or not (given or config.data.tokenizer or holds_tokenizer(source)):
-        where = "names no data.tokenizer" if source is None else f"has no data.tokenizer, and {source} holds none"
-        tell(f"no tokenizer is written: the run {where}; a run takes data.tokenizer=PATH, to-hf --tokenizer PATH")
+        where = (
+            "names no data.tokenizer"
+            if source is None
+            else f"has no data.tokenizer, and {source} holds none"
+        )
+        tell(
+            f"no tokenizer is written: the run {where}; a run takes data.tokenizer=PATH, to-hf --tokenizer PATH"
+        )
     elif not holds_tokenizer(source):
         knob = "--tokenizer" if given else "the run's data.tokenizer ="
-        raise ValueError(f"{knob} {source} is no tokenizer, or not there any more; {otherwise}, or --no-tokenizer")
+        raise ValueError(
+            f"{knob} {source} is no tokenizer, or not there any more; {otherwise}, or --no-tokenizer"
+        )
     return source
 
 
 def _settings(
-    config: Config, model: ModelConfig, dtype: str, source: Path | None, home: Path | None, tell: Tell
+    config: Config,
+    model: ModelConfig,
+    dtype: str,
+    source: Path | None,
+    home: Path | None,
+    tell: Tell,
 ) -> tuple[ModelConfig, dict[str, str]]:
     """Returns all files but the weights, and the architecture that they describe.
 
-    transformers reads every model_type qwen2 with Qwen2Tokenizer, whatever tokenizer_config.json names. Another
-    tokenizer leaves with a Llama that computes the same: its further biases, behind attention, are zero.
+    transformers reads every model_type qwen2 with Qwen2Tokenizer, whatever tokenizer_config.json
+    names. Another tokenizer leaves with a Llama that computes the same: its further biases, behind
+    attention, are zero.
     """
     ids, generation = _token_ids(config, home)
     described, files = hf_config_from_model(model, dtype, ids), dict[str, str]()
@@ -238,7 +298,8 @@ def _json(settings: dict[str, Any]) -> str:
 
 
 def _token_ids(config: Config, source: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ids of special tokens for config.json, and generation_config.json: as the tokenizer's folder has them.
+    """Ids of special tokens for config.json, and generation_config.json: as the tokenizer's folder
+    has them.
 
     The token that ended documents in training is among those that end a text.
     """
@@ -265,7 +326,8 @@ def _no_router_bias(chosen: str) -> str:
 
 
 def check_complete(weights: SavedWeights, entries: Iterable[Entry], folder: Path) -> None:
-    """Raises ValueError unless a checkpoint holds just the tensors of a table; names those that are wrong."""
+    """Raises ValueError unless a checkpoint holds just the tensors of a table; names those that are
+    wrong."""
     wanted, saved = {entry.name for entry in entries}, set(weights.tensors)
     biases = sorted(name for name in saved - wanted if name.endswith(".router.bias"))
     if biases:

@@ -1,6 +1,7 @@
 """The training loop: batches in, steps, records, evaluations and checkpoints out.
 
-What a run writes and no other run may: its checkpoints and its log. They are locked before anything is read.
+What a run writes and no other run may: its checkpoints and its log. They are locked before anything
+is read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,12 @@ from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.provenance import commit, write_provenance
 from megatron5d.train.signals import REQUEUE, StopFlag
-from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.startup_warnings import (
+    epochs,
+    repeated_validation,
+    small_vocabulary,
+    unmarked_documents,
+)
 from megatron5d.train.state import Progress, run_record, run_tensors
 from megatron5d.train.step import StepResult
 
@@ -49,14 +55,16 @@ class Outputs:
 
     lock: LockFile | None = None  # of checkpoint.dir; None where the run saves nothing
     saver: Saver | None = None  # writes to checkpoint.dir; set once it exists
-    notes: list[str] = field(default_factory=list)  # what was repaired in checkpoint.dir, for the log
+    # what was repaired in checkpoint.dir, for the log
+    notes: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def locked_outputs(config: Config) -> Iterator[Outputs]:
     """Locks `checkpoint.dir` and `log.jsonl` against other runs.
 
-    Raises OSError: on every rank, if a run that is still going writes to one of them, or it cannot be written.
+    Raises OSError: on every rank, if a run that is still going writes to one of them, or it cannot
+    be written.
 
     Comm: a broadcast over the world; rank 0 may come to it as late as `lock_file.STALE_S`.
     """
@@ -67,7 +75,8 @@ def locked_outputs(config: Config) -> Iterator[Outputs]:
 
 
 def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
-    """Locks what the run writes, repairs checkpoint.dir, and writes the configuration to log.dir."""
+    """Locks what the run writes, repairs checkpoint.dir, and writes the configuration to
+    log.dir."""
     if config.checkpoint.dir is not None:
         folder = Path(config.checkpoint.dir)
         outputs.lock = LockFile(folder / "run.lock", f"checkpoint.dir = {folder}")
@@ -84,7 +93,8 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
-    """Releases checkpoint.dir; while a background save runs it stays locked until the process ends."""
+    """Releases checkpoint.dir; while a background save runs it stays locked until the process
+    ends."""
     if outputs.lock is not None and not (outputs.saver is not None and outputs.saver.busy):
         outputs.lock.release()
 
@@ -93,9 +103,13 @@ OTHERS_SIGNAL = "a signal of another rank"
 
 
 def train(
-    config: Config, process: Process, layout: PipelineLayout, predicted: Prediction, stop: StopFlag,
+    config: Config,
+    process: Process,
+    layout: PipelineLayout,
+    predicted: Prediction,
+    stop: StopFlag,
     notes: Sequence[str] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Trains from where the run stands to its last step.
 
     Args:
@@ -118,7 +132,9 @@ def train(
         return code
 
 
-def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
+def _train(
+    run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag
+) -> int:
     config = run.config  # as it is resumed
     on_rank_0(lambda: refuse_valid_without_targets(config))
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
@@ -141,7 +157,9 @@ def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemoryS
     code = 1
     try:
         _announce(run, reporter, predicted)
-        stopped = _stopped_early(run, reporter, stop) or _steps(run, reporter, saver, stop, snapshots)
+        stopped = _stopped_early(run, reporter, stop) or _steps(
+            run, reporter, saver, stop, snapshots
+        )
         if saver is not None:
             saver.wait()
         code = 0 if not stopped else 1 if saver is None else REQUEUE
@@ -162,14 +180,21 @@ def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
         f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} rank"
         f"{'' if s.world == 1 else 's'} "
         f"(dp {s.dp}, tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}), {run.config.precision.dtype}, "
-        f"zero {run.config.parallel.zero}" + (f"; resumed at step {progress.step}" if progress.step else "")
+        f"zero {run.config.parallel.zero}"
+        + (f"; resumed at step {progress.step}" if progress.step else "")
     )
     for note in run.notes:
         reporter.say(note)
     train_config = run.config.train
-    knob, last = ("stop_after", train_config.stop_after) if train_config.stop_after else ("steps", train_config.steps)
+    knob, last = (
+        ("stop_after", train_config.stop_after)
+        if train_config.stop_after
+        else ("steps", train_config.steps)
+    )
     if progress.step >= last:
-        reporter.say(f"nothing is left to train: step {progress.step} is saved, and train.{knob} = {last}")
+        reporter.say(
+            f"nothing is left to train: step {progress.step} is saved, and train.{knob} = {last}"
+        )
     for line in predicted.report:
         reporter.say(line)
 
@@ -182,17 +207,25 @@ def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
     told = torch.full((1,), float(bool(stop)), device=run.process.device)
     if not all_reduce(told, run.mesh["world"]).item():
         return False
-    reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL} before the first step: nothing new to save")
+    reporter.say(
+        f"stopped on {stop.received or OTHERS_SIGNAL} before the first step: nothing new to save"
+    )
     return True
 
 
-def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, snapshots: MemorySnapshots) -> bool:
+def _steps(
+    run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, snapshots: MemorySnapshots
+) -> bool:
     """Runs the remaining steps; True where a signal ended them early."""
     config, progress, train_config = run.config, run.progress, run.config.train
     last = train_config.stop_after or train_config.steps
-    valid_exists = bool(_evaluate(run, reporter, "initial_valid_loss")) if progress.step == 0 else True
+    valid_exists = (
+        bool(_evaluate(run, reporter, "initial_valid_loss")) if progress.step == 0 else True
+    )
     left = last - progress.step
-    loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
+    loader = train_loader(
+        config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left
+    )
     saved_at, around_step = progress.step, _profiled(run, reporter)
     stopped = False
     schedule = batch_schedule(config)
@@ -200,7 +233,8 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     try:
         while progress.step < last and not stopped:
             consumed = loader.consumed_samples
-            # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in data.skip_steps
+            # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in
+            # data.skip_steps
             batches = next(loader)
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
             lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
@@ -217,7 +251,9 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
                 losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
             exported = _exported(config, progress.step, at_end)
-            if saver and (stopped or at_end or exported or _due(progress.step, config.checkpoint.every)):
+            if saver and (
+                stopped or at_end or exported or _due(progress.step, config.checkpoint.every)
+            ):
                 _save(run, saver, reporter, losses, last=stopped or at_end, exported=exported)
                 saved_at = progress.step
             reporter.start_clock()
@@ -259,7 +295,9 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
     for which, loss in losses.items():
         reporter.add(name + which, loss)
     if losses:
-        text = ", ".join(f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items())
+        text = ", ".join(
+            f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items()
+        )
         reporter.say(f"step {run.progress.step}: validation loss {text}")
     return losses
 
@@ -281,7 +319,8 @@ def _mean_loss(run: Run, part: Part) -> float:
 
 def _exporter(run: Run) -> Exporter:
     """Returns what `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
-    from megatron5d.train.hf_export import RunExport, agreed_export  # tokenizers and families: few runs need them
+    # tokenizers and families: few runs need them
+    from megatron5d.train.hf_export import RunExport, agreed_export
 
     directory = Path(run.config.checkpoint.dir or "")
     return RunExport(agreed_export(run.config, run.notes.append), directory)
@@ -294,14 +333,24 @@ def _exported(config: Config, step: int, at_end: bool) -> bool:
 
 
 def _save(
-    run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, *, last: bool, exported: bool
+    run: Run,
+    saver: Saver,
+    reporter: Reporter,
+    losses: Mapping[str, float] | None,
+    *,
+    last: bool,
+    exported: bool,
 ) -> None:
-    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one."""
+    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last
+    one."""
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
     valid_loss = sum(losses.values()) / len(losses) if losses else None
     record = run_record(
-        run.progress, to_dict(run.config), commit() if run.process.rank == 0 else None, valid_loss=valid_loss
+        run.progress,
+        to_dict(run.config),
+        commit() if run.process.rank == 0 else None,
+        valid_loss=valid_loss,
     )
     with _failure_told(reporter):
         saver.wait()
@@ -314,4 +363,6 @@ def _failure_told(reporter: Reporter) -> Iterator[None]:
     try:
         yield
     except SaveFailed as error:
-        reporter.say(f"warning: {error}. Training continues, and saves again at the next step of checkpoint.every")
+        reporter.say(
+            f"warning: {error}. Training continues, and saves again at the next step of checkpoint.every"
+        )

@@ -1,7 +1,9 @@
-"""The ranks meet before any process group is made: all continue, with rank 0's configuration, or all end and say why.
+"""The ranks meet before any process group is made: all continue, with rank 0's configuration, or
+all end and say why.
 
-Each rank composes and checks its configuration by itself. What it finds may be true of its node alone (a data file, a
-GPU, a variable of its environment), so a rank that cannot continue tells the others instead of leaving them waiting.
+Each rank composes and checks its configuration by itself. What it finds may be true of its node
+alone (a data file, a GPU, a variable of its environment), so a rank that cannot continue tells the
+others instead of leaving them waiting.
 """
 
 import json
@@ -27,7 +29,8 @@ class Meeting:
     """This rank on its way to the others.
 
     Args:
-        check: what is wrong with a configuration on this node; asked of rank 0's, where this rank's is another.
+        check: what is wrong with a configuration on this node; asked of rank 0's, where this rank's
+            is another.
     """
 
     def __init__(self, environment: Environment, check: Check) -> None:
@@ -37,12 +40,13 @@ class Meeting:
         self.config: Config | None = None
 
     def agree(self, config: Config) -> Config:
-        """Waits for the others and returns rank 0's configuration, which is usually that of this rank, too.
+        """Waits for the others and returns rank 0's configuration, which is usually that of this
+        rank, too.
 
         Comm: that of `meet`; none at world 1 and where the ranks have met already.
 
-        Raises SystemExit: on every rank, if one of them cannot continue. Raises OSError, TimeoutError, ValueError: as
-        `meet`.
+        Raises SystemExit: on every rank, if one of them cannot continue. Raises OSError,
+        TimeoutError, ValueError: as `meet`.
         """
         if not self._needed:
             return config
@@ -61,8 +65,8 @@ class Meeting:
         return self.config
 
     def refuse(self, faults: Sequence[Fault]) -> None:
-        """Tells the others why this rank refuses its configuration, and ends it. Raises SystemExit: always, with code
-        2."""
+        """Tells the others why this rank refuses its configuration, and ends it. Raises SystemExit:
+        always, with code 2."""
         said = message(faults)
         if self.environment.rank == 0:
             print(said, file=sys.stderr, flush=True)
@@ -84,7 +88,10 @@ class Meeting:
             meet(self.environment, Hello(trouble=self._trouble(said, code)))
         except Troubled as error:
             self._end(error.troubles)
-        except (OSError, ValueError):  # nobody to be told: the others have ended, or cannot be reached
+        except (
+            OSError,
+            ValueError,
+        ):  # nobody to be told: the others have ended, or cannot be reached
             if self.environment.rank and self.environment.local_rank == 0:
                 print(f"{self._who}: {said}", file=sys.stderr, flush=True)
         raise SystemExit(code)
@@ -102,7 +109,10 @@ class Meeting:
         assert mine is not None
         self.config = theirs
         differ = [key for key in leaves() if value_of(mine, key) != value_of(theirs, key)]
-        shown = [f"{key} = {value_of(theirs, key)}, {value_of(mine, key)} on {self._who}" for key in differ[:_SHOWN]]
+        shown = [
+            f"{key} = {value_of(theirs, key)}, {value_of(mine, key)} on {self._who}"
+            for key in differ[:_SHOWN]
+        ]
         more = f" and {len(differ) - _SHOWN} more keys" if len(differ) > _SHOWN else ""
         remark = f"not the same on all ranks: {'; '.join(shown)}{more}; all take rank 0's"
         try:

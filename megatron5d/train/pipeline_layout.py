@@ -1,4 +1,5 @@
-"""Lays out the layers of a run over its pipeline: named schedules and files. planning/ finds those of `auto`."""
+"""Lays out the layers of a run over its pipeline: named schedules and files. planning/ finds those
+of `auto`."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ class PipelineLayout:
         return {stage: self.specs[stage] for _, stage in self.placement.stages_of(pp_rank)}
 
 
-def pipeline_layout(config: Config, world: int, program_of: Programs | None = None) -> PipelineLayout:
+def pipeline_layout(
+    config: Config, world: int, program_of: Programs | None = None
+) -> PipelineLayout:
     """Lays out the pipeline of a valid configuration, without communication.
 
     Args:
-        program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a file.
+        program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a
+            file.
 
     Raises:
         ValueError: the schedule, the number of micro-batches and the layers do not fit together.
@@ -59,12 +63,14 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
             "set train.gbs_ramp=null"
         )
     specs = stage_specs(layers_per_stage(config, placement), config.model)
-    return PipelineLayout(program_of, placement, tuple(specs), shared_parameters(placement, specs, config.model))
+    return PipelineLayout(
+        program_of, placement, tuple(specs), shared_parameters(placement, specs, config.model)
+    )
 
 
 def named_programs(config: Config, check: bool = True) -> Programs:
-    """Returns the Programs of a named schedule, verified if `check`, or of a file; a single rank needs no schedule.
-    Raises ValueError: no schedule has this name."""
+    """Returns the Programs of a named schedule, verified if `check`, or of a file; a single rank
+    needs no schedule. Raises ValueError: no schedule has this name."""
     name, pp = config.pipeline.schedule, config.parallel.pp
     # parallel.vpp = 1 is the default, under which the schedule decides
     chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
@@ -96,16 +102,20 @@ def sequences_at_once(config: Config, world: int) -> int:
 
 
 def micro_batch_counts(config: Config, world: int) -> list[int]:
-    """Returns micro-batches per step and data-parallel rank: every number that the run will see, ascending."""
+    """Returns micro-batches per step and data-parallel rank: every number that the run will see,
+    ascending."""
     return [size // sequences_at_once(config, world) for size in batch_sizes(config)]
 
 
 def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
-    """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp.
+    """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]`
+    without sp.
 
     Args:
         states: hidden states that are sent one after the other (`StageSpec.sent`).
     """
     p, t = config.parallel, config.train
     rows = states * (t.seq_len // p.cp // (p.tp if p.sp else 1))
-    return TensorMeta((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)
+    return TensorMeta(
+        (rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device
+    )

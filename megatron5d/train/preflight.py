@@ -1,8 +1,9 @@
 """What is wrong with the files of a run's data, as far as it can be seen before anything starts.
 
-Also what a configuration asks of its GPU, and which libraries compute a run's operations (`kernels`). The choice is
-made for every call, by its sizes. What is told here are the calls that a step consists of: attention to a block of keys
-as long as this rank's, the largest GEMM of a layer, a norm of the hidden state.
+Also what a configuration asks of its GPU, and which libraries compute a run's operations
+(`kernels`). The choice is made for every call, by its sizes. What is told here are the calls that a
+step consists of: attention to a block of keys as long as this rank's, the largest GEMM of a layer,
+a norm of the hidden state.
 """
 
 import fnmatch
@@ -14,7 +15,13 @@ from os.path import exists, isfile
 import torch
 
 from megatron5d.config.convert import value_of
-from megatron5d.config.derived import batch_schedule, resumed_progress, sample_len, samples_of_steps, split_of
+from megatron5d.config.derived import (
+    batch_schedule,
+    resumed_progress,
+    sample_len,
+    samples_of_steps,
+    split_of,
+)
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
@@ -54,7 +61,8 @@ def capability_here() -> int:
 
 
 def requests_of(config: Config, capability: int) -> list[Request]:
-    """Returns what a step of one rank asks of libraries, on a GPU of this capability (90 for sm_90)."""
+    """Returns what a step of one rank asks of libraries, on a GPU of this capability (90 for
+    sm_90)."""
     m, p, dtype = config.model, config.parallel, DTYPES[config.precision.dtype]
     outer, inner = split_of(config)
     s, b = config.train.seq_len // outer, config.train.mbs
@@ -63,7 +71,13 @@ def requests_of(config: Config, capability: int) -> list[Request]:
         g, d, dv = a, m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
     a, g = (max(1, heads // (p.tp * inner)) for heads in (a, g))
     window = m.attention_window if m.window_layers is None else None
-    rule = (m.attention_causal, window, m.attention_softcap, config.data.document_mask, bool(window and outer > 1))
+    rule = (
+        m.attention_causal,
+        window,
+        m.attention_softcap,
+        config.data.document_mask,
+        bool(window and outer > 1),
+    )
     shapes = ((s, b, a, d), (s, b, g, d), dv)
     found: list[Request] = [
         AttentionRequest(capability, way, dtype, *shapes, *rule, m.attention_sinks)  # type: ignore[arg-type]
@@ -71,15 +85,28 @@ def requests_of(config: Config, capability: int) -> list[Request]:
     ]
     tokens, up = s * b // inner, 1 + m.gated
     if config.precision.fp8 != "none":
-        n, k, tensorwise = up * m.ffn_hidden_size // p.tp, m.hidden_size, config.precision.fp8 == "tensorwise"
-        sizes, rows = ((tokens, n, k), (n, k, tokens)), ((0, 0), (0, 0)) if tensorwise else ((1, 128), (1, 1))
+        n, k, tensorwise = (
+            up * m.ffn_hidden_size // p.tp,
+            m.hidden_size,
+            config.precision.fp8 == "tensorwise",
+        )
+        sizes, rows = (
+            ((tokens, n, k), (n, k, tokens)),
+            ((0, 0), (0, 0)) if tensorwise else ((1, 128), (1, 1)),
+        )
         found.append(Fp8Request(capability, sizes[0], rows[0], (E4M3, E4M3), dtype))
         found.append(Fp8Request(capability, sizes[1], rows[1], (E4M3, E4M3), torch.float32, True))
     elif m.num_experts:
         n = up * m.expert_hidden_size // (p.etp or p.tp)
-        found.append(GroupedRequest(capability, dtype, tokens * m.top_k, m.num_experts // p.ep, n, m.hidden_size))
+        found.append(
+            GroupedRequest(
+                capability, dtype, tokens * m.top_k, m.num_experts // p.ep, n, m.hidden_size
+            )
+        )
     centred = m.norm == "layernorm"
-    return found + [NormRequest(capability, way, dtype, dtype, m.hidden_size, centred) for way in (False, True)]
+    return found + [
+        NormRequest(capability, way, dtype, dtype, m.hidden_size, centred) for way in (False, True)
+    ]
 
 
 def names_of(config: Config, capability: int, here: bool = True) -> dict[str, str]:
@@ -89,7 +116,8 @@ def names_of(config: Config, capability: int, here: bool = True) -> dict[str, st
         here: False: it is planned for, and what comes with torch counts as installed.
     """
     return {
-        each.way: chosen(each, Settings(**asdict(config.kernels)), here) for each in requests_of(config, capability)
+        each.way: chosen(each, Settings(**asdict(config.kernels)), here)
+        for each in requests_of(config, capability)
     }
 
 
@@ -119,20 +147,27 @@ def kernel_faults(config: Config, capability: int) -> list[Fault]:
         if reason is not None:
             fix = f"kernels.{family}=auto, which takes it where it can be used"
             found[family] = Fault(
-                "kernels-provider", (f"kernels.{family}",), f"kernels.{family} = {asked}: {reason}", fix, local=True
+                "kernels-provider",
+                (f"kernels.{family}",),
+                f"kernels.{family} = {asked}: {reason}",
+                fix,
+                local=True,
             )
     return list(found.values())
 
 
 STRETCHES = 8  # of a file, at equal distances, in which ids are compared with the vocabulary
-STRETCHES_OF_ALL = 512  # of all files together, so that thousands of ranks with hundreds of files begin quickly
+# of all files together, so that thousands of ranks with hundreds of files begin quickly
+STRETCHES_OF_ALL = 512
 STRETCH_TOKENS = 1 << 13
 
 
 def data_faults(config: Config, world: int) -> list[Fault]:
-    """Returns what is wrong with files that are there: broken, of another kind, or too short for a single sample.
+    """Returns what is wrong with files that are there: broken, of another kind, or too short for a
+    single sample.
 
-    Sizes and a few stretches of tokens are read; other faults inside of the files are reported while training.
+    Sizes and a few stretches of tokens are read; other faults inside of the files are reported
+    while training.
     """
     found = []
     try:
@@ -142,11 +177,14 @@ def data_faults(config: Config, world: int) -> list[Fault]:
     if (needed := OPEN_FILES * len(sources)) > (left := files_left_for_data(world)):
         return [
             Fault(
-                "data-open-files", ("data.train",), f"data.train and what is held out name {len(sources)} pairs of .bin"
+                "data-open-files",
+                ("data.train",),
+                f"data.train and what is held out name {len(sources)} pairs of .bin"
                 f" and .idx, {needed} open files, and this system lets a process have {left:.0f} of them (ulimit -Hn)",
-                f"ulimit -n {needed + 1024}, or merge: python tools/tokens.py merge --out PREFIX PREFIXES", True,
+                f"ulimit -n {needed + 1024}, or merge: python tools/tokens.py merge --out PREFIX PREFIXES",
+                True,
             )
-        ]  # fmt: skip
+        ]
     for knob, part, prefix, split in sources:
         if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
             found += _source_faults(config, knob, prefix, split, part) or _vocabulary_faults(
@@ -154,13 +192,21 @@ def data_faults(config: Config, world: int) -> list[Fault]:
             )
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
         found += _tokenizer_faults(config)
-    return list(dict.fromkeys(found))  # of a prefix for training and validation (data.split) most are the same
+    # of a prefix for training and validation (data.split) most are the same
+    return list(dict.fromkeys(found))
 
 
-def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
+def _source_faults(
+    config: Config, knob: str, prefix: str, split: str | None, part: str
+) -> list[Fault]:
     """Returns what keeps one pair of .bin and .idx from giving samples."""
     example = f"{knob}=[{'NAME ' if knob == 'data.valid_sets' else ''}PREFIX]"
-    broken = partial(Fault, "data-broken", (knob,), fix=f"{example} of whole files, as tools/preprocess.py writes them")
+    broken = partial(
+        Fault,
+        "data-broken",
+        (knob,),
+        fix=f"{example} of whole files, as tools/preprocess.py writes them",
+    )
     try:
         dataset = IndexedDataset(prefix, checked=False)
     except (ValueError, OSError) as error:
@@ -171,7 +217,15 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     try:
         split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
     except ValueError as error:
-        return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
+        return [
+            Fault(
+                "data-split-part",
+                (knob, "data.split"),
+                f"{prefix}: {error}",
+                "data.split=null",
+                True,
+            )
+        ]
     if megatron:
         return []  # its epochs are joined, so that few tokens are enough for any sample
     try:
@@ -189,19 +243,29 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
 
 
 def _looked_at(size: int, stretches: int) -> list[tuple[int, int]]:
-    """Returns the stretches of a file of `size` numbers that are looked at: where each begins, and its length."""
+    """Returns the stretches of a file of `size` numbers that are looked at: where each begins, and
+    its length."""
     last = max(0, size - STRETCH_TOKENS)
     starts = {last * i // max(1, stretches - 1) for i in range(stretches)} if last else {0}
     return [(at, min(STRETCH_TOKENS, size - at)) for at in sorted(starts)]
 
 
 def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -> list[Fault]:
-    """Ids of one pair of .bin and .idx that the model does not have, as far as some stretches of it show."""
+    """Ids of one pair of .bin and .idx that the model does not have, as far as some stretches of it
+    show."""
     dataset, size = IndexedDataset(prefix, checked=False), config.model.vocab_size
     try:
         ids = [dataset.tokens(at, count) for at, count in _looked_at(dataset.num_tokens, stretches)]
     except (ValueError, OSError) as error:
-        return [Fault("data-broken", (knob,), f"{knob}: {error}", f"{knob}=[PREFIX] of files that can be read", True)]
+        return [
+            Fault(
+                "data-broken",
+                (knob,),
+                f"{knob}: {error}",
+                f"{knob}=[PREFIX] of files that can be read",
+                True,
+            )
+        ]
     largest = max((int(each.max()) for each in ids if len(each)), default=0)
     if largest < size:
         return []
@@ -211,23 +275,33 @@ def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -
 
 
 def _tokenizer_faults(config: Config) -> list[Fault]:
-    """Returns why a tokenizer's file does not say which token ends a document, where a setting needs it."""
+    """Returns why a tokenizer's file does not say which token ends a document, where a setting
+    needs it."""
     try:
         eod = end_of_document(config)
     except (ValueError, OSError) as error:
         fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
-        return [Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True)]
+        return [
+            Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True)
+        ]
     if eod is not None or not config.data.eod_mask_loss:
         return []
-    reason = (
-        f"data.eod_mask_loss = true, and data.tokenizer = {config.data.tokenizer} names no token that ends a document"
-    )
+    reason = f"data.eod_mask_loss = true, and data.tokenizer = {config.data.tokenizer} names no token that ends a document"
     knobs = ("data.eod_mask_loss", "data.tokenizer")
-    return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
+    return [
+        Fault(
+            "data-tokenizer-eod",
+            knobs,
+            reason,
+            "data.eod=ID of that token, or data.eod_mask_loss=false",
+            True,
+        )
+    ]
 
 
 def routing_faults(config: Config, world: int) -> list[Fault]:
-    """Returns what is wrong with the file of experts that `moe.replay` reads, or in the way of that of `moe.record`.
+    """Returns what is wrong with the file of experts that `moe.replay` reads, or in the way of that
+    of `moe.record`.
 
     As of data, some stretches are read of a long file; other faults inside of it end the run.
     """
@@ -253,7 +327,10 @@ def routing_faults(config: Config, world: int) -> list[Fault]:
     if not isfile(moe.replay):
         return []  # which a check reports
     broken = partial(
-        Fault, "moe-replay-broken", ("moe.replay",), fix="moe.replay=FILE as moe.record writes it, or null"
+        Fault,
+        "moe-replay-broken",
+        ("moe.replay",),
+        fix="moe.replay=FILE as moe.record writes it, or null",
     )
     try:
         experts = RoutingFile(moe.replay, model, seq_len).experts
@@ -267,11 +344,14 @@ def routing_faults(config: Config, world: int) -> list[Fault]:
     least, most = min(int(each.min()) for each in seen), max(int(each.max()) for each in seen)
     if least >= 0 and most < model.num_experts:
         return []
-    return [broken(f"moe.replay: {moe.replay} names experts {least} to {most} of {model.num_experts}")]
+    return [
+        broken(f"moe.replay: {moe.replay} names experts {least} to {most} of {model.num_experts}")
+    ]
 
 
 def _samples_needed(config: Config, steps: int | None = None) -> int:
-    """Returns the number after that of the last sample of a run; `steps` = train.stop_after, or all."""
+    """Returns the number after that of the last sample of a run; `steps` = train.stop_after, or
+    all."""
     last = (config.train.stop_after or config.train.steps) if steps is None else steps
     done = resumed_progress(config)
     left = max(0, last - done.get("step", 0))
@@ -280,8 +360,13 @@ def _samples_needed(config: Config, steps: int | None = None) -> int:
 
 def _too_short(config: Config, have: int, needed: int) -> Fault:
     """Returns the fault of a file of `moe.replay` that has fewer samples than the run takes."""
-    key, first = "train.stop_after" if config.train.stop_after else "train.steps", resumed_progress(config)
-    most = bisect_right(range(1, config.train.steps + 1), have, key=lambda last: _samples_needed(config, last))
+    key, first = (
+        "train.stop_after" if config.train.stop_after else "train.steps",
+        resumed_progress(config),
+    )
+    most = bisect_right(
+        range(1, config.train.steps + 1), have, key=lambda last: _samples_needed(config, last)
+    )
     reason = f"moe.replay: {config.moe.replay} has {have} samples, and {key} = {value_of(config, key)} takes {needed}"
     shorter = f"{key}={most} or less, or " if most > first.get("step", 0) else ""
     fix = f"{shorter}moe.replay=FILE of at least {needed} samples, or null"
@@ -292,29 +377,46 @@ def parameter_names(config: Config) -> list[str]:
     """Returns the global names of a model's weights, which do not depend on the layout."""
     whole = replace(config, parallel=ParallelConfig())
     with without_memory():
-        return [spec_of(tensor).name for tensor in GPT(whole, build_mesh(resolve(1)), "meta").weights()]
+        return [
+            spec_of(tensor).name for tensor in GPT(whole, build_mesh(resolve(1)), "meta").weights()
+        ]
 
 
 def glob_faults(config: Config, world: int) -> list[Fault]:
-    """Globs of parameter names that match none of the model's: they would mean nothing; or that freeze all of them."""
+    """Globs of parameter names that match none of the model's: they would mean nothing; or that
+    freeze all of them."""
     optim, default = config.optim, OptimConfig()
-    asked = {key: getattr(optim, key) for key in ("decay_exclude", "freeze", "lr_scale", "decay_scale")}
+    asked = {
+        key: getattr(optim, key) for key in ("decay_exclude", "freeze", "lr_scale", "decay_scale")
+    }
     if optim.name == "muon" and optim.muon_exclude != default.muon_exclude:
         asked["muon_exclude"] = optim.muon_exclude
     if not any(asked.values()):
         return []
     names, found = parameter_names(config), []
     for key, entries in asked.items():  # of scales, each with a factor before the glob
-        if lost := [entry for entry in entries if not fnmatch.filter(names, entry.split(maxsplit=1)[-1])]:
+        if lost := [
+            entry for entry in entries if not fnmatch.filter(names, entry.split(maxsplit=1)[-1])
+        ]:
             kept = ",".join(f"'{entry}'" for entry in entries if entry not in lost)
             reason = f"optim.{key}: {' and '.join(lost)} matches no parameter; there are for example {names[0]}, "
             shown = names[len(names) // 2]
             found.append(
-                Fault("optim-globs-match", (f"optim.{key}",), f"{reason}{shown}", f'"optim.{key}=[{kept}]"', False)
+                Fault(
+                    "optim-globs-match",
+                    (f"optim.{key}",),
+                    f"{reason}{shown}",
+                    f'"optim.{key}=[{kept}]"',
+                    False,
+                )
             )
     if all(any(fnmatch.fnmatch(name, glob) for glob in optim.freeze) for name in names):
-        reason = f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train"
-        found.append(Fault("optim-freeze-some", ("optim.freeze",), reason, "optim.freeze=[]", False))
+        reason = (
+            f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train"
+        )
+        found.append(
+            Fault("optim-freeze-some", ("optim.freeze",), reason, "optim.freeze=[]", False)
+        )
     return found
 
 
@@ -354,5 +456,11 @@ def device_faults(config: Config, world: int) -> list[Fault]:
         return []
     if not HAS_TRITON and config.precision.dtype != "fp64":
         reason = f"precision.dtype = {config.precision.dtype} runs kernels on a GPU, and triton is not installed"
-        return [Fault("gpu-needs-triton", ("precision.dtype",), reason, "pip install triton", local=True)]
-    return fp8_faults(config, tuning.architecture(torch.device("cuda"))) + kernel_faults(config, capability_here())
+        return [
+            Fault(
+                "gpu-needs-triton", ("precision.dtype",), reason, "pip install triton", local=True
+            )
+        ]
+    return fp8_faults(config, tuning.architecture(torch.device("cuda"))) + kernel_faults(
+        config, capability_here()
+    )

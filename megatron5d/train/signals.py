@@ -1,6 +1,8 @@
-"""Signals become a flag that the loop looks at between steps: the run is left in order, with a checkpoint.
+"""Signals become a flag that the loop looks at between steps: the run is left in order, with a
+checkpoint.
 
-pretrain.py imports this before anything that takes seconds, so it needs neither torch nor what trains.
+pretrain.py imports this before anything that takes seconds, so it needs neither torch nor what
+trains.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ REQUEUE = 75  # exit code: stopped on a signal with all steps saved (EX_TEMPFAIL
 
 
 class EndOnSignals(ContextDecorator):
-    """Inside this context SIGTERM and SIGUSR1 end the process at once, to be requeued: there is nothing to save yet.
+    """Inside this context SIGTERM and SIGUSR1 end the process at once, to be requeued: there is
+    nothing to save yet.
 
-    A thread ends it: a rank that waits for others inside of a library does not come to a Python handler.
+    A thread ends it: a rank that waits for others inside of a library does not come to a Python
+    handler.
     """
 
     def __enter__(self) -> EndOnSignals:
@@ -32,7 +36,9 @@ class EndOnSignals(ContextDecorator):
         self._thread.start()
         # in this order, here and below, a signal in between ends the process, too, and is not lost
         self._outer = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before: dict[int, object] = {n: signal.signal(n, lambda *_: None) for n in END_SIGNALS}
+        self._before: dict[int, object] = {
+            n: signal.signal(n, lambda *_: None) for n in END_SIGNALS
+        }
         return self
 
     def __exit__(self, *_) -> None:
@@ -44,12 +50,16 @@ class EndOnSignals(ContextDecorator):
 
 
 def _end_when_told(pipe: int) -> None:
-    """Runs as a thread: the numbers of signals come through the pipe, until its other end is closed."""
+    """Runs as a thread: the numbers of signals come through the pipe, until its other end is
+    closed."""
     while told := os.read(pipe, 1):
         if told[0] in END_SIGNALS:
             with suppress(ValueError):
                 if read_environment().rank == 0:
-                    os.write(2, f"ended by {signal.Signals(told[0]).name}: no step was under way\n".encode())
+                    os.write(
+                        2,
+                        f"ended by {signal.Signals(told[0]).name}: no step was under way\n".encode(),
+                    )
             os._exit(REQUEUE)
 
 

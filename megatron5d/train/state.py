@@ -13,7 +13,13 @@ from torch import Tensor, nn
 import megatron5d
 from megatron5d.checkpoint.folder import FORMAT, RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
-from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
+from megatron5d.checkpoint.load import (
+    SavedWeights,
+    agreed,
+    certainly_none,
+    load_tensors,
+    whole_checkpoint,
+)
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault, Refused
@@ -42,7 +48,8 @@ class Progress:
 
 
 def _share(bucket: Bucket, flat: Tensor) -> tuple[int, int]:
-    """Returns the range of a slice that this rank writes and reads, of the ranks that hold the same slice."""
+    """Returns the range of a slice that this rank writes and reads, of the ranks that hold the same
+    slice."""
     size = -(-flat.numel() // bucket.replicate.size)
     start = min(bucket.replicate.rank * size, flat.numel())
     return start, min(start + size, flat.numel())
@@ -56,25 +63,32 @@ def _sharded(
         yield segment.spec, sharded_slice(segment, flat, writing=writing, share=share)
 
 
-def _optimizer(optimizer: Optimizer, writing: bool, shared: bool) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
+def _optimizer(
+    optimizer: Optimizer, writing: bool, shared: bool
+) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
     """Returns, by kind, master weights and whichever moments the optimiser keeps of a parameter."""
     found: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
     for kind, flat, state in optimizer.tensors():
-        found.setdefault(kind, []).extend(_sharded(state.bucket, state.segments, flat, writing, shared))
+        found.setdefault(kind, []).extend(
+            _sharded(state.bucket, state.segments, flat, writing, shared)
+        )
     return found
 
 
 def _gather_shares(sync: GradSync, optimizer: Optimizer) -> None:
     """Completes the slices of which the ranks that hold the same ones have read a share each.
 
-    Comm: of each slice of weights and of the optimiser an all_gather over `replicate`, of the whole slice.
+    Comm: of each slice of weights and of the optimiser an all_gather over `replicate`, of the whole
+        slice.
     """
     slices = [(bucket, bucket.weight_slice) for bucket in sync.buckets]
     slices += [(state.bucket, flat) for _, flat, state in optimizer.tensors()]
     for bucket, flat in slices:
         if bucket.replicate.size > 1:
             start, stop = _share(bucket, flat)
-            sent = bucket.weight_slice.new_zeros(-(-flat.numel() // bucket.replicate.size), dtype=flat.dtype)
+            sent = bucket.weight_slice.new_zeros(
+                -(-flat.numel() // bucket.replicate.size), dtype=flat.dtype
+            )
             sent[: stop - start] = flat[start:stop]
             flat.copy_(all_gather(sent, bucket.replicate)[: flat.numel()])
 
@@ -90,7 +104,8 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
 def weight_shards(
     sync: GradSync, weights: Iterable[Tensor], *, writing: bool = False, shared: bool = False
 ) -> list[tuple[ShardSpec, ShardedTensor]]:
-    """Returns what this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
+    """Returns what this rank owns of the model, in global coordinates; arguments as in
+    `run_tensors`."""
     held = [
         part
         for bucket in sync.buckets
@@ -100,9 +115,15 @@ def weight_shards(
 
 
 def run_tensors(
-    sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], *, writing: bool, shared: bool = False
+    sync: GradSync,
+    optimizer: Optimizer,
+    weights: Iterable[Tensor],
+    *,
+    writing: bool,
+    shared: bool = False,
 ) -> dict[str, ShardedTensor]:
-    """Returns all tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ... for kind.
+    """Returns all tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master,
+    exp_avg, ... for kind.
 
     Args:
         weights: of the model; its parameters are those of the buckets.
@@ -125,7 +146,10 @@ def twin(key: str) -> str | None:
 
 
 def run_record(
-    progress: Progress, config: dict[str, Any], commit: str | None = None, valid_loss: float | None = None
+    progress: Progress,
+    config: dict[str, Any],
+    commit: str | None = None,
+    valid_loss: float | None = None,
 ) -> dict[str, Any]:
     """Returns what run.json holds."""
     return {
@@ -140,8 +164,9 @@ def run_record(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
-    Raises Refused: a newer version wrote it, or it is damaged; names the file and the keys."""
+    """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new
+    since it was saved. Raises Refused: a newer version wrote it, or it is damaged; names the file
+    and the keys."""
     record, file = read_run(folder), folder / RUN
     if not isinstance(saved := record.get("format"), int):
         raise Refused(f"{file} is refused: format = {saved!r} is no whole number")
@@ -149,12 +174,16 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(progress, dict):
         raise Refused(f"{file} is refused: progress = {progress!r} is no object")
     known = {field.name: field.default for field in fields(Progress)}
-    faults = [f"progress.{key} is none of {', '.join(known)}" for key in progress if key not in known]
+    faults = [
+        f"progress.{key} is none of {', '.join(known)}" for key in progress if key not in known
+    ]
     for key, value in (known | progress).items():
         if key == "wandb_id" and not (value is None or isinstance(value, str)):
             faults.append(f"progress.{key} = {value!r} is neither a text nor null")
         elif key in known and key != "wandb_id" and not (type(value) is int and 0 <= value < 2**63):
-            faults.append(f"progress.{key} = {value!r} is no whole number of at least 0 and below 2^63")
+            faults.append(
+                f"progress.{key} = {value!r} is no whole number of at least 0 and below 2^63"
+            )
     if faults:
         raise Refused(f"{file} is refused: {'; '.join(faults)}")
     config_of(folder, record.get("config"), READ)
@@ -162,7 +191,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def nonfinite(tensors: Mapping[str, ShardedTensor]) -> str | None:
-    """Returns the first weight or master weight that is not finite, in words; None where all are. No communication."""
+    """Returns the first weight or master weight that is not finite, in words; None where all are.
+    No communication."""
     for key, tensor in tensors.items():
         if not key.startswith(("model.", "optim.master.")):
             continue
@@ -195,28 +225,46 @@ def resume(
 ) -> tuple[Progress, list[str], Config]:
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
-    Returns how far the run is; the keys that have changed since, its layout's too, for the log; and the configuration,
-    whose lists of data without weights mean what they meant when the run began. Raises Refused: the checkpoint does
-    not fit the model or the optimiser, or a newer version wrote it; on every rank.
+    Returns how far the run is; the keys that have changed since, its layout's too, for the log; and
+    the configuration, whose lists of data without weights mean what they meant when the run began.
+    Raises Refused: the checkpoint does not fit the model or the optimiser, or a newer version wrote
+    it; on every rank.
 
-    Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an all_gather of weights.
+    Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an
+        all_gather of weights.
     """
     record = on_rank_0(lambda: read_record(folder))
-    if faults := faults_of_saved(folder, record["config"], config):  # of a checkpoint that got its name only now
+    # of a checkpoint that got its name only now
+    if faults := faults_of_saved(folder, record["config"], config):
         raise Refused(str(faults[0]))
     before = config_of(folder, record["config"], READ)
-    began = record["config"].get("data", {}).get("weights", "equal")  # as it was before there was the key
+    # as it was before there was the key
+    began = record["config"].get("data", {}).get("weights", "equal")
     kept = began != config.data.weights and len(config.data.train) > 1
     config = replace(config, data=replace(config.data, weights=began))
-    told = ("model", "moe", "precision", "optim", "data", "train", "parallel", "pipeline", "recompute", "kernels")
+    told = (
+        "model",
+        "moe",
+        "precision",
+        "optim",
+        "data",
+        "train",
+        "parallel",
+        "pipeline",
+        "recompute",
+        "kernels",
+    )
     changed = changed_keys(record["config"], config, told)
     changed += [f"data.weights = {began}, as it began"] * kept
-    decides = ("model.", "moe.balance ", "optim.freeze ", "optim.muon_exclude ")  # which weights and moments there are
+    # which weights and moments there are
+    decides = ("model.", "moe.balance ", "optim.freeze ", "optim.muon_exclude ")
     architecture = [line for line in changed if line.startswith(decides)]
     if architecture:
         alone = f", or take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
         moments = all(line.startswith("optim.") for line in architecture)
-        architecture.append(f"resume with {_as_saved(architecture, before)}{alone if moments else ''}")
+        architecture.append(
+            f"resume with {_as_saved(architecture, before)}{alone if moments else ''}"
+        )
     tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
     load_tensors(folder, tensors, architecture, twin=twin)
     refuse_nonfinite(folder, tensors)
@@ -233,46 +281,61 @@ def _as_saved(architecture: Sequence[str], before: Config) -> str:
     """Returns how to have the weights and moments that were saved, by the lines about keys that decide which there are:
     lists of globs to paste, and the rest in words."""
     lists = [
-        key for key in ("freeze", "muon_exclude") if any(line.startswith(f"optim.{key} ") for line in architecture)
+        key
+        for key in ("freeze", "muon_exclude")
+        if any(line.startswith(f"optim.{key} ") for line in architecture)
     ]
     pasted = [f"'optim.{key}={json.dumps(getattr(before.optim, key))}'" for key in lists]
-    return " and ".join(pasted + ["the architecture that was saved"] * (len(architecture) > len(lists)))
+    return " and ".join(
+        pasted + ["the architecture that was saved"] * (len(architecture) > len(lists))
+    )
 
 
 def checkpoint_faults(config: Config, world: int) -> list[Fault]:
     """Folders that are named as checkpoints and exist, but certainly hold none."""
     resume = config.checkpoint.resume
-    named = [("checkpoint.resume", resume, "auto, or none")] if resume not in ("auto", "none") else []
+    named = (
+        [("checkpoint.resume", resume, "auto, or none")] if resume not in ("auto", "none") else []
+    )
     if config.init.from_checkpoint is not None and not _may_resume(config):
         named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
     found = []
     for knob, folder, otherwise in named:
-        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a check reports a folder that does not exist
+        # a check reports a folder that does not exist
+        if isdir(folder) and (fault := certainly_none(folder, knob)):
             fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
             found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
     return found
 
 
 def _may_resume(config: Config) -> bool:
-    """Returns whether the run may continue from a checkpoint of its own; then `init` is not read."""
+    """Returns whether the run may continue from a checkpoint of its own; then `init` is not
+    read."""
     folder, resume = config.checkpoint.dir, config.checkpoint.resume
     if resume == "auto":
-        return folder is not None and isdir(folder) and certainly_none(folder, "checkpoint.dir") is None
+        return (
+            folder is not None
+            and isdir(folder)
+            and certainly_none(folder, "checkpoint.dir") is None
+        )
     return resume != "none"
 
 
 def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config) -> list[str]:
-    """Fills weights and masters from a checkpoint of another run, without its moments, step and data order.
+    """Fills weights and masters from a checkpoint of another run, without its moments, step and
+    data order.
 
-    Masters are read where it has any. Biases of routers that only this run's balancing uses become zero.
+    Masters are read where it has any. Biases of routers that only this run's balancing uses become
+    zero.
 
     Args:
         folder: one checkpoint, or a directory of them, whose newest whole one is meant.
         held: what this rank owns of the model (`weight_shards`).
 
     Returns:
-        For the log: in which form the weights were saved, and fields in which this model computes another function
-        than the one that was saved. That is intended when a context is stretched, and a mistake otherwise.
+        For the log: in which form the weights were saved, and fields in which this model computes
+        another function than the one that was saved. That is intended when a context is stretched,
+        and a mistake otherwise.
 
     Raises:
         ValueError: no whole checkpoint there, or one that does not fit the model; on every rank.
@@ -284,8 +347,14 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
     saved = on_rank_0(lambda: read_record(found))["config"]
     changed = changed_keys(saved, config, ["model"])
     if _balances_by_bias(saved) != _balances_by_bias(to_dict(config)):
-        changed += [line for line in changed_keys(saved, config, ["moe"]) if line.startswith("moe.balance ")]
-    if not (saved.get("model", {}).get("router_bias") or _balances_by_bias(saved) or config.model.router_bias):
+        changed += [
+            line for line in changed_keys(saved, config, ["moe"]) if line.startswith("moe.balance ")
+        ]
+    if not (
+        saved.get("model", {}).get("router_bias")
+        or _balances_by_bias(saved)
+        or config.model.router_bias
+    ):
         unused = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
         held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
         for view in (view for tensor in unused for view in tensor.parts.values()):
@@ -296,7 +365,10 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
     read = load_tensors(found, tensors, changed, twin=twin)
     refuse_nonfinite(found, tensors)
     optimizer.take_unsaved_masters()
-    passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
+    passive = tuple(
+        f"model.{key} "
+        for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions")
+    )
     notes = [f"{line} in {found}" for line in changed if not line.startswith(passive)]
     return [f"begins with the weights of {found}: {_forms(read)}", *new, *notes]
 
@@ -304,10 +376,12 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
 def _with_new_parts(
     folder: Path, saved: Mapping[str, Any], config: Config, held: Held, masters: Held
 ) -> tuple[Held, Held, list[str]]:
-    """Fills what a saved model lacks of this one; returns the weights and masters that it has, and log lines."""
+    """Fills what a saved model lacks of this one; returns the weights and masters that it has, and
+    log lines."""
     model = config.model
     if all(
-        saved["model"].get(key) == getattr(model, key) for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
+        saved["model"].get(key) == getattr(model, key)
+        for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
     ):
         return held, masters, []
     from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
@@ -322,12 +396,14 @@ def _with_new_parts(
 
 
 def _balances_by_bias(config: Mapping[str, Any]) -> bool:
-    """Returns whether balancing moves biases of the routers; of a configuration as run.json has it."""
+    """Returns whether balancing moves biases of the routers; of a configuration as run.json has
+    it."""
     return "bias" in config.get("moe", {}).get("balance", ())
 
 
 def _forms(read: Mapping[str, tuple[str, torch.dtype]]) -> str:
-    """Returns how weights were saved, from what `load_tensors` returns: masters, or weights without any."""
+    """Returns how weights were saved, from what `load_tensors` returns: masters, or weights without
+    any."""
     exact = {key: source for key, source in read.items() if key.startswith("optim.master.")} or read
     kinds = {(source.startswith("optim.master."), dtype) for source, dtype in exact.values()}
     told = [

@@ -1,4 +1,5 @@
-"""One optimiser step: micro-batches forward and backward through the pipeline, one reduction, one update."""
+"""One optimiser step: micro-batches forward and backward through the pipeline, one reduction, one
+update."""
 
 from __future__ import annotations
 
@@ -30,17 +31,20 @@ T = TypeVar("T", torch.Tensor, list[float])
 
 @dataclass(frozen=True)
 class StepTerms(Generic[T]):
-    """A rank's terms of a step's figures, fp64 vectors on its device; or their totals over the world, on the host."""
+    """A rank's terms of a step's figures, fp64 vectors on its device; or their totals over the
+    world, on the host."""
 
     grad_squares: T  # [1]: of the elements that this rank counts
     router_losses: T  # one per balancing loss
     sums: T  # [terms + counts], as `Trainer.accumulate` returns them
     stops: T  # [1]: 1 on a rank that was asked to stop
     cp_balances: T  # [1]: `imbalance_of` its micro-batches
-    refused: T  # [1]: pairs of ranks between which there was no room for all tokens (moe.exchange=planned)
+    # [1]: pairs of ranks between which there was no room for all tokens (moe.exchange=planned)
+    refused: T
 
     def total(self: StepTerms[torch.Tensor], world: Axis) -> StepTerms[list[float]]:
-        """Adds up the terms of all ranks, and waits for the device. Comm: all_reduce world of a few numbers."""
+        """Adds up the terms of all ranks, and waits for the device. Comm: all_reduce world of a few
+        numbers."""
         parts: list[torch.Tensor] = [getattr(self, each.name) for each in fields(self)]
         numbers = iter(all_reduce(torch.cat(parts), world).tolist())
         return StepTerms(*([next(numbers) for _ in range(len(part))] for part in parts))
@@ -56,11 +60,15 @@ class StepResult:
     num_targets: int  # target tokens of the global batch
     stop: bool  # some rank was asked to stop
     cp_balance: float = 1.0  # block_attention.imbalance, mean over dp; 1 = even
-    layers: dict[str, float] = field(default_factory=dict)  # what the routers did, layer by layer, if asked for
-    zero_exposed_s: float = 0.0  # this rank: seconds in which it waited for weights and did nothing else
-    bubble: float = 0.0  # this rank: share of the passes' time in which it waited for its pipeline neighbours
+    # what the routers did, layer by layer, if asked for
+    layers: dict[str, float] = field(default_factory=dict)
+    # this rank: seconds in which it waited for weights and did nothing else
+    zero_exposed_s: float = 0.0
+    # this rank: share of the passes' time in which it waited for its pipeline neighbours
+    bubble: float = 0.0
     skipped: str | None = None  # why the update was left out; None = it was made
-    repeated: bool = False  # forward and backward were run once more, with counted rows (moe.exchange=planned)
+    # forward and backward were run once more, with counted rows (moe.exchange=planned)
+    repeated: bool = False
 
 
 class Trainer:
@@ -72,15 +80,25 @@ class Trainer:
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
         room: of tokens on their way to experts; None = they are counted.
-        check_overlap: raises if another rank has not sent what this step was computed from (tp_overlap=fused).
+        check_overlap: raises if another rank has not sent what this step was computed from
+            (tp_overlap=fused).
         masked_by: what may leave a global batch without a target, for the message.
     """
 
     def __init__(
-        self, pipeline: Pipeline, sync: GradSync, optimizer: Optimizer, mesh: Mesh, terms: Sequence[Term],
-        config: OptimConfig, balancer: Balancer | None = None, room: Room | None = None, *,
-        check_overlap: Callable[[], None], masked_by: str,
-    ) -> None:  # fmt: skip
+        self,
+        pipeline: Pipeline,
+        sync: GradSync,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        terms: Sequence[Term],
+        config: OptimConfig,
+        balancer: Balancer | None = None,
+        room: Room | None = None,
+        *,
+        check_overlap: Callable[[], None],
+        masked_by: str,
+    ) -> None:
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
         self.terms, self.clip, self.balancer, self.room = tuple(terms), config.clip, balancer, room
         self.check_overlap = check_overlap
@@ -88,34 +106,44 @@ class Trainer:
         self._kinds: set[frozenset[str]] = set()  # of the micro-batches so far
 
     def step(
-        self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False,
+        self,
+        batches: Sequence[MicroBatch],
+        lr: float,
+        stop: bool = False,
+        watched: bool = False,
         where: StepSamples | None = None,
-    ) -> StepResult:  # fmt: skip
-        """Runs forward and backward of all micro-batches, reduces gradients, and updates the weights once.
+    ) -> StepResult:
+        """Runs forward and backward of all micro-batches, reduces gradients, and updates the
+        weights once.
 
         Args:
-            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank; without any no step is made,
-                nothing is computed, and nothing moves.
+            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank; without
+                any no step is made, nothing is computed, and nothing moves.
             stop: this rank was asked to stop; all ranks learn of it in the step's reduction.
             watched: collect what the routers do, layer by layer.
             where: the step's number and samples, for messages.
 
         Raises:
             FloatingPointError: the guard stops the run.
-            TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was updated here.
+            TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was
+                updated here.
 
-        Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets (where the loss is
-            computed, before the first backward), gradient reduction, all_reduce world of a few numbers, what the
-            optimiser sends (muon), all_gather of the weights (left pending); with experts all_reduce of counts over the
-            stage, and over the world on a watched step.
+        Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets
+            (where the loss is computed, before the first backward), gradient reduction, all_reduce
+            world of a few numbers, what the optimiser sends (muon), all_gather of the weights (left
+            pending); with experts all_reduce of counts over the stage, and over the world on a
+            watched step.
         """
         if not batches:
             losses = {term.name: math.nan for term in self.terms}
-            return StepResult(losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}")
+            return StepResult(
+                losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}"
+            )
         if self.room is not None:
             self.room.start_step()
         result, runs = None, 0
-        while result is None:  # once more, with counted rows, where some rank had no room for its tokens
+        # once more, with counted rows, where some rank had no room for its tokens
+        while result is None:
             sums, runs = self.accumulate(batches, watched), runs + 1
             self.sync.finish_reduce()  # the owned slices now hold the mean gradient
             result = self._agree(sums, stop, imbalance_of(batches), where)
@@ -129,9 +157,11 @@ class Trainer:
                     result = replace(result, layers=self.balancer.layer_figures(self.mesh["world"]))
         return result
 
-    def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None) -> StepResult | None:
-        """Returns the step's figures, the same on every rank, from each rank's share of them; None without room for all
-        rows.
+    def _agree(
+        self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None
+    ) -> StepResult | None:
+        """Returns the step's figures, the same on every rank, from each rank's share of them; None
+        without room for all rows.
 
         Args:
             sums: as `accumulate` returned them.
@@ -141,11 +171,15 @@ class Trainer:
 
         Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
         """
-        names, values = ((), sums[:0]) if self.balancer is None else (self.balancer.names, self.balancer.values)
+        names, values = (
+            ((), sums[:0]) if self.balancer is None else (self.balancer.names, self.balancer.values)
+        )
         # not copied from the host, which would wait for the device
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
         refused = sums.new_zeros(1) if self.room is None else self.room.refused
-        terms = StepTerms(global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances, refused)
+        terms = StepTerms(
+            global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances, refused
+        )
         self.pipeline.memory.start_asking(self.mesh["world"])
         total = terms.total(self.mesh["world"])
         self.pipeline.memory.finish_asking()
@@ -167,17 +201,19 @@ class Trainer:
         )
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
-        """Runs forward and backward of all micro-batches; once reduced, the owned slices hold the mean gradient.
+        """Runs forward and backward of all micro-batches; once reduced, the owned slices hold the
+        mean gradient.
 
         Args:
             batches: this rank's micro-batches of the step, on the host.
             watched: as in `step`.
 
         Returns:
-            fp64 `[terms + counts]`: this rank's share of the sums over target tokens, then of the numbers of targets.
-            Added up over the world they are those of the global batch.
+            fp64 `[terms + counts]`: this rank's share of the sums over target tokens, then of the
+            numbers of targets. Added up over the world they are those of the global batch.
 
-        Comm: that of the layers, the pipeline and the reduction of gradients; all_reduce dp_cp of the numbers of
+        Comm: that of the layers, the pipeline and the reduction of gradients; all_reduce dp_cp of
+            the numbers of
         targets, where the loss is computed.
         """
         device = self.sync.buckets[0].weights.device
@@ -196,20 +232,27 @@ class Trainer:
         for each in graphs:
             each.start_step(len(batches), eager)
         executor = self.pipeline.executor(len(batches))
-        is_new = self._may_be_new(batches) or watched or eager or any(each.captures for each in graphs)
+        is_new = (
+            self._may_be_new(batches) or watched or eager or any(each.captures for each in graphs)
+        )
         may_wait = is_new or self.pipeline.memory.is_short
         with self.pipeline.timed():
             executor.run(batches, loss, self.pipeline.forms, host_may_wait=may_wait)
         return self._counted_once(loss.sums)
 
-    def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:
-        """Sets the scale of the auxiliary losses; if one needs the choices of the whole batch, makes these first.
+    def _start_balancing(
+        self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool
+    ) -> None:
+        """Sets the scale of the auxiliary losses; if one needs the choices of the whole batch,
+        makes these first.
 
-        Its gradient depends on counts that no micro-batch knows alone. One more forward makes it exact on any layout,
-        for a third more compute.
+        Its gradient depends on counts that no micro-batch knows alone. One more forward makes it
+        exact on any layout, for a third more compute.
         """
         num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
-        balancer.start_step(len(batches) * self.mesh["dp"].size, num_tokens, self.mesh["dp_cp"], watched)
+        balancer.start_step(
+            len(batches) * self.mesh["dp"].size, num_tokens, self.mesh["dp_cp"], watched
+        )
         if any(stage.graphs is not None for stage in self.pipeline.stages):
             balancer.settle()
         if balancer.counts_ahead:
@@ -220,16 +263,20 @@ class Trainer:
     def _may_be_new(self, batches: Sequence[MicroBatch]) -> bool:
         """Says whether micro-batches may need kernels that none before them has needed.
 
-        Those of another kind do, and so may any whose tensors are as large as the data have it, because torch has
-        kernels for sizes: of experts' rows that are counted, of documents that context parallelism divides.
+        Those of another kind do, and so may any whose tensors are as large as the data have it,
+        because torch has kernels for sizes: of experts' rows that are counted, of documents that
+        context parallelism divides.
         """
         kinds, self._kinds = self._kinds, self._kinds | {batch.kind for batch in batches}
         counted = self.balancer is not None and self.room is None and self.mesh["ep"].size > 1
-        divided = any(batch.context is not None and batch.context.documents is not None for batch in batches)
+        divided = any(
+            batch.context is not None and batch.context.documents is not None for batch in batches
+        )
         return counted or divided or self._kinds != kinds
 
     def release_graphs(self) -> None:
-        """Destroys the CUDA graphs: those that communicate would let NCCL wait for ever where it ends."""
+        """Destroys the CUDA graphs: those that communicate would let NCCL wait for ever where it
+        ends."""
         for stage in self.pipeline.stages:
             if stage.graphs is not None:
                 stage.graphs.release()
@@ -241,33 +288,42 @@ class Trainer:
         """
         device = self.sync.buckets[0].weights.device
         loss = _SummedLoss(self.terms, device)
-        batches = [replace(batch, samples=None) for batch in batches]  # without sample numbers nothing is random
+        # without sample numbers nothing is random
+        batches = [replace(batch, samples=None) for batch in batches]
         self.pipeline.evaluate([batch.to(device) for batch in batches], loss)
         return self._counted_once(loss.sums)
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
-        """Returns the sums of `accumulate` or `evaluate`, totalled, as means by name; NaN of no target."""
+        """Returns the sums of `accumulate` or `evaluate`, totalled, as means by name; NaN of no
+        target."""
         counts = totals[len(self.terms) :]
-        held = [(term.name, total, counts[term.count_index]) for term, total in zip(self.terms, totals)]
+        held = [
+            (term.name, total, counts[term.count_index]) for term, total in zip(self.terms, totals)
+        ]
         found = {}
         for name in dict.fromkeys(term.name for term in self.terms):
             sums = [(total, count) for own, total, count in held if own == name and count]
-            found[name] = sum(1 / len(sums) * total / count for total, count in sums) if sums else math.nan
+            found[name] = (
+                sum(1 / len(sums) * total / count for total, count in sums) if sums else math.nan
+            )
         return found
 
     def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the sums on the first tp rank, zeros on the others: all tp ranks have computed the same loss."""
+        """Returns the sums on the first tp rank, zeros on the others: all tp ranks have computed
+        the same loss."""
         return sums * (self.mesh["tp"].rank == 0)
 
 
 def imbalance_of(batches: Sequence[MicroBatch]) -> float:
-    """Returns how much longer attention takes than with equal work on cp ranks; 1 = equal, or whole sequences."""
+    """Returns how much longer attention takes than with equal work on cp ranks; 1 = equal, or whole
+    sequences."""
     plans = [batch.context for batch in batches if batch.context is not None]
     return imbalance(plans) if plans else 1.0
 
 
 class _SummedLoss:
-    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over the global batch."""
+    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over
+    the global batch."""
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
         self._terms, num_counts = terms, max(term.count_index for term in terms) + 1
@@ -276,7 +332,8 @@ class _SummedLoss:
         self._grad: torch.Tensor | None = None
 
     def start_counting(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
-        """Starts counting the targets of the global batch. Comm: all_reduce dp_cp of one number per kind of target."""
+        """Starts counting the targets of the global batch. Comm: all_reduce dp_cp of one number per
+        kind of target."""
         targets = torch.stack([batch.target_counts for batch in batches]).sum(0)
         if self.sums.is_cuda:
             targets = targets.pin_memory()  # the copy is not waited for
@@ -284,17 +341,20 @@ class _SummedLoss:
         self._counting = start_all_reduce(targets, mesh["dp_cp"])
 
     def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:
-        self.sums += torch.cat((y.double(), batch.target_counts))  # y: [terms], sums over this micro-batch's tokens
+        # y: [terms], sums over this micro-batch's tokens
+        self.sums += torch.cat((y.double(), batch.target_counts))
         if self._counting is not None:
             self._grad = self._gradient(self._counting.wait()).to(y.dtype)
             self._counting = None
         return self._grad
 
     def _gradient(self, counts: torch.Tensor) -> torch.Tensor:
-        """Computes fp64 `[terms]`, the gradients of the sums, from the global batch's numbers of targets."""
+        """Computes fp64 `[terms]`, the gradients of the sums, from the global batch's numbers of
+        targets."""
         some = (counts > 0).to(counts.dtype)
         found = []
         for term in self._terms:
             alike = [some[other.count_index] for other in self._terms if other.name == term.name]
-            found.append(term.coefficient / sum(alike).clamp(min=1) / counts[term.count_index].clamp(min=1))  # type: ignore[union-attr]
+            num_alike = torch.stack(alike).sum().clamp(min=1)
+            found.append(term.coefficient / num_alike / counts[term.count_index].clamp(min=1))
         return torch.stack(found)

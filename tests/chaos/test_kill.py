@@ -1,4 +1,5 @@
-"""kill -9 of a random rank at random moments, resume, and again: in the end no bit differs from the undisturbed run."""
+"""kill -9 of a random rank at random moments, resume, and again: in the end no bit differs from the
+undisturbed run."""
 
 import os
 import random
@@ -20,7 +21,14 @@ from pretrain import plan_and_train
 
 STEPS, EVERY, WORLD = 8, 2, 4
 EXPERIMENT = [
-    *("model=tiny", "model.vocab_size=97", "model.num_kv_heads=2", "train.gbs=4", "train.mbs=1", "train.seq_len=16"),
+    *(
+        "model=tiny",
+        "model.vocab_size=97",
+        "model.num_kv_heads=2",
+        "train.gbs=4",
+        "train.mbs=1",
+        "train.seq_len=16",
+    ),
     *("optim.lr=1e-2", "optim.warmup_steps=2", f"train.steps={STEPS}", f"checkpoint.every={EVERY}"),
     *("train.eval_every=4", "train.eval_batches=1", "data.split='80,20,0'"),
     *("log.progress=false", "log.memory_check=off"),
@@ -86,17 +94,26 @@ def attempt(arguments, victim=None, killer=None):
     try:
         return run_ranks(one, WORLD, timeout=300) == [0] * WORLD
     except RankFailure as failure:
-        assert re.match(rf"rank {victim}: died without a report: killed by SIGKILL", str(failure)), failure
+        assert re.match(
+            rf"rank {victim}: died without a report: killed by SIGKILL", str(failure)
+        ), failure
         return False
 
 
 def arguments_of(folder, corpus, layout):
-    places = [f"data.train=[{corpus}]", f"checkpoint.dir={folder}/checkpoints", f"log.jsonl={folder}/log.jsonl"]
+    places = [
+        f"data.train=[{corpus}]",
+        f"checkpoint.dir={folder}/checkpoints",
+        f"log.jsonl={folder}/log.jsonl",
+    ]
     return [*EXPERIMENT, *LAYOUTS[layout], *places]
 
 
 def losses(folder: Path):
-    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in records(folder / "log.jsonl")]
+    return [
+        {k: v for k, v in record.items() if k not in CLOCKS}
+        for record in records(folder / "log.jsonl")
+    ]
 
 
 def lines(path: Path):
@@ -123,8 +140,12 @@ def test_killed_at_random_moments(tmp_path, corpus, undisturbed):
     num_kills = 0
     for _ in range(3):
         log, target = tmp_path / "log.jsonl", chance.randint(1, STEPS - 2)
-        killer = Killer(lambda log=log, target=target: lines(log) >= target, chance.uniform(0, 1.5 * step_s))
-        num_kills += not attempt(arguments_of(tmp_path, corpus, layout), chance.randrange(WORLD), killer)
+        killer = Killer(
+            lambda log=log, target=target: lines(log) >= target, chance.uniform(0, 1.5 * step_s)
+        )
+        num_kills += not attempt(
+            arguments_of(tmp_path, corpus, layout), chance.randrange(WORLD), killer
+        )
         assert_whatever_looks_whole_is_whole(tmp_path, reference)
     assert num_kills >= 2
     assert attempt(arguments_of(tmp_path, corpus, layout))
@@ -134,7 +155,11 @@ def test_killed_at_random_moments(tmp_path, corpus, undisturbed):
 
 @pytest.mark.parametrize(
     ("undisturbed", "victim", "sign"),
-    [("tp-sp-zero1", 3, "run.json"), ("tp-sp-zero1", 0, "*.distcp"), ("dp-background-save", 0, "*.distcp")],
+    [
+        ("tp-sp-zero1", 3, "run.json"),
+        ("tp-sp-zero1", 0, "*.distcp"),
+        ("dp-background-save", 0, "*.distcp"),
+    ],
     indirect=["undisturbed"],
 )
 def test_killed_while_saving(tmp_path, corpus, undisturbed, victim, sign):

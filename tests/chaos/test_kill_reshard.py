@@ -1,4 +1,5 @@
-"""kill -9 of `convert.py reshard` at random moments: the next run ends it, and nothing is lost or left over."""
+"""kill -9 of `convert.py reshard` at random moments: the next run ends it, and nothing is lost or
+left over."""
 
 import contextlib
 import os
@@ -24,11 +25,21 @@ MODEL = [
     *("model=tiny", "model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=512"),
     *("model.num_heads=8", "model.num_kv_heads=4", "model.vocab_size=1024", "precision.dtype=bf16"),
 ]
-TARGET = ["--world", "32", "--workers", "2", "parallel.tp=4", "parallel.pp=2", "parallel.zero=1", "train.gbs=32"]
+TARGET = [
+    "--world",
+    "32",
+    "--workers",
+    "2",
+    "parallel.tp=4",
+    "parallel.pp=2",
+    "parallel.zero=1",
+    "train.gbs=32",
+]
 
 
 def resharded_until_killed(source, out, delay_s):
-    """Reshards in a process of its own, and kills it with those that work for it; returns whether it had ended."""
+    """Reshards in a process of its own, and kills it with those that work for it; returns whether
+    it had ended."""
     if (child := os.fork()) == 0:
         with open(os.devnull, "w") as nobody, contextlib.redirect_stdout(nobody):
             os._exit(convert.main(["reshard", str(source), str(out), *TARGET]))
@@ -56,17 +67,24 @@ def test_what_kills_leave_is_ended_by_the_next_run(tmp_path):
     chance = random.Random(runs.start)
     for number in runs:
         out = tmp_path / f"out{number}"
-        for _ in range(chance.choice((1, 1, 2, 3))):  # a run takes up what the last one left, and is killed, too
+        # a run takes up what the last one left, and is killed, too
+        for _ in range(chance.choice((1, 1, 2, 3))):
             if resharded_until_killed(source, out, chance.uniform(0, 1.2 * took_s)):
                 break
             midway += any(step_folder(out, 0).with_suffix(".tmp").glob("*"))
         assert convert.main(["reshard", str(source), str(out), *TARGET]) == 0
         final = step_folder(out, 0)
         assert fault_of(final) is None and recover(out) == []
-        assert {path.name for path in out.iterdir() if not path.name.startswith("run.lock.")} == {final.name, "latest"}
+        assert {path.name for path in out.iterdir() if not path.name.startswith("run.lock.")} == {
+            final.name,
+            "latest",
+        }
         assert {path.name for path in final.iterdir()} == expected
         found = whole_tensors(final)
-        assert all(torch.equal(found[key], tensor.parts[(0,) * len(tensor.shape)]) for key, tensor in tensors.items())
+        assert all(
+            torch.equal(found[key], tensor.parts[(0,) * len(tensor.shape)])
+            for key, tensor in tensors.items()
+        )
         shutil.rmtree(out)
     assert midway, "kills came while files were being written"
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before

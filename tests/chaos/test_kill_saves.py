@@ -1,4 +1,5 @@
-"""kill -9 of a process that saves, prunes and recovers without a pause, 200 times: what looks whole is whole."""
+"""kill -9 of a process that saves, prunes and recovers without a pause, 200 times: what looks whole
+is whole."""
 
 import os
 import random
@@ -26,8 +27,11 @@ def save_until_killed(directory, report, background):
     saver = Saver(directory, KEEP, background=background)
     while True:
         values = torch.full((SIZE,), float(step + 1))
-        saver.save(step + 1, {"model.w": ShardedTensor((SIZE,), [((0,), values)], values.dtype)}, {})
-        os.write(report, f"{step if background else step + 1}\n".encode())  # one in the background may go on
+        saver.save(
+            step + 1, {"model.w": ShardedTensor((SIZE,), [((0,), values)], values.dtype)}, {}
+        )
+        # one in the background may go on
+        os.write(report, f"{step if background else step + 1}\n".encode())
         step += 1
 
 
@@ -56,7 +60,9 @@ def test_what_two_hundred_kills_leave_is_whole(tmp_path):
     for kill in range(KILLS):
         last = max(last, killed(tmp_path, chance.uniform(0.002, 0.12), background=kill % 2 == 1))
         found = newest(tmp_path)
-        assert (found is None and last == 0) or int(found.name.removeprefix("step-")) >= last, "a save was lost"
+        assert (found is None and last == 0) or int(found.name.removeprefix("step-")) >= last, (
+            "a save was lost"
+        )
         for step in saved_steps(tmp_path):
             weights = SavedWeights(step_folder(tmp_path, step)).read("w", (0,), (SIZE,))
             assert (weights == step).all(), f"step {step} after kill {kill}"
@@ -66,4 +72,6 @@ def test_what_two_hundred_kills_leave_is_whole(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and "." in path.name]
     end = saved_steps(tmp_path)[-1] + 1
     Saver(tmp_path, KEEP).save(end, {}, {})
-    assert saved_steps(tmp_path) == sorted({*range(50, end, 50), end - 1, end}), "pruning ends what it began"
+    assert saved_steps(tmp_path) == sorted({*range(50, end, 50), end - 1, end}), (
+        "pruning ends what it began"
+    )

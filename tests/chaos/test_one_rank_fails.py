@@ -1,7 +1,8 @@
-"""What fails on one rank alone while a run starts ends it on all ranks at once, with the rank and the fault in words.
+"""What fails on one rank alone while a run starts ends it on all ranks at once, with the rank and
+the fault in words.
 
-The faults are planted one after another in the same processes: whoever had left the others in a collective, or had
-taken a step that they have not, would break the next start.
+The faults are planted one after another in the same processes: whoever had left the others in a
+collective, or had taken a step that they have not, would break the next start.
 """
 
 import re
@@ -19,7 +20,14 @@ from megatron5d.topology.process import Process
 from pretrain import plan_and_train
 
 EXPERIMENT = [
-    *("model=tiny", "model.vocab_size=98", "train.gbs=4", "train.mbs=1", "train.seq_len=16", "train.steps=1"),
+    *(
+        "model=tiny",
+        "model.vocab_size=98",
+        "train.gbs=4",
+        "train.mbs=1",
+        "train.seq_len=16",
+        "train.steps=1",
+    ),
     *("log.progress=false", "log.memory_check=off", "checkpoint.every=1"),
 ]
 DENIED = PermissionError(13, "Permission denied", "/a/file")
@@ -42,7 +50,10 @@ def truncated(file):
     """The file ends early, and nothing in its folder tells of its checksum."""
     real = Path.read_bytes
     cut = lambda self, *args, **kw: real(self, *args, **kw)[: 40 if self.name == file else None]  # noqa: E731
-    with patch.object(Path, "read_bytes", cut), patch("megatron5d.checkpoint.folder.changed", lambda *_: None):
+    with (
+        patch.object(Path, "read_bytes", cut),
+        patch("megatron5d.checkpoint.folder.changed", lambda *_: None),
+    ):
         yield
 
 
@@ -59,24 +70,44 @@ OTHER = f"init.from_checkpoint={SAVED}"
 PLANTS = {
     "looking at what rank 0 writes": (1, lambda: method_fails("exists", ".seen"), [], "/a/file"),
     "writing what others look at": (0, lambda: method_fails("touch", ".seen"), [], "/a/file"),
-    "reading run.json": (0, lambda: method_fails("read_bytes", "run.json"), [f"checkpoint.dir={SAVED}"], "/a/file"),
+    "reading run.json": (
+        0,
+        lambda: method_fails("read_bytes", "run.json"),
+        [f"checkpoint.dir={SAVED}"],
+        "/a/file",
+    ),
     "run.json, which ends early": (
         0,
         lambda: truncated("run.json"),
         [f"checkpoint.dir={SAVED}"],
         "run.json is damaged: ",
     ),
-    "listing checkpoints": (0, lambda: raises("megatron5d.train.startup_warnings.saved_after"), [], "/a/file"),
+    "listing checkpoints": (
+        0,
+        lambda: raises("megatron5d.train.startup_warnings.saved_after"),
+        [],
+        "/a/file",
+    ),
     "looking at documents": (
         *(0, lambda: raises("megatron5d.train.startup_warnings.IndexedDataset")),
         *(["data.document_mask=true", "data.eod=0"], "/a/file"),
     ),
-    "opening the log": (0, lambda: raises("megatron5d.train.monitoring.report.JsonLines"), [LOG], "/a/file"),
+    "opening the log": (
+        0,
+        lambda: raises("megatron5d.train.monitoring.report.JsonLines"),
+        [LOG],
+        "/a/file",
+    ),
     "a mistake of ours": (
         *(0, lambda: raises("megatron5d.train.monitoring.report.JsonLines", KeyError("ours"))),
         *([LOG], "in planted(?s:.)*KeyError: 'ours'"),
     ),
-    "predicting": (0, lambda: raises("megatron5d.planning.predict.expected_bubble"), ["parallel.pp=2"], "/a/file"),
+    "predicting": (
+        0,
+        lambda: raises("megatron5d.planning.predict.expected_bubble"),
+        ["parallel.pp=2"],
+        "/a/file",
+    ),
     "opening data": (1, lambda: raises("megatron5d.train.data.open_samples"), [], "/a/file"),
     "reading a Hugging Face file": (
         1,
@@ -84,7 +115,12 @@ PLANTS = {
         [HF],
         "/a/file",
     ),
-    "reading another run's record": (0, lambda: method_fails("read_bytes", "run.json"), [OTHER], "/a/file"),
+    "reading another run's record": (
+        0,
+        lambda: method_fails("read_bytes", "run.json"),
+        [OTHER],
+        "/a/file",
+    ),
     "searching a schedule": (
         *(0, lambda: raises("megatron5d.train.scheduling.auto_schedule.searched")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
@@ -98,10 +134,14 @@ def test_a_fault_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monke
 
     def config_of(overrides, place, world=2):
         overrides = [f"data.train=[{data}]", f"checkpoint.dir={place}", *overrides]
-        return load_config([each.format(folder=tmp_path) for each in [*EXPERIMENT, *overrides]], world=world)
+        return load_config(
+            [each.format(folder=tmp_path) for each in [*EXPERIMENT, *overrides]], world=world
+        )
 
     assert plan_and_train(config_of([], SAVED, 1), Process(0, 1, 0, torch.device("cpu"))) == 0
-    assert main(["to-hf", "--checkpoint", str(tmp_path / "saved"), "--out", str(tmp_path / "hf")]) == 0
+    assert (
+        main(["to-hf", "--checkpoint", str(tmp_path / "saved"), "--out", str(tmp_path / "hf")]) == 0
+    )
     configs = [config_of(plant[2], f"{{folder}}/{i}") for i, plant in enumerate(PLANTS.values())]
 
     def one(rank, world):

@@ -12,7 +12,13 @@ from ranks import run_ranks
 
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from megatron5d.config.schema import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.flops import parameter_count
 from megatron5d.pipeline_parallel.costs import Costs
@@ -106,17 +112,28 @@ assert plain.tolist() == [0.0, 9.0]
 
 def test_kernel(tmp_path):
     (tmp_path / "relu_squared.py").write_text(example("kernel"))
-    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    paths = {
+        "PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", IN_INTERPRETER]
-    run = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        command, env=os.environ | paths, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
 
 
 def test_check():
     check = names_of("check")["window_hides_something"]
     assert check.id == "window-hides-something"
-    assert check.run(Config(model=ModelConfig(attention_window=64), train=TrainConfig(seq_len=128)), 1) is None
-    fault = check.run(Config(model=ModelConfig(attention_window=200), train=TrainConfig(seq_len=128)), 1)
+    assert (
+        check.run(Config(model=ModelConfig(attention_window=64), train=TrainConfig(seq_len=128)), 1)
+        is None
+    )
+    fault = check.run(
+        Config(model=ModelConfig(attention_window=200), train=TrainConfig(seq_len=128)), 1
+    )
     assert fault.knobs == ("model.attention_window", "train.seq_len")
     assert "200" in fault.reason
     assert "128" in fault.reason

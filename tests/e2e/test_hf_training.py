@@ -1,4 +1,5 @@
-"""A Hugging Face model trained by us follows the curve of transformers + torch.optim.AdamW, under any layout."""
+"""A Hugging Face model trained by us follows the curve of transformers + torch.optim.AdamW, under
+any layout."""
 
 import dataclasses
 
@@ -21,15 +22,23 @@ VOCAB = 131
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """A Llama folder, a token file, the reference's curve, and its loss on the first samples before and after."""
+    """A Llama folder, a token file, the reference's curve, and its loss on the first samples before
+    and after."""
     folder = tmp_path_factory.mktemp("hf")
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, initializer_range=0.05,
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+            initializer_range=0.05,
         )
-    )  # fmt: skip
+    )
     model.save_pretrained(folder / "llama")
     writer = IndexedWriter(folder / "tokens", np.uint16)
     stream = np.random.default_rng(0).zipf(1.3, STEPS * GBS * SEQ + 1) % VOCAB
@@ -54,7 +63,8 @@ def held_out_loss(model, stream):
 
 
 def reference_curve(model, stream):
-    """The plain loop of a reader of DESIGN's conventions: sample i is tokens [i·s, (i+1)·s], rates count from 1."""
+    """The plain loop of a reader of DESIGN's conventions: sample i is tokens [i·s, (i+1)·s], rates
+    count from 1."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -86,12 +96,25 @@ def reference_curve(model, stream):
 def test_the_curve_is_the_reference(material, tmp_path, world, overrides):
     folder, expected, (before, after) = material
     argv = [
-        f"model.from_hf={folder / 'llama'}", f"init.from_hf={folder / 'llama'}", f"data.train=[{folder / 'tokens'}]",
-        "data.order=sequential", f"train.steps={STEPS}", f"train.gbs={GBS}", f"train.seq_len={SEQ}", f"optim.lr={LR}",
-        f"optim.min_lr={MIN_LR}", f"optim.warmup_steps={WARMUP}", f"optim.weight_decay={DECAY}", f"optim.clip={CLIP}",
-        f"data.valid=[{folder / 'tokens'}]", f"train.eval_batches={EVAL_BATCHES}", "log.peak_tflops=0.5",
-        f"log.jsonl={tmp_path / 'log.jsonl'}", "log.progress=false", *overrides,
-    ]  # fmt: skip
+        f"model.from_hf={folder / 'llama'}",
+        f"init.from_hf={folder / 'llama'}",
+        f"data.train=[{folder / 'tokens'}]",
+        "data.order=sequential",
+        f"train.steps={STEPS}",
+        f"train.gbs={GBS}",
+        f"train.seq_len={SEQ}",
+        f"optim.lr={LR}",
+        f"optim.min_lr={MIN_LR}",
+        f"optim.warmup_steps={WARMUP}",
+        f"optim.weight_decay={DECAY}",
+        f"optim.clip={CLIP}",
+        f"data.valid=[{folder / 'tokens'}]",
+        f"train.eval_batches={EVAL_BATCHES}",
+        "log.peak_tflops=0.5",
+        f"log.jsonl={tmp_path / 'log.jsonl'}",
+        "log.progress=false",
+        *overrides,
+    ]
     config = load_config(argv, world=world, model_from_hf=model_config_from_hf)
     assert dataclasses.asdict(config.model)["num_kv_heads"] == 2
     assert train_on_ranks(config, world) == [0] * world
@@ -103,7 +126,9 @@ def test_the_curve_is_the_reference(material, tmp_path, world, overrides):
         rate = record["tokens_per_s_per_gpu"]
         assert rate * record["step_time_s"] * world == pytest.approx(GBS * SEQ)
         assert record["mfu"] == pytest.approx(rate * flops_per_token(config.model, SEQ) / 0.5e12)
-    assert (told[0]["initial_valid_loss"], told[-1]["valid_loss"]) == pytest.approx((before, after), rel=3e-5)
+    assert (told[0]["initial_valid_loss"], told[-1]["valid_loss"]) == pytest.approx(
+        (before, after), rel=3e-5
+    )
     found = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in told]
     assert len(found) == STEPS
     for ours, reference in zip(found, expected, strict=True):

@@ -1,8 +1,9 @@
-"""The README's table "A tensor's journey" against the real thing: shapes at every row, and the collectives it names.
+"""The README's table "A tensor's journey" against the real thing: shapes at every row, and the
+collectives it names.
 
-Rows read `| file | [in] → [out] | forward / backward |`. Letters are bound to the sizes of one small run on 8 ranks
-(tp 2 with sp, cp 2, dp 2, ep 4; a dense block and a mixture); each row must be seen in the calls that its file
-made. A MoEState counts as its residual.
+Rows read `| file | [in] → [out] | forward / backward |`. Letters are bound to the sizes of one
+small run on 8 ranks (tp 2 with sp, cp 2, dp 2, ep 4; a dense block and a mixture); each row must be
+seen in the calls that its file made. A MoEState counts as its residual.
 """
 
 import re
@@ -37,7 +38,9 @@ from megatron5d.train.build import sizes_of
 README = Path(__file__).parents[2] / "README.md"
 DENSE = config_of("llama_gqa", tp=2, sp=True, cp=2, mbs=2, ep=4, etp=1)
 MIXTURE = {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "first_k_dense": 1}
-CONFIG = replace(DENSE, model=replace(DENSE.model, **MIXTURE), moe=replace(DENSE.moe, force_balanced=True))
+CONFIG = replace(
+    DENSE, model=replace(DENSE.model, **MIXTURE), moe=replace(DENSE.moe, force_balanced=True)
+)
 SYMBOLS = {
     "b": 2,
     "s": 16,
@@ -69,7 +72,8 @@ MODULES = {
 
 
 class Journal:
-    """Records (file, shape in, shape out, collectives inside) and, as an axis's recorder, every collective."""
+    """Records (file, shape in, shape out, collectives inside) and, as an axis's recorder, every
+    collective."""
 
     def __init__(self):
         self.calls, self.ops = [], []
@@ -120,7 +124,9 @@ def travel(rank, world):
         ContextAttention.__call__,
     )
     whole = micro_batch(CONFIG, make_rows(CONFIG, 1)[:2])
-    local = journal.wrap("data/batch.py", lambda _: (SequenceSharding(CONFIG, mesh)(whole)).tokens)(whole.tokens)
+    local = journal.wrap("data/batch.py", lambda _: (SequenceSharding(CONFIG, mesh)(whole)).tokens)(
+        whole.tokens
+    )
     stage = WholeStage(model.phases)
     sums = stage.forward(0, None, SequenceSharding(CONFIG, mesh)(whole))
     forward = len(journal.ops)
@@ -130,7 +136,8 @@ def travel(rank, world):
 
 
 def rows_of_the_table():
-    """(file, shape in, shape out, forward collectives, backward collectives, times a model calls it)."""
+    """(file, shape in, shape out, forward collectives, backward collectives, times a model calls
+    it)."""
     section = README.read_text().split("A tensor's journey", 1)[1]
     found = []
     for line in section.splitlines():
@@ -174,7 +181,8 @@ def test_every_row_of_the_table_really_happens(journey):
 
 
 def test_the_backward_column_adds_up(journey):
-    """Each kind of row, as often as the model calls it, gives exactly the collectives of the real backward."""
+    """Each kind of row, as often as the model calls it, gives exactly the collectives of the real
+    backward."""
     calls, backward = journey[0]
     expected = Counter()
     for file, shape_in, shape_out, forward, ops in rows_of_the_table():

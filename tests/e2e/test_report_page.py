@@ -1,4 +1,5 @@
-"""The report in a real browser: switches and panes work, a rank is selected everywhere, nothing is requested."""
+"""The report in a real browser: switches and panes work, a rank is selected everywhere, nothing is
+requested."""
 
 import json
 import re
@@ -17,8 +18,21 @@ from megatron5d.tools.report.runs import run_record
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 
 OVERRIDES = [
-    *("model=tiny_moe", "precision.dtype=bf16", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=4"),
-    *("parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "parallel.pp=2", "parallel.ep=2", "parallel.zero=2"),
+    *(
+        "model=tiny_moe",
+        "precision.dtype=bf16",
+        "model.num_layers=4",
+        "model.num_heads=4",
+        "model.num_kv_heads=4",
+    ),
+    *(
+        "parallel.tp=2",
+        "parallel.sp=true",
+        "parallel.cp=2",
+        "parallel.pp=2",
+        "parallel.ep=2",
+        "parallel.zero=2",
+    ),
     *("train.gbs=16", "train.seq_len=64", "pipeline.schedule=zb_h1"),
 ]
 WORLD = 16
@@ -28,15 +42,29 @@ KINDS = [kind for _, kind in collect.DIMENSIONS]
 @pytest.fixture(scope="module")
 def report():
 
-    question = Question(overrides=OVERRIDES, world=WORLD, device="h100", against="parallel.tp=1 parallel.sp=false")
+    question = Question(
+        overrides=OVERRIDES, world=WORLD, device="h100", against="parallel.tp=1 parallel.sp=false"
+    )
     log = [
-        json.dumps({"step": step, "loss": 7.0 - step / 50, "tokens": 64 * step, "step_time_s": 0.5, "bubble": 0.25,
-                    "tokens_per_s_per_gpu": 8.0, "zero_exposed_s": 0.01, "moe/layer_1/load": 1.5,
-                    "comm_tp_bytes": 123_000_000, "comm_tp_exposed_s": 0.04})
+        json.dumps(
+            {
+                "step": step,
+                "loss": 7.0 - step / 50,
+                "tokens": 64 * step,
+                "step_time_s": 0.5,
+                "bubble": 0.25,
+                "tokens_per_s_per_gpu": 8.0,
+                "zero_exposed_s": 0.01,
+                "moe/layer_1/load": 1.5,
+                "comm_tp_bytes": 123_000_000,
+                "comm_tp_exposed_s": 0.04,
+            }
+        )
         for step in range(1, 31)
-    ]  # fmt: skip
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "MOST_VARIANTS_S", 0.0)  # combinations of switches would only take time here
+        # combinations of switches would only take time here
+        patch.setattr(collect, "MOST_VARIANTS_S", 0.0)
         numbers = report_of(question)
     return numbers | {"runs": [run_record("a run", log, saved=[20])]}
 
@@ -62,7 +90,12 @@ def browser(report, tmp_path_factory):
     ],
 )
 def test_the_error_of_predicted_times_is_told_of_runs_like_those_it_was_found_on(overrides, error):
-    numbers = {"needed_bytes": 2**30, "mfu": 0.25, "step_time_s": 1.0, "seconds": dict.fromkeys(KINDS, 0.0)}
+    numbers = {
+        "needed_bytes": 2**30,
+        "mfu": 0.25,
+        "step_time_s": 1.0,
+        "seconds": dict.fromkeys(KINDS, 0.0),
+    }
     said = collect._sentence(planned_config(overrides, 2), numbers, [], None)
     assert f"25% {error}" in said
 
@@ -74,7 +107,9 @@ def test_numbers_are_those_of_the_planner(report):
     numbers = layout["variants"][""]
     cost = Estimator(cluster).step(config, WORLD)
     assert numbers["step_time_s"] == cost.step_s and numbers["mfu"] == cost.mfu
-    assert numbers["seconds"] == dict(cost.seconds) and numbers["sent_bytes"] == [dict(sent) for sent in cost.sent]
+    assert numbers["seconds"] == dict(cost.seconds) and numbers["sent_bytes"] == [
+        dict(sent) for sent in cost.sent
+    ]
     ranks = Forecaster(config, WORLD, Target("sm_90", config.moe.planned_imbalance)).ranks()
     assert numbers["memory"] == [ranks[rank].kinds() for rank in sorted(ranks)]
     mine = layout["pipeline"][0]
@@ -114,7 +149,9 @@ def test_memory_over_a_step_peaks_at_the_forecast_and_follows_the_rank(browser, 
 def test_what_a_run_sent_and_waited_stands_beside_the_forecast(browser, report):
     numbers = report["layouts"][0]["variants"][""]
     lines = "[...document.querySelectorAll('#step tr')]"
-    rows = browser.run(f"return {lines}.map((row) => [...row.children].map((each) => each.textContent))")
+    rows = browser.run(
+        f"return {lines}.map((row) => [...row.children].map((each) => each.textContent))"
+    )
     (sent,) = [row for row in rows if row[0] == "tp" and row[-1] == "123 MB"]
     (waited,) = [row for row in rows if row[0] == "tp" and row[-1] == "40.0 ms"]
     told = numbers["sent_bytes"][0]["tp"], numbers["seconds"]["tp"]
@@ -153,9 +190,13 @@ def test_a_rank_is_selected_in_every_pane(browser):
     )
     assert browser.run("return state.rank") == 9
     assert browser.run("return document.querySelector('#memory g.own').dataset.pp") == "1"
-    assert "pipeline rank 1 is idle" in browser.run("return document.querySelector('#pipeline').textContent")
+    assert "pipeline rank 1 is idle" in browser.run(
+        "return document.querySelector('#pipeline').textContent"
+    )
     assert "pp 1" in browser.run("return document.querySelector('#step table').textContent")
-    browser.run("document.querySelector('#memory g[data-pp=\"0\"]').dispatchEvent(new Event('click'))")
+    browser.run(
+        "document.querySelector('#memory g[data-pp=\"0\"]').dispatchEvent(new Event('click'))"
+    )
     assert browser.run("return state.rank") == 1
     key = "new KeyboardEvent('keydown', {key: 'ArrowRight'})"
     browser.run(f"document.querySelector('#grid [role=application]').dispatchEvent({key})")
@@ -168,7 +209,9 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
     sizes = resolve(WORLD, tp=2, cp=2, pp=2, ep=2, order=order)
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
-    browser.run("layout().grid = arguments[0]", {"dense": grid_record(dense), "expert": grid_record(expert)})
+    browser.run(
+        "layout().grid = arguments[0]", {"dense": grid_record(dense), "expert": grid_record(expert)}
+    )
     for rank in range(WORLD):
         groups = browser.run("change({rank: arguments[0]}); return groups()", rank)
         along = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
@@ -177,20 +220,30 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
 
 
 def test_a_second_schedule_and_the_second_layout(browser, report):
-    names = browser.run("return [...document.querySelectorAll('#pipeline option')].map((each) => each.value)")
+    names = browser.run(
+        "return [...document.querySelectorAll('#pipeline option')].map((each) => each.value)"
+    )
     assert "1f1b" in names and "gpipe" in names
     browser.run("view.other = '1f1b'; change({})")
     assert browser.run("return document.querySelectorAll('#pipeline canvas').length") == 2
     said = browser.run("return document.querySelector('#compare').textContent")
-    assert all(words in said for words in report["differences"]) and "tp: 2 → 1" in report["differences"]
+    assert (
+        all(words in said for words in report["differences"])
+        and "tp: 2 → 1" in report["differences"]
+    )
     browser.run("document.querySelectorAll('#layouts button')[1].click()")
-    assert browser.run("return document.querySelector('#sentence').textContent") == report["layouts"][1]["sentence"]
+    assert (
+        browser.run("return document.querySelector('#sentence').textContent")
+        == report["layouts"][1]["sentence"]
+    )
     browser.run("document.querySelectorAll('#layouts button')[0].click()")
 
 
 def test_figures_open_their_formula(browser):
     browser.run("document.querySelector('#memory button.figure').click()")
-    assert browser.run("return document.querySelector('#source-file').textContent").endswith("memory_forecast.py")
+    assert browser.run("return document.querySelector('#source-file').textContent").endswith(
+        "memory_forecast.py"
+    )
     browser.run("document.querySelector('#source').close()")
 
 
@@ -202,7 +255,9 @@ def test_nothing_overflows(browser, width):
 
 
 def test_no_error_and_no_request(browser):
-    assert [entry["message"] for entry in browser.log("browser") if entry["level"] == "SEVERE"] == []
+    assert [
+        entry["message"] for entry in browser.log("browser") if entry["level"] == "SEVERE"
+    ] == []
     events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
     asked = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
     ours = [each["request"]["url"] for each in asked if each["documentURL"].startswith("file:")]

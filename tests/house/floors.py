@@ -1,4 +1,5 @@
-"""The floors of the house as a picture: `python tests/house/floors.py` writes docs/pictures/floors.svg."""
+"""The floors of the house as a picture: `python tests/house/floors.py` writes
+docs/pictures/floors.svg."""
 
 from __future__ import annotations
 

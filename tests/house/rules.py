@@ -1,4 +1,5 @@
-"""The limits of the house. Each rule takes the source and returns what breaks it, one line a place."""
+"""The limits of the house. Each rule takes the source and returns what breaks it, one line a
+place."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ MAX_POSITIONAL = 8
 MAX_LOADED_FILES, MAX_LOADED_LINES = 118, 19_400  # by `import megatron5d.train.loop`
 BOUND = ("self", "cls", "ctx")  # given by Python or by autograd, not by the caller
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
-SISTERS = {f"megatron5d/{name}_parallel" for name in ("tensor", "context", "expert", "pipeline", "data")}
+SISTERS = {
+    f"megatron5d/{name}_parallel" for name in ("tensor", "context", "expert", "pipeline", "data")
+}
 FLOORS = {
     "megatron5d": 0,  # the version, nothing else
     "kernels": 1,
@@ -38,7 +41,16 @@ FLOORS = {
     "launch": 9,
 }
 TOP_LEVEL = {
-    *(".ci", ".git", ".github", ".gitignore", ".mypy.ini", ".pre-commit-config.yaml", ".pytest.ini", ".ruff.toml"),
+    *(
+        ".ci",
+        ".git",
+        ".github",
+        ".gitignore",
+        ".mypy.ini",
+        ".pre-commit-config.yaml",
+        ".pytest.ini",
+        ".ruff.toml",
+    ),
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md"),
     *(".mkdocs.yml", "pyproject.toml", "setup.py", "pretrain.py"),
     *("conf", "docs", "kernels", "launch", "megatron5d", "tests", "tools"),
@@ -60,22 +72,29 @@ def functions_are_short(source: Source) -> list[str]:
             limit = MAX_KERNEL_LINES if _is_kernel(function) else MAX_FUNCTION_LINES
             length = function.end_lineno - function.lineno + 1
             if length > limit:
-                broken.append(f"{_place(file, function)}: {function.name} has {length} lines, at most {limit}")
+                broken.append(
+                    f"{_place(file, function)}: {function.name} has {length} lines, at most {limit}"
+                )
     return broken
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
     """Decorated with triton.jit, under whatever name it was imported."""
     names = [d.func if isinstance(d, ast.Call) else d for d in function.decorator_list]
-    return any((n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "")) == "jit" for n in names)
+    return any(
+        (n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "")) == "jit" for n in names
+    )
 
 
 def parameters_are_few(source: Source) -> list[str]:
-    """Counts what a caller can pass by position; a kernel's pointers and strides are its launcher's business."""
+    """Counts what a caller can pass by position; a kernel's pointers and strides are its launcher's
+    business."""
     broken = []
     for file in source.files:
         for function in file.walk(ast.FunctionDef, ast.AsyncFunctionDef):
-            names = [a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in BOUND]
+            names = [
+                a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in BOUND
+            ]
             if len(names) > MAX_POSITIONAL and not _is_kernel(function):
                 broken.append(
                     f"{_place(file, function)}: {function.name} has {len(names)} positional parameters, "
@@ -105,12 +124,15 @@ def names_say_something(source: Source) -> list[str]:
     broken = []
     for file in source.files:
         vague = VAGUE_NAMES & {part.removesuffix(".py") for part in file.path.split("/")}
-        broken += [f"{file.path}: '{name}' names no subject; say what is in it" for name in sorted(vague)]
+        broken += [
+            f"{file.path}: '{name}' names no subject; say what is in it" for name in sorted(vague)
+        ]
     return broken
 
 
 def floors_hold(source: Source) -> list[str]:
-    """A file imports lower floors or its own room. The sisters of floor 4 are rooms like all others."""
+    """A file imports lower floors or its own room. The sisters of floor 4 are rooms like all
+    others."""
     broken = []
     for file in source.code:
         floor = FLOORS.get(file.room)
@@ -120,7 +142,11 @@ def floors_hold(source: Source) -> list[str]:
         for line, to in source.edges(file):
             other = FLOORS.get(to.room, 0)
             if to.room != file.room and other >= floor:
-                kind = "sisters never import each other" if {file.room, to.room} <= SISTERS else "only lower ones"
+                kind = (
+                    "sisters never import each other"
+                    if {file.room, to.room} <= SISTERS
+                    else "only lower ones"
+                )
                 broken.append(
                     f"{file.path}:{line}: {file.room} (floor {floor}) imports {to.module} (floor {other}); {kind}"
                 )
@@ -147,7 +173,8 @@ def no_circles(source: Source) -> list[str]:
 
 
 def second_derivatives_are_refused(source: Source) -> list[str]:
-    """What a collective or a kernel does in a backward is not recorded: its own gradient would silently lack terms."""
+    """What a collective or a kernel does in a backward is not recorded: its own gradient would
+    silently lack terms."""
     return [
         f"{_place(file, function)}: {function.name} is not a FirstOrderFunction (kernels/dispatch.py)"
         for file in source.code
@@ -158,16 +185,22 @@ def second_derivatives_are_refused(source: Source) -> list[str]:
 
 
 def environment_is_read_in_topology(source: Source) -> list[str]:
-    """kernels/ may look at TRITON_INTERPRET, which Triton itself reads at import; launchers make environments."""
+    """kernels/ may look at TRITON_INTERPRET, which Triton itself reads at import; launchers make
+    environments."""
     broken = []
     for file in source.code:
-        if file.room in ("megatron5d/topology", "launch") or file.path == "megatron5d/parity/local_ranks.py":
+        if (
+            file.room in ("megatron5d/topology", "launch")
+            or file.path == "megatron5d/parity/local_ranks.py"
+        ):
             continue
         allowed = {'"TRITON_INTERPRET"', "'TRITON_INTERPRET'"} if file.room == "kernels" else set()
         for line in _environment_reads(file):
             text = file.text.splitlines()[line - 1]
             if not any(name in text for name in allowed):
-                broken.append(f"{file.path}:{line}: reads the environment; pass the value from the door")
+                broken.append(
+                    f"{file.path}:{line}: reads the environment; pass the value from the door"
+                )
     return broken
 
 
@@ -175,9 +208,12 @@ def _environment_reads(file: File) -> list[int]:
     lines = [
         node.lineno
         for node in file.walk(ast.Attribute)
-        if node.attr in ("environ", "environb", "getenv", "putenv") and getattr(node.value, "id", "") == "os"
+        if node.attr in ("environ", "environb", "getenv", "putenv")
+        and getattr(node.value, "id", "") == "os"
     ]
-    lines += [line for line, name in file.imports() if name in ("os.environ", "os.getenv", "os.environb")]
+    lines += [
+        line for line, name in file.imports() if name in ("os.environ", "os.getenv", "os.environb")
+    ]
     return sorted(set(lines))
 
 
@@ -198,7 +234,9 @@ def ground_floor_is_light(source: Source) -> list[str]:
         if file.room == "kernels":
             allowed = {"megatron5d", "torch", "triton"}
         elif file.room == "megatron5d/config":
-            allowed = {"megatron5d"} | ({"hydra", "omegaconf"} if file.path.endswith("/load.py") else set())
+            allowed = {"megatron5d"} | (
+                {"hydra", "omegaconf"} if file.path.endswith("/load.py") else set()
+            )
         else:
             continue
         for line, name in file.imports():
@@ -219,12 +257,28 @@ def top_level_is_fixed(source: Source) -> list[str]:
 
 
 VERB = re.compile(r"[A-Z][a-z]+(s|es)\b")
-NO_VERBS = {"Axes", "Bytes", "Gradients", "Is", "Its", "Names", "Numbers", "Ranks", "Rows", "Sizes", "This", "Times",
-            "Tokens", "Values", "Weights"}  # fmt: skip
+NO_VERBS = {
+    "Axes",
+    "Bytes",
+    "Gradients",
+    "Is",
+    "Its",
+    "Names",
+    "Numbers",
+    "Ranks",
+    "Rows",
+    "Sizes",
+    "This",
+    "Times",
+    "Tokens",
+    "Values",
+    "Weights",
+}
 
 
 def docstrings_begin_with_a_verb(source: Source) -> list[str]:
-    """Returns the functions whose docstring does not say what they do: "Returns ...". A property is a noun."""
+    """Returns the functions whose docstring does not say what they do: "Returns ...". A property is
+    a noun."""
     return [
         f"{_place(file, function)}: the docstring of {function.name} begins with {words[0]!r}, not with a verb"
         for file in source.code
@@ -256,11 +310,15 @@ KEPT = {  # file: the retired words that it needs
 
 
 def words_are_the_fields(source: Source) -> list[str]:
-    """Returns where the product, its configuration and its guides use a word that nobody else in the field does."""
+    """Returns where the product, its configuration and its guides use a word that nobody else in
+    the field does."""
     words = [(re.compile(rf"\b({old})\b"), new) for old, new in RETIRED.items()]
     texts = {file.path: file.text for file in source.code}
     for name in ("conf/**/*.yaml", "README.md", "CONTRIBUTING.md", "docs/**/*.md"):
-        texts |= {path.relative_to(source.root).as_posix(): path.read_text() for path in source.root.glob(name)}
+        texts |= {
+            path.relative_to(source.root).as_posix(): path.read_text()
+            for path in source.root.glob(name)
+        }
     return [
         f"{path}:{number}: {match[0]!r}; the field says {new}"
         for path, text in texts.items()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-CODE = ("megatron5d", "kernels", "tools", "launch", "pretrain.py")  # what users run; the tests come on top
+# what users run; the tests come on top
+CODE = ("megatron5d", "kernels", "tools", "launch", "pretrain.py")
 SKIPPED = {"__pycache__"}
 LINKED = ("kernels", "tools")  # found in the package through links: megatron5d.kernels and so on
 
@@ -41,7 +42,8 @@ class File:
 
     @property
     def room(self) -> str:
-        """The folder that has a floor: "megatron5d/model", "kernels", "tools"; "pretrain.py" for the door."""
+        """The folder that has a floor: "megatron5d/model", "kernels", "tools"; "pretrain.py" for
+        the door."""
         parts = self.path.split("/")
         if parts[0] == "megatron5d":
             return "/".join(parts[:2]) if len(parts) > 2 else "megatron5d"
@@ -51,7 +53,8 @@ class File:
         return [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
 
     def imports(self) -> list[tuple[int, str]]:
-        """(line, dotted name) of every import, deferred ones included; `from a import b` counts as a.b."""
+        """(line, dotted name) of every import, deferred ones included; `from a import b` counts as
+        a.b."""
         found = []
         for node in self.walk(ast.Import, ast.ImportFrom):
             if isinstance(node, ast.Import):
@@ -108,7 +111,11 @@ class Source:
 
     def edges(self, file: File) -> list[tuple[int, File]]:
         """(line, imported file) for imports of our own files."""
-        found = [(line, to) for line, name in file.imports() if (to := self.target(name)) and to is not file]
+        found = [
+            (line, to)
+            for line, name in file.imports()
+            if (to := self.target(name)) and to is not file
+        ]
         return list(dict.fromkeys(found))
 
 

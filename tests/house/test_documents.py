@@ -14,13 +14,16 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PLACES = ("", "megatron5d/")  # a file of the package may be named from within it
 GROUPS = {field.name for field in dataclasses.fields(Config)}
 MISSPELLED = {"train.stepz"}  # docs/configuration.md shows how it is refused
-PLANNED = {"conf/model/qwen2_0_5b.yaml", "kernels/relu_squared.py"}  # made by the examples of CONTRIBUTING.md
+# made by the examples of CONTRIBUTING.md
+PLANNED = {"conf/model/qwen2_0_5b.yaml", "kernels/relu_squared.py"}
 ROOMS = "megatron5d|kernels|tools|launch|tests|conf|docs"
 
 
 def paths_in(text):
     """`room/...` with a suffix or a slash at its end, and what links point to."""
-    named = re.findall(rf"(?<![\w/.-])((?:{ROOMS})/[\w./-]*(?:\.(?:py|sh|yaml|md|txt|sbatch)|/))", text)
+    named = re.findall(
+        rf"(?<![\w/.-])((?:{ROOMS})/[\w./-]*(?:\.(?:py|sh|yaml|md|txt|sbatch)|/))", text
+    )
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     linked = [link for link in re.findall(r"\]\(([^)#]+)\)", prose) if "://" not in link]
     return set(named) | set(linked)
@@ -31,12 +34,16 @@ def keys_in(text):
 
 
 def exists(name, document):
-    return any((base / place / name).exists() for base in (ROOT, document.parent) for place in PLACES)
+    return any(
+        (base / place / name).exists() for base in (ROOT, document.parent) for place in PLACES
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_named_files_exist(document):
-    missing = {name for name in paths_in(document.read_text()) - PLANNED if not exists(name, document)}
+    missing = {
+        name for name in paths_in(document.read_text()) - PLANNED if not exists(name, document)
+    }
     assert not missing
 
 

@@ -1,4 +1,5 @@
-"""Each rule finds what it forbids: a small tree that keeps all of them, and one planted violation at a time."""
+"""Each rule finds what it forbids: a small tree that keeps all of them, and one planted violation
+at a time."""
 
 import textwrap
 
@@ -44,11 +45,31 @@ def test_the_good_tree_is_good(tmp_path):
 PLANTED = [
     ("files_are_short", {"tests/test_a.py": "x = 1\n" * 401}, "tests/test_a.py: 401 lines"),
     ("functions_are_short", {"tools/plan.py": function(51)}, "tools/plan.py:2: f has 51 lines"),
-    ("functions_are_short", {"tools/plan.py": "class A:\n" + textwrap.indent(function(51), "    ")}, "f has 51"),
-    ("functions_are_short", {"kernels/a.py": function(121, "k", "@triton.jit")}, "k has 121 lines, at most 120"),
-    ("parameters_are_few", {"tools/plan.py": "def f(a, b, c, d, e, f, g, h, i): pass"}, "f has 9 positional"),
-    ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """The sum."""'}, "f begins with 'The'"),
-    ("docstrings_begin_with_a_verb", {"tools/plan.py": 'def f():\n    """Bytes sent."""'}, "f begins with 'Bytes'"),
+    (
+        "functions_are_short",
+        {"tools/plan.py": "class A:\n" + textwrap.indent(function(51), "    ")},
+        "f has 51",
+    ),
+    (
+        "functions_are_short",
+        {"kernels/a.py": function(121, "k", "@triton.jit")},
+        "k has 121 lines, at most 120",
+    ),
+    (
+        "parameters_are_few",
+        {"tools/plan.py": "def f(a, b, c, d, e, f, g, h, i): pass"},
+        "f has 9 positional",
+    ),
+    (
+        "docstrings_begin_with_a_verb",
+        {"tools/plan.py": 'def f():\n    """The sum."""'},
+        "f begins with 'The'",
+    ),
+    (
+        "docstrings_begin_with_a_verb",
+        {"tools/plan.py": 'def f():\n    """Bytes sent."""'},
+        "f begins with 'Bytes'",
+    ),
     ("words_are_the_fields", {"tools/plan.py": "# in 8 bits\n"}, "plan.py:1: 'in 8 bits'"),
     (
         "words_are_the_fields",
@@ -60,7 +81,11 @@ PLANTED = [
         {"README.md": "One matrix product.\n"},
         "README.md:1: 'matrix product'; the field says GEMM",
     ),
-    ("no_global_statements", {"tools/plan.py": "def f():\n    global A, B\n"}, "tools/plan.py:2: global A, B"),
+    (
+        "no_global_statements",
+        {"tools/plan.py": "def f():\n    global A, B\n"},
+        "tools/plan.py:2: global A, B",
+    ),
     ("no_global_arguments", {"tools/plan.py": "def get_args(): pass"}, "get_args"),
     ("names_say_something", {"megatron5d/model/utils.py": ""}, "'utils' names no subject"),
     ("names_say_something", {"tests/helpers/a.py": ""}, "'helpers' names no subject"),
@@ -105,10 +130,26 @@ PLANTED = [
         },
         "kernels/a.py:4: _B is not a FirstOrderFunction",
     ),
-    ("environment_is_read_in_topology", {"tools/plan.py": "import os\nos.getenv('A')"}, "tools/plan.py:2"),
-    ("environment_is_read_in_topology", {"tools/plan.py": "from os import environ"}, "tools/plan.py:1"),
-    ("environment_is_read_in_topology", {"kernels/a.py": "import os\nos.environ['RANK']"}, "kernels/a.py:2"),
-    ("environment_is_read_in_topology", {"tools/plan.py": "import os\nos.environ['TRITON_INTERPRET']"}, "plan.py:2"),
+    (
+        "environment_is_read_in_topology",
+        {"tools/plan.py": "import os\nos.getenv('A')"},
+        "tools/plan.py:2",
+    ),
+    (
+        "environment_is_read_in_topology",
+        {"tools/plan.py": "from os import environ"},
+        "tools/plan.py:1",
+    ),
+    (
+        "environment_is_read_in_topology",
+        {"kernels/a.py": "import os\nos.environ['RANK']"},
+        "kernels/a.py:2",
+    ),
+    (
+        "environment_is_read_in_topology",
+        {"tools/plan.py": "import os\nos.environ['TRITON_INTERPRET']"},
+        "plan.py:2",
+    ),
     (
         "hydra_ends_at_the_door",
         {"tools/plan.py": "def f():\n    import hydra.utils"},
@@ -119,7 +160,11 @@ PLANTED = [
         {"megatron5d/config/checks/__init__.py": "from omegaconf import DictConfig"},
         "checks/__init__.py:1",
     ),
-    ("ground_floor_is_light", {"kernels/a.py": "def f():\n    import numpy"}, "kernels/a.py:2: imports numpy"),
+    (
+        "ground_floor_is_light",
+        {"kernels/a.py": "def f():\n    import numpy"},
+        "kernels/a.py:2: imports numpy",
+    ),
     (
         "ground_floor_is_light",
         {"megatron5d/config/checks/__init__.py": "import torch"},
@@ -143,16 +188,27 @@ def test_every_rule_has_a_violation():
 
 
 ALLOWED = [
-    ("words_are_the_fields", {"megatron5d/planning/rank_memory.py": "boxes", "tools/a.py": "boxed = lawn = 8"}),
-    ("functions_are_short", {"tools/plan.py": function(50), "kernels/a.py": function(120, "k", "@triton.jit")}),
+    (
+        "words_are_the_fields",
+        {"megatron5d/planning/rank_memory.py": "boxes", "tools/a.py": "boxed = lawn = 8"},
+    ),
+    (
+        "functions_are_short",
+        {"tools/plan.py": function(50), "kernels/a.py": function(120, "k", "@triton.jit")},
+    ),
     ("functions_are_short", {"kernels/a.py": function(120, "k", "@jit(do_not_specialize=[0])")}),
-    ("parameters_are_few", {"tools/plan.py": "class A:\n    def f(self, a, b, c, d, e, f, g, h, *, i, j): pass"}),
+    (
+        "parameters_are_few",
+        {"tools/plan.py": "class A:\n    def f(self, a, b, c, d, e, f, g, h, *, i, j): pass"},
+    ),
     ("files_are_short", {"tools/plan.py": "x = 1\n" * 400}),
     ("top_level_is_fixed", {"runs/a": "", "train.log": ""}),
     ("ground_floor_is_light", {"kernels/b.py": "from megatron5d.kernels import c"}),
 ]
 
 
-@pytest.mark.parametrize(("rule", "planted"), ALLOWED, ids=[f"{r}-{i}" for i, (r, _) in enumerate(ALLOWED)])
+@pytest.mark.parametrize(
+    ("rule", "planted"), ALLOWED, ids=[f"{r}-{i}" for i, (r, _) in enumerate(ALLOWED)]
+)
 def test_the_edge_is_allowed(tmp_path, rule, planted):
     assert getattr(rules, rule)(tree(tmp_path, planted)) == []

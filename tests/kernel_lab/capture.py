@@ -1,8 +1,8 @@
 """Compile kernels through their ordinary launchers, for a GPU that is not there.
 
-Tensors on the meta device go through the public operations. Every launch is compiled for the target with the
-specialisation that the JIT would choose, recorded, and not run: the gate sees production's own
-signatures, constants and configurations.
+Tensors on the meta device go through the public operations. Every launch is compiled for the target
+with the specialisation that the JIT would choose, recorded, and not run: the gate sees production's
+own signatures, constants and configurations.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from megatron5d.kernels import dispatch, tuning
 
-os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # a sixth of the compiler's time, and nothing is run
+# a sixth of the compiler's time, and nothing is run
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -60,7 +61,8 @@ class _AbsentDriver:
 
 
 def assert_launchable(kernel: str, signature: dict) -> None:
-    """Compiling is not launching: a launcher takes only those descriptors apart that are arguments themselves."""
+    """Compiling is not launching: a launcher takes only those descriptors apart that are arguments
+    themselves."""
     for name, kind in signature.items():
         assert not (isinstance(kind, tuple) and "tensordesc" in str(kind)), (
             f"{kernel} compiles, but no launcher takes its argument {name}: a descriptor inside a tuple"
@@ -69,13 +71,15 @@ def assert_launchable(kernel: str, signature: dict) -> None:
 
 @contextlib.contextmanager
 def capture(architecture: str):
-    """Within, launches compile for `architecture` and are appended to the list it yields; one architecture a process.
+    """Within, launches compile for `architecture` and are appended to the list it yields; one
+    architecture a process.
 
     Args:
         architecture: a key of `TARGETS`.
 
     Yields:
-        A list of `Launch`, and the set of (operation, entry index) that launches selected from the configuration table.
+        A list of `Launch`, and the set of (operation, entry index) that launches selected from the
+        configuration table.
     """
     launches: list[Launch] = []
     selected: set[tuple[str, int]] = set()

@@ -1,9 +1,11 @@
-"""Run compiled kernels on tensors of the CPU: Triton's compiler makes PTX, and a machine in `emulator/` executes it.
+"""Run compiled kernels on tensors of the CPU: Triton's compiler makes PTX, and a machine in
+`emulator/` executes it.
 
-The interpreter runs a kernel's Python; here runs what the compiler made of it for one architecture, with that
-architecture's tiles: pipelined copies, bulk copies by descriptor, GEMMs of warp groups, barriers. Every access is
-held against the tensors of the launch, and what is asynchronous completes early or late by chance. It needs g++.
-PTX is where it ends: the assembler, real memory and time are a GPU's.
+The interpreter runs a kernel's Python; here runs what the compiler made of it for one architecture,
+with that architecture's tiles: pipelined copies, bulk copies by descriptor, GEMMs of warp groups,
+barriers. Every access is held against the tensors of the launch, and what is asynchronous completes
+early or late by chance. It needs g++. PTX is where it ends: the assembler, real memory and time are
+a GPU's.
 """
 
 import ctypes
@@ -42,7 +44,16 @@ def library() -> ctypes.CDLL:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, for half a minute
         if not made.exists():
             unfinished = made.with_suffix(".unfinished")
-            command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-o", str(unfinished)]
+            command = [
+                "g++",
+                "-std=c++20",
+                "-O2",
+                "-ffp-contract=off",
+                "-fPIC",
+                "-shared",
+                "-o",
+                str(unfinished),
+            ]
             subprocess.run([*command, *map(str, sources)], check=True)
             unfinished.rename(made)
     loaded = ctypes.CDLL(str(made))
@@ -66,7 +77,10 @@ class _Descriptor(NamedTuple):
         """As the machine reads it (`Map` in machine.h): the innermost dim first."""
         rank = len(self.shape)
         fill = [0] * (5 - rank)
-        byte_strides = [self.element_bytes, *(stride * self.element_bytes for stride in reversed(self.strides[:-1]))]
+        byte_strides = [
+            self.element_bytes,
+            *(stride * self.element_bytes for stride in reversed(self.strides[:-1])),
+        ]
         lists = (*reversed(self.shape), *fill, *byte_strides, *fill, *reversed(self.box), *fill)
         kinds = (rank, self.element_bytes, _SWIZZLES[self.swizzle], self.fills_nan)
         return struct.pack("Q5Q5Q5I4I", self.base, *lists, *kinds)
@@ -79,7 +93,11 @@ class _Utils:
         self.machine = machine
 
     def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": SHARED_LIMIT[self.machine.name] * 1024, "multiprocessor_count": 4, "warpSize": 32}
+        return {
+            "max_shared_mem": SHARED_LIMIT[self.machine.name] * 1024,
+            "multiprocessor_count": 4,
+            "warpSize": 32,
+        }
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
         message = ctypes.create_string_buffer(_ROOM)
@@ -109,10 +127,13 @@ class _Launcher:
             elif kind.startswith("tensordesc"):
                 values += make_tensordesc_arg(argument, descriptors.pop(0) if descriptors else None)
             elif kind != "constexpr":
-                values.append((kind, argument) if kind.startswith(("fp", "bf", "f32")) else argument)
+                values.append(
+                    (kind, argument) if kind.startswith(("fp", "bf", "f32")) else argument
+                )
         return values
 
-    def __call__(self, *everything):  # the grid, the stream, the program, four for hooks; then the kernel's arguments
+    # the grid, the stream, the program, four for hooks; then the kernel's arguments
+    def __call__(self, *everything):
         grid, program, arguments = everything[:3], everything[4], everything[9:]
         machine = driver.active
         values = self.flat(self.signature.values(), arguments, list(self.descriptors or ()))
@@ -135,7 +156,9 @@ class _Launcher:
             _ROOM,
         )
         if failed:
-            raise EmulationFault(f"{self.metadata.name} on {machine.name}: {message.value.decode()}")
+            raise EmulationFault(
+                f"{self.metadata.name} on {machine.name}: {message.value.decode()}"
+            )
         machine.steps += steps.value
 
 
@@ -190,7 +213,8 @@ class _Driver:
         self.seed = seed << 16
 
     def next_seed(self) -> int:
-        """Another one for each launch: the order of blocks and warps, and what is late, follow from it."""
+        """Another one for each launch: the order of blocks and warps, and what is late, follow from
+        it."""
         self.seed += 1
         return self.seed
 

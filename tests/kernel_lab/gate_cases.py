@@ -1,4 +1,5 @@
-"""What the compile gate compiles: every operation, both ways, at shapes that reach every tuned configuration."""
+"""What the compile gate compiles: every operation, both ways, at shapes that reach every tuned
+configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,11 @@ from megatron5d.kernels import activation as expert_activation
 from megatron5d.kernels import moe
 from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.norm_swiglu import (
+    norm_quantized,
+    swiglu_backward_quantized,
+    swiglu_quantized,
+)
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -31,7 +36,12 @@ from megatron5d.kernels.fp8.quantize_tensor import (
 )
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
-from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.overlapped_gemm import (
+    PeerBuffers,
+    all_gather_gemm,
+    gemm_reduce_scatter,
+    sum_arrived,
+)
 from megatron5d.kernels.providers.torch_gemm import clear_rest
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
 
@@ -95,27 +105,38 @@ def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:
     cos, sin = (meta(4096, 1, rotary_dim // 2, dtype=torch.float32) for _ in range(2))
     forward_and_backward(kernels.apply_rope(q, k, cos, sin, interleaved))
     forward_and_backward(kernels.apply_rope_to_projection(q * 1, (24, 4), cos, sin, interleaved))
-    forward_and_backward(kernels.apply_rope_to_ends(q * 1, k[..., :rotary_dim], cos, sin, interleaved))
+    forward_and_backward(
+        kernels.apply_rope_to_ends(q * 1, k[..., :rotary_dim], cos, sin, interleaved)
+    )
 
 
 def _vocabulary() -> None:
     labels = meta(4096, dtype=torch.int64)
     forward_and_backward(kernels.cross_entropy(meta(4096, 32000, grad=True), labels))
-    forward_and_backward(kernels.cross_entropy(meta(4096, 32000, dtype=torch.float32, grad=True), labels))
+    forward_and_backward(
+        kernels.cross_entropy(meta(4096, 32000, dtype=torch.float32, grad=True), labels)
+    )
 
 
-def _attention(d: int, dv: int, dtype: torch.dtype = torch.bfloat16, batch: int = 2, heads: int = 4, **options) -> None:
+def _attention(
+    d: int, dv: int, dtype: torch.dtype = torch.bfloat16, batch: int = 2, heads: int = 4, **options
+) -> None:
     q = meta(4096, batch, 4 * heads, d, dtype=dtype, grad=True)
     k, v = (meta(4096, batch, heads, dim, dtype=dtype, grad=True) for dim in (d, dv))
     forward_and_backward(kernels.attention(q, k, v, scale=d**-0.5, **options))
 
 
 def _attention_ahead(d: int, dv: int, **options) -> None:
-    kernels.attention(meta(4096, 2, 16, d), meta(4096, 2, 4, d), meta(4096, 2, 4, dv), scale=d**-0.5, **options)
+    kernels.attention(
+        meta(4096, 2, 16, d), meta(4096, 2, 4, d), meta(4096, 2, 4, dv), scale=d**-0.5, **options
+    )
 
 
 def _multi_tensor(grad_dtype: torch.dtype) -> None:
-    columns = {name: [meta(4096, 4096, dtype=torch.float32)] for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    columns = {
+        name: [meta(4096, 4096, dtype=torch.float32)]
+        for name in ("master", "grad", "exp_avg", "exp_avg_sq")
+    }
     columns["grad"], columns["copy"] = [meta(4096, 4096, dtype=grad_dtype)], [meta(4096, 4096)]
     table, zero = TensorTable(**columns), meta(dtype=torch.float32)
     squared_norm(table)
@@ -128,7 +149,11 @@ def _fp8() -> None:
     blocks, _ = quantize_blocks(weight)
     fp8_matmul(rows, blocks)
     quantize_rows(x, powers_of_two=True)
-    fp8_matmul(quantize_rows(meta(7168, 4096)), fp8_transpose(rows), into=meta(7168, 7168, dtype=torch.float32))
+    fp8_matmul(
+        quantize_rows(meta(7168, 4096)),
+        fp8_transpose(rows),
+        into=meta(7168, 7168, dtype=torch.float32),
+    )
     transpose_values(rows.values)
     whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
     fp8_matmul(whole, whole)
@@ -136,10 +161,16 @@ def _fp8() -> None:
 
 
 def _fp8_weight_grad() -> None:
-    """As a linear layer does it: both operands from the transpose, scales of a group side by side in memory."""
-    dy, x = (Quantized(meta(4096, n, dtype=E4M3), meta(4096, n // 128, dtype=torch.float32), 1) for n in (7168, 2048))
+    """As a linear layer does it: both operands from the transpose, scales of a group side by side
+    in memory."""
+    dy, x = (
+        Quantized(meta(4096, n, dtype=E4M3), meta(4096, n // 128, dtype=torch.float32), 1)
+        for n in (7168, 2048)
+    )
     main_grad = meta(7168, 2048, dtype=torch.float32)
-    fp8_matmul(fp8_transpose(dy, powers_of_two=True), fp8_transpose(x, powers_of_two=True), into=main_grad)
+    fp8_matmul(
+        fp8_transpose(dy, powers_of_two=True), fp8_transpose(x, powers_of_two=True), into=main_grad
+    )
 
 
 def _fp8_quantised() -> None:
@@ -160,12 +191,15 @@ def _grouped() -> None:
     x, weight = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True)
     offsets = meta(65, dtype=torch.int64)
     forward_and_backward(grouped_matmul(x, weight, offsets))
-    grouped_input_grad(meta(4096, 1000), meta(64, 1000, 2048), offsets)  # the last tile ends in another expert
+    # the last tile ends in another expert
+    grouped_input_grad(meta(4096, 1000), meta(64, 1000, 2048), offsets)
     clear_rest(meta(4096, 1000), offsets)
 
 
 def _grouped_fp8() -> None:
-    x = Quantized(meta(8192, 2048, dtype=torch.float8_e4m3fn), meta(8192, 16, dtype=torch.float32), 1)
+    x = Quantized(
+        meta(8192, 2048, dtype=torch.float8_e4m3fn), meta(8192, 16, dtype=torch.float32), 1
+    )
     weight = meta(64, 1408, 2048, dtype=torch.float8_e4m3fn), meta(64, 11, 16, dtype=torch.float32)
     offsets = meta(65, dtype=torch.int64)
     grouped_matmul_fp8(x, Quantized(*weight, 128), offsets)
@@ -176,8 +210,13 @@ def _grouped_fp8_weight_grad() -> None:
     x = Quantized(meta(8192, 2048, dtype=E4M3), meta(8192, 16, dtype=torch.float32), 1)
     dy = Quantized(meta(8192, 1408, dtype=E5M2), meta(8192, 11, dtype=torch.float32), 1)
     quantize_blocks(meta(64, 1408, 2048), powers_of_two=True)
-    transposed, kept = fp8_transpose(x, offsets, powers_of_two=True), fp8_transpose(dy, offsets, keep=True)
-    grouped_weight_grad_fp8(transposed, transposed, offsets, meta(64, 2048, 2048, dtype=torch.float32))
+    transposed, kept = (
+        fp8_transpose(x, offsets, powers_of_two=True),
+        fp8_transpose(dy, offsets, keep=True),
+    )
+    grouped_weight_grad_fp8(
+        transposed, transposed, offsets, meta(64, 2048, 2048, dtype=torch.float32)
+    )
     grouped_weight_grad_fp8(kept, transposed, offsets, meta(64, 1408, 2048))
 
 
@@ -199,8 +238,12 @@ def _fp8_fused() -> None:
         swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
     swiglu_backward_quantized(meta(4096, 2048), meta(4096, 2 * 2048), powers_of_two=True)
     for width in (2048, 7168, 16384):
-        norm_quantized(meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True)
-        norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True)
+        norm_quantized(
+            meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True
+        )
+        norm_quantized(
+            meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True
+        )
 
 
 def _moe() -> None:
@@ -210,16 +253,25 @@ def _moe() -> None:
         chosen, weights = moe.route(logits, 8, kind, True, 1.0, given)
         where = moe.permutation(chosen, experts)
         rows, by_row = moe.permute_weighted(meta(8192, 2048, grad=True), weights, where)
-        torch.autograd.backward((moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach()))
+        torch.autograd.backward(
+            (moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach())
+        )
     moe.best(meta(8192, 8, dtype=torch.float32), 4)
 
 
 def _embedding() -> None:
-    accumulate_rows(meta(16032, 4096, dtype=torch.float32), meta(8192, dtype=torch.int64), meta(8192, 4096))
+    accumulate_rows(
+        meta(16032, 4096, dtype=torch.float32), meta(8192, dtype=torch.int64), meta(8192, 4096)
+    )
 
 
-HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
-FLAGS = ("system acquire", "system release")  # what orders the data of other ranks before their flags
+HOPPER_ATTENTION = {
+    "sm_80": ("mma",),
+    "sm_90": ("wgmma", "bulk load"),
+    "sm_100": ("tcgen05", "bulk load"),
+}
+# what orders the data of other ranks before their flags
+FLAGS = ("system acquire", "system release")
 OVERLAP = {
     "sm_80": ("mma", "async copy", *FLAGS),
     "sm_90": ("wgmma", "bulk load", *FLAGS),
@@ -253,7 +305,9 @@ ATTENTION_NIGHTLY = {
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
     def case(name, d, dv, options):
         daily = ("sm_80", "sm_90", "sm_100") if name in ("128", "128-few") else ("sm_90",)
-        return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily)
+        return Case(
+            lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily
+        )
 
     return {f"attention-{name}": case(name, *row) for name, row in table.items()}
 
@@ -262,7 +316,9 @@ def _ahead_cases() -> dict[str, Case]:
     """The forward alone, on Hopper: its exponentials are taken while the next GEMM runs."""
 
     def case(d, dv, options):
-        return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
+        return Case(
+            lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",)
+        )
 
     table: dict[str, tuple] = {"64": (64, 64, {}), "128": (128, 128, {}), "192-128": (192, 128, {})}
     return {f"attention-ahead-{name}": case(*row) for name, row in table.items()}
@@ -272,16 +328,30 @@ CASES: dict[str, Case] = {
     **_attention_cases(ATTENTION, nightly=False),
     **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
     **_ahead_cases(),
-    "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
-    "fp8-weight-grad": Case(_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
-    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8, daily=ALIKE),
-    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its GEMMs take the plain path there
-    "grouped": Case(
-        _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
+    "fp8": Case(
+        _fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8
     ),
-    "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
+    "fp8-weight-grad": Case(
+        _fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
+    ),
+    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8, daily=ALIKE),
+    # its GEMMs take the plain path there
+    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),
+    "grouped": Case(
+        _grouped,
+        {
+            "sm_80": ("mma", "async copy"),
+            "sm_90": ("wgmma", "bulk load"),
+            "sm_100": ("tcgen05", "bulk load"),
+        },
+    ),
+    "grouped-fp8": Case(
+        _grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
+    ),
     "grouped-fp8-weight-grad": Case(
-        _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
+        _grouped_fp8_weight_grad,
+        {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)},
+        HAVE_FP8,
     ),
     "overlap": Case(lambda: _overlap(8, False), OVERLAP),
     "overlap-transposed": Case(lambda: _overlap(4, True), OVERLAP),
@@ -294,5 +364,8 @@ CASES: dict[str, Case] = {
     "rope-128": Case(lambda: _rope(128, 128, False), daily=ALIKE),
     "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True), daily=ALIKE),
     "vocabulary": Case(_vocabulary),
-    **{f"norms-{width}": Case(partial(_norms, width), daily=ALIKE) for width in (128, 4096, 8192, 16384, 53248)},
+    **{
+        f"norms-{width}": Case(partial(_norms, width), daily=ALIKE)
+        for width in (128, 4096, 8192, 16384, 53248)
+    },
 }

@@ -1,7 +1,9 @@
 """Make Triton's interpreter notice what a GPU would silently get wrong.
 
-- a load or store outside every tensor argument raises (on a GPU it reads a neighbour or kills the context);
-- a masked load without `other` yields NaN, or the largest integer, where it is masked (a GPU: anything);
+- a load or store outside every tensor argument raises (on a GPU it reads a neighbour or kills the
+    context);
+- a masked load without `other` yields NaN, or the largest integer, where it is masked (a GPU:
+    anything);
 - `device_assert` fires, and so does 32-bit integer overflow in address arithmetic;
 - a scalar may be used as an index with NumPy 2.4 and later.
 """
@@ -11,14 +13,20 @@ import triton.language as tl
 from kernel_lab.bounds import allowed, storages
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterOptions, TensorHandle
+from triton.runtime.interpreter import (
+    GridExecutor,
+    InterpreterBuilder,
+    InterpreterOptions,
+    TensorHandle,
+)
 
 _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _POISON = {8: 0x7F, 16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}
 
 
 def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
-    masked = np.asarray(mask.data, bool)  # a block's condition and a scalar's: the interpreter makes integers of it
+    # a block's condition and a scalar's: the interpreter makes integers of it
+    masked = np.asarray(mask.data, bool)
     live = pointers.data.reshape(-1)
     if not masked.all():
         live = pointers.data[np.broadcast_to(masked, pointers.data.shape)]
@@ -33,7 +41,9 @@ def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
         inside |= (live >= np.uint64(start)) & (live + np.uint64(width) <= np.uint64(stop))
     if not inside.all():
         first = int(live[~inside][0])
-        start, stop = min(allowed, key=lambda r: min(abs(r[0] - first), abs(r[1] - first)), default=(0, 0))
+        start, stop = min(
+            allowed, key=lambda r: min(abs(r[0] - first), abs(r[1] - first)), default=(0, 0)
+        )
         raise IndexError(
             f"{what} out of bounds: {int((~inside).sum())} of {live.size} lanes, the first at byte {first - start} "
             f"of an argument of {stop - start} bytes, in program {interpreter.interpreter_builder.grid_idx}"
@@ -45,7 +55,12 @@ def _poisoned(pointers: TensorHandle) -> TensorHandle:
     np_dtype = interpreter._get_np_dtype(dtype)
     if not dtype.is_floating():
         return TensorHandle(
-            np.full(pointers.data.shape, True if np_dtype.kind == "b" else np.iinfo(np_dtype).max, np_dtype), dtype
+            np.full(
+                pointers.data.shape,
+                True if np_dtype.kind == "b" else np.iinfo(np_dtype).max,
+                np_dtype,
+            ),
+            dtype,
         )
     bits = 0x7FC0 if dtype == tl.bfloat16 else _POISON[dtype.primitive_bitwidth]
     raw = np.full(pointers.data.shape, bits, getattr(np, f"uint{dtype.primitive_bitwidth}"))
@@ -58,7 +73,9 @@ def _check_overflow(self, a, b, operation) -> None:
     if kind.int_bitwidth < 64:
         exact = _EXACT[operation.__name__](a.handle.data, b.handle.data, dtype=np.int64)
         if exact.min() < kind.get_int_min_value() or exact.max() > kind.get_int_max_value():
-            raise AssertionError(f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}")
+            raise AssertionError(
+                f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+            )
 
 
 def _checked_call(original):
@@ -76,7 +93,8 @@ def _checked_call(original):
 def _checked_load(original):
     def load(self, pointers, mask, other, *hints, **named):
         _check(pointers, mask, "load")
-        # The frontend drops a scalar load's `other` when it is zero: an interpreted scalar has a truth value.
+        # The frontend drops a scalar load's `other` when it is zero: an interpreted scalar has a
+        # truth value.
         if other is None and pointers.data.size > 1 and not np.all(mask.data):
             other = _poisoned(pointers)
         return original(self, pointers, mask, other, *hints, **named)
@@ -103,7 +121,9 @@ def _checked_atomic(original):
 def _indexable(original):
     def patch(tensor, scope):
         original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+        scope.set_attr(
+            tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+        )
 
     return patch
 

@@ -1,11 +1,15 @@
 """Make Triton's interpreter compute with narrow floats as a GPU does.
 
-The interpreter keeps bfloat16 and float8 as raw unsigned integers, then adds, compares and multiplies those integers.
-Its casts truncate or lose the carry of the mantissa. A right kernel looks wrong and a wrong one can look right. Here:
- - every cast is torch's own, to nearest even; float8 saturates at its largest value, as the GPU's conversion does;
- - arithmetic, comparison, reduction, scan, dot and atomics on narrow floats widen to float32 and round once after;
+The interpreter keeps bfloat16 and float8 as raw unsigned integers, then adds, compares and
+multiplies those integers. Its casts truncate or lose the carry of the mantissa. A right kernel
+looks wrong and a wrong one can look right. Here:
+ - every cast is torch's own, to nearest even; float8 saturates at its largest value, as the GPU's
+     conversion does;
+ - arithmetic, comparison, reduction, scan, dot and atomics on narrow floats widen to float32 and
+     round once after;
  - float16 dots accumulate in float32;
- - of a number and NaN, `tl.maximum` and `tl.minimum` give the number, unless they are told otherwise.
+ - of a number and NaN, `tl.maximum` and `tl.minimum` give the number, unless they are told
+     otherwise.
 """
 
 import numpy as np
@@ -74,7 +78,9 @@ def widen(handle):
 def narrow(handle: TensorHandle, dtype) -> TensorHandle:
     """A handle rounded to a narrow float type."""
     rounding = interpreter._ir.ROUNDING_MODE.RTNE
-    return TensorHandle(convert_float(handle.data.astype(np.float32), tl.float32, dtype, rounding), dtype)
+    return TensorHandle(
+        convert_float(handle.data.astype(np.float32), tl.float32, dtype, rounding), dtype
+    )
 
 
 def _through_float32(original, returns_bool: bool):
@@ -107,7 +113,9 @@ def _dot(self, a, b, accumulator, *options):
     if left.dtype == np.float16:
         left, right = left.astype(np.float32), right.astype(np.float32)
     wide = widen(accumulator)
-    product = TensorHandle((np.matmul(left, right) + wide.data).astype(wide.data.dtype), wide.dtype.scalar)
+    product = TensorHandle(
+        (np.matmul(left, right) + wide.data).astype(wide.data.dtype), wide.dtype.scalar
+    )
     return narrow(product, accumulator.dtype.scalar) if is_narrow(accumulator) else product
 
 
@@ -119,14 +127,17 @@ def _repair_reduction(cls) -> None:
         if not any(narrow_dtypes):
             return original(self, inputs)
         wide = tuple(
-            self.to_tensor(widen(t.handle).data, tl.float32) if d else t for t, d in zip(inputs, narrow_dtypes)
+            self.to_tensor(widen(t.handle).data, tl.float32) if d else t
+            for t, d in zip(inputs, narrow_dtypes)
         )
         result = original(self, wide)
         parts = list(result) if isinstance(result, (list, tuple)) else [result]
         for i, (part, dtype) in enumerate(zip(parts, narrow_dtypes)):
             if dtype and part.dtype == tl.float32:
                 handle = narrow(part.handle, dtype)
-                kind = tl.block_type(dtype, list(handle.data.shape)) if part.type.is_block() else dtype
+                kind = (
+                    tl.block_type(dtype, list(handle.data.shape)) if part.type.is_block() else dtype
+                )
                 parts[i] = tl.core.tensor(handle, kind)
         return parts if isinstance(result, (list, tuple)) else parts[0]
 
@@ -138,13 +149,18 @@ def _atomic(self, operation, pointer, value, mask, sem, scope):
         return _original_atomic(self, operation, pointer, value, mask, sem, scope)
     assert operation == interpreter._ir.ATOMIC_OP.FADD, operation
     dtype, raw = value.dtype.scalar, value.data.dtype
-    where, wanted = pointer.data.reshape(-1), np.broadcast_to(mask.data, pointer.data.shape).reshape(-1)
+    where, wanted = (
+        pointer.data.reshape(-1),
+        np.broadcast_to(mask.data, pointer.data.shape).reshape(-1),
+    )
     added, old = widen(value).data.reshape(-1), np.zeros(pointer.data.size, raw)
     one = np.ones(1, bool)
     for i in np.flatnonzero(wanted):  # one by one: two lanes may name the same address
         old[i] = interpreter._interpreter.load(where[i : i + 1], one, np.zeros(1, raw), raw)[0]
         total = widen(TensorHandle(old[i : i + 1], dtype)).data + added[i : i + 1]
-        interpreter._interpreter.store(where[i : i + 1], narrow(TensorHandle(total, tl.float32), dtype).data, one)
+        interpreter._interpreter.store(
+            where[i : i + 1], narrow(TensorHandle(total, tl.float32), dtype).data, one
+        )
     return TensorHandle(old.reshape(pointer.data.shape), dtype)
 
 

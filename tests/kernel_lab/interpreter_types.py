@@ -1,10 +1,11 @@
 """Spare Triton's interpreter what it makes anew for every operation, which is most of its time.
 
-An operation makes the type of its result, a tuple for its shape, a constant for each size, and of each tuple a type of
-its own that is spelt out as text and never read. Every call of a device function lists all members of the language
-again, and replaces what its kernel has replaced already. Types of the same shape are made once here, tuples' types when
-they are asked for, lists of members once; members are replaced once for a kernel; and operands of one type are not
-asked twenty times whether they have to be converted to each other. What is refused is refused as before: whatever is
+An operation makes the type of its result, a tuple for its shape, a constant for each size, and of
+each tuple a type of its own that is spelt out as text and never read. Every call of a device
+function lists all members of the language again, and replaces what its kernel has replaced already.
+Types of the same shape are made once here, tuples' types when they are asked for, lists of members
+once; members are replaced once for a kernel; and operands of one type are not asked twenty times
+whether they have to be converted to each other. What is refused is refused as before: whatever is
 not made of plain integers goes the interpreter's own way.
 """
 
@@ -24,18 +25,35 @@ from triton.runtime import interpreter
 _make_block_type = core.block_type.__init__
 _find_np_dtype = interpreter._get_np_dtype
 _equal = core.dtype.__eq__
-_computation_type, _broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
-_PLAIN = {tl.float32, tl.float64, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64}
-_shapes: dict[tuple[int, ...] | None, core.block_type] = {}  # the first type of each shape; others share its tuple
+_computation_type, _broadcast = (
+    TritonSemantic.computation_type_impl,
+    TritonSemantic.broadcast_impl_value,
+)
+_PLAIN = {
+    tl.float32,
+    tl.float64,
+    tl.int8,
+    tl.int16,
+    tl.int32,
+    tl.int64,
+    tl.uint8,
+    tl.uint16,
+    tl.uint32,
+    tl.uint64,
+}
+# the first type of each shape; others share its tuple
+_shapes: dict[tuple[int, ...] | None, core.block_type] = {}
 _patch_lang, _patched = interpreter._patch_lang, set()  # the packages that are patched now
 _np_dtypes: dict[str, object] = {}
 
 
 def _block_type(self, element_ty, shape) -> None:
     first, sizes = vars(shape).get("first") if isinstance(shape, core.tuple) else None, None
-    if first is None and isinstance(shape, list | core.tuple):  # Triton's own tuple: a Python one is refused
+    # Triton's own tuple: a Python one is refused
+    if first is None and isinstance(shape, list | core.tuple):
         sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
-        sizes = sizes if all(type(size) is int for size in sizes) else None  # 4.0 == 4 would find the type of 4
+        # 4.0 == 4 would find the type of 4
+        sizes = sizes if all(type(size) is int for size in sizes) else None
         first = _shapes.get(sizes)
     if first is not None:
         self.element_ty, self.shape, self.numel = element_ty, first.shape, first.numel
@@ -84,7 +102,8 @@ def _builtins(package) -> list[str]:
 def _patch_builtin(package, builder, scope) -> None:
     for name in _builtins(package):
         member = getattr(package, name)
-        if core.is_builtin(member):  # else it is patched already, by the kernel that calls this function
+        # else it is patched already, by the kernel that calls this function
+        if core.is_builtin(member):
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
@@ -94,7 +113,8 @@ def _languages(function) -> frozenset:
 
 
 def _patch_for_kernel(function):
-    """Patches until the kernel ends; for a device function of another package, which nobody restores, for good."""
+    """Patches until the kernel ends; for a device function of another package, which nobody
+    restores, for good."""
     scope, languages = _patch_lang(function), _languages(function)
     _patched.update(languages)
     restore = scope.restore
@@ -122,7 +142,11 @@ def _is_equal(self, other) -> bool:
 
 def _type_of_result(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
     """Of two operands of one plain type it is that type, whatever the operation."""
-    return a if a is b and a in _PLAIN else _computation_type(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+    return (
+        a
+        if a is b and a in _PLAIN
+        else _computation_type(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+    )
 
 
 def _broadcast_once(self, a, b):
@@ -132,14 +156,20 @@ def _broadcast_once(self, a, b):
 
 
 def translate_faster() -> None:
-    """Spares the translation of a kernel a third of its time: types, signatures and filters that are made anew."""
+    """Spares the translation of a kernel a third of its time: types, signatures and filters that
+    are made anew."""
     core.block_type.__init__ = _block_type
     core.tensor.__init__ = _tensor
     core.dtype.__eq__ = _is_equal
-    TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value = _type_of_result, _broadcast_once
+    TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value = (
+        _type_of_result,
+        _broadcast_once,
+    )
     core.tuple.__init__ = _tuple
     core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
-    code_generator.inspect = SimpleNamespace(**vars(inspect) | {"signature": cache(inspect.signature)})
+    code_generator.inspect = SimpleNamespace(
+        **vars(inspect) | {"signature": cache(inspect.signature)}
+    )
     quiet = {"catch_warnings": nullcontext, "simplefilter": lambda *_: None}
     code_generator.warnings = SimpleNamespace(**vars(warnings) | quiet)
 
@@ -149,7 +179,8 @@ def make_types_once() -> None:
     translate_faster()
     interpreter._get_np_dtype = _np_dtype
     for package in (tl, tl.math, core, core.tensor, core.tensor_descriptor_base):
-        _builtins(package)  # now: a kernel that another thread has begun would hide what it has patched, for good
+        # now: a kernel that another thread has begun would hide what it has patched, for good
+        _builtins(package)
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_for_kernel
     interpreter.InterpretedFunction.__call__ = _call_device_function

@@ -1,4 +1,5 @@
-"""The CPU attention paths against a loop over single queries, and the ring's merge against the whole."""
+"""The CPU attention paths against a loop over single queries, and the ring's merge against the
+whole."""
 
 import itertools
 import math
@@ -20,7 +21,10 @@ def brute_force(q, k, v, *, scale, sees, softcap=0.0, sinks=None):
     lse = torch.full((b, a, s), -math.inf, dtype=torch.float64)
     for i, n, h in itertools.product(range(s), range(b), range(a)):
         keys = [j for j in range(t) if sees(n, i, j)]
-        logits = [scale * torch.dot(q[i, n, h].double(), k[j, n, h * g // a].double()).item() for j in keys]
+        logits = [
+            scale * torch.dot(q[i, n, h].double(), k[j, n, h * g // a].double()).item()
+            for j in keys
+        ]
         if softcap:
             logits = [softcap * math.tanh(x / softcap) for x in logits]
         sink = [] if sinks is None else [float(sinks[h])]
@@ -41,10 +45,17 @@ def inputs(s=9, t=9, b=2, a=4, g=2, d=6, dv=6, dtype=torch.float64):
 
 def check(q, k, v, sees, **options):
     want_out, want_lse = brute_force(
-        q, k, v, scale=0.4, sees=sees, **{n: options[n] for n in ("softcap", "sinks") if n in options}
+        q,
+        k,
+        v,
+        scale=0.4,
+        sees=sees,
+        **{n: options[n] for n in ("softcap", "sinks") if n in options},
     )
     out, lse = kernels.attention(q, k, v, scale=0.4, **options)
-    assert out.dtype == q.dtype and lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    assert out.dtype == q.dtype and lse.dtype == (
+        torch.float64 if q.dtype == torch.float64 else torch.float32
+    )
     assert (out.double() - want_out).norm() <= TOLERANCE[q.dtype] * want_out.norm()
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=max(1e-12, TOLERANCE[q.dtype]))
 
@@ -55,11 +66,17 @@ CASES = {
     "full": ({"causal": False}, lambda n, i, j: True),
     "window": ({"causal": True, "window": 3}, lambda n, i, j: i - 3 < j <= i),
     "two_sided_window": ({"causal": False, "window": 3}, lambda n, i, j: abs(i - j) < 3),
-    "documents": ({"documents": DOCUMENTS}, lambda n, i, j: j <= i and DOCUMENTS[n, i] == DOCUMENTS[n, j]),
+    "documents": (
+        {"documents": DOCUMENTS},
+        lambda n, i, j: j <= i and DOCUMENTS[n, i] == DOCUMENTS[n, j],
+    ),
     "softcap": ({"softcap": 2.0}, lambda n, i, j: j <= i),
     "sinks": ({"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])}, lambda n, i, j: j <= i),
     "positions": (
-        {"q_positions": torch.tensor([0, 1, 2, 30, 31, 32, 33, 34, 35]), "k_positions": torch.arange(10, 19)},
+        {
+            "q_positions": torch.tensor([0, 1, 2, 30, 31, 32, 33, 34, 35]),
+            "k_positions": torch.arange(10, 19),
+        },
         lambda n, i, j: i >= 3,
     ),
     "aligned_positions": (
@@ -78,7 +95,14 @@ def test_equals_brute_force(case, dtype):
 
 @pytest.mark.parametrize(
     "shape",
-    [{"s": 1, "t": 1}, {"s": 7, "t": 3}, {"s": 3, "t": 7}, {"a": 6, "g": 1}, {"d": 8, "dv": 4}, {"d": 4, "dv": 8}],
+    [
+        {"s": 1, "t": 1},
+        {"s": 7, "t": 3},
+        {"s": 3, "t": 7},
+        {"a": 6, "g": 1},
+        {"d": 8, "dv": 4},
+        {"d": 4, "dv": 8},
+    ],
 )
 def test_odd_shapes(shape):
     check(*inputs(**shape), lambda n, i, j: j <= i)
@@ -93,7 +117,9 @@ def test_gradients_equal_autograd_of_the_reference(case, block, monkeypatch):
     sinks = options.get("sinks")
     sinks = None if sinks is None else sinks.double().requires_grad_()
     leaves = [x for x in (q, k, v, sinks) if x is not None]
-    rule = flash_attention_plain.AttentionRule(0.4, **{n: x for n, x in options.items() if n != "sinks"})
+    rule = flash_attention_plain.AttentionRule(
+        0.4, **{n: x for n, x in options.items() if n != "sinks"}
+    )
     want, _ = kernels.attention_reference(q, k, v, rule, sinks)
     got, _ = kernels.attention(q, k, v, scale=0.4, **{**options, "sinks": sinks})
     dout = torch.randn_like(want)
@@ -105,7 +131,8 @@ def test_gradients_equal_autograd_of_the_reference(case, block, monkeypatch):
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_blocks_of_keys_merge_to_the_whole(documents):
-    """What a ring does: partial outs merged by lse, then each block's gradient from the global out and lse."""
+    """What a ring does: partial outs merged by lse, then each block's gradient from the global out
+    and lse."""
     q, k, v = inputs()
     options = {"scale": 0.4, "documents": documents}
     out, lse = kernels.attention(q, k, v, **options)
@@ -122,7 +149,10 @@ def test_blocks_of_keys_merge_to_the_whole(documents):
     merged = sum(p[0] * (p[1] - merged_lse).exp().permute(2, 0, 1).unsqueeze(-1) for p in parts)
     torch.testing.assert_close(merged, out, rtol=0, atol=1e-12)
     torch.testing.assert_close(merged_lse, lse, rtol=0, atol=1e-12)
-    grads = [kernels.attention_backward(dout, q, k[c], v[c], merged, merged_lse, **block(c)) for c in cuts]
+    grads = [
+        kernels.attention_backward(dout, q, k[c], v[c], merged, merged_lse, **block(c))
+        for c in cuts
+    ]
     torch.testing.assert_close(sum(g[0] for g in grads), whole[0], rtol=0, atol=1e-12)
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([g[i] for g in grads]), whole[i], rtol=0, atol=1e-12)
@@ -154,7 +184,8 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 def test_cumulative_lengths_are_documents():
-    """Lengths 3, 0, 1, 4 in a row of ten: the two tokens past the last boundary are by themselves."""
+    """Lengths 3, 0, 1, 4 in a row of ten: the two tokens past the last boundary are by
+    themselves."""
     boundaries = torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)
     documents = kernels.documents_from_cu_seqlens(boundaries, 10)
     assert documents.tolist() == [[1, 1, 1, 3, 4, 4, 4, 4, 5, 5]]

@@ -1,4 +1,5 @@
-"""Every kernel compiles for every target within its budget; and the gate itself notices what it should."""
+"""Every kernel compiles for every target within its budget; and the gate itself notices what it
+should."""
 
 import json
 import os
@@ -23,7 +24,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRI
 
 def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "kernel_lab.compile_gate", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 @pytest.mark.long
@@ -32,18 +35,34 @@ def test_every_kernel_is_within_its_budget(tmp_path):
     out = tmp_path / "reports.json"
     extra = ["--all", "--targets", "sm_80,sm_90,sm_100,sm_120,gfx942"] if EVERYTHING else []
     run = gate("--json", str(out), *extra, timeout_s=3600 if EVERYTHING else 900)
-    assert run.returncode == 0, "\n".join(line for line in run.stdout.splitlines() if line[:4] != "ok  ") + run.stderr
+    assert run.returncode == 0, (
+        "\n".join(line for line in run.stdout.splitlines() if line[:4] != "ok  ") + run.stderr
+    )
     reports = json.loads(out.read_text())
-    assert all(report["launches"] for by_target in reports.values() for report in by_target.values())
+    assert all(
+        report["launches"] for by_target in reports.values() for report in by_target.values()
+    )
     compiled = {
-        each["kernel"] for by_target in reports.values() for one in by_target.values() for each in one["launches"]
+        each["kernel"]
+        for by_target in reports.values()
+        for one in by_target.values()
+        for each in one["launches"]
     }
     sources = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.py"))
-    assert compiled == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)), "a case compiles every kernel"
+    assert compiled == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)), (
+        "a case compiles every kernel"
+    )
 
 
 def report(**changes) -> dict:
-    launch = {"kernel": "k", "num_warps": 8, "registers": 100, "stack": 0, "shared": 1000, "serialised": 0}
+    launch = {
+        "kernel": "k",
+        "num_warps": 8,
+        "registers": 100,
+        "stack": 0,
+        "shared": 1000,
+        "serialised": 0,
+    }
     launch["wrong"] = 0
     launch["performance"] = {"ctas": 3, "loop_barriers": 4, "drains": 1, "narrow": 0}
     return {"launches": [launch | {"instructions": {"wgmma": 4}} | changes]}
@@ -59,16 +78,30 @@ def report(**changes) -> dict:
         ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
         ({"serialised": 3}, "waits for each of its GEMMs"),
         ({"wrong": 2}, "computes with the stack pointer in 2 places"),
-        ({"performance": {"ctas": 1, "loop_barriers": 4, "drains": 1, "narrow": 0}}, "has 1 ctas by the model"),
-        ({"performance": {"ctas": 3, "loop_barriers": 5, "drains": 1, "narrow": 0}}, "has 5 loop_barriers"),
-        ({"performance": {"ctas": 3, "loop_barriers": 4, "drains": 2, "narrow": 0}}, "has 2 drains"),
-        ({"performance": {"ctas": 4, "loop_barriers": 4, "drains": 1, "narrow": 8}}, "has 8 narrow"),
+        (
+            {"performance": {"ctas": 1, "loop_barriers": 4, "drains": 1, "narrow": 0}},
+            "has 1 ctas by the model",
+        ),
+        (
+            {"performance": {"ctas": 3, "loop_barriers": 5, "drains": 1, "narrow": 0}},
+            "has 5 loop_barriers",
+        ),
+        (
+            {"performance": {"ctas": 3, "loop_barriers": 4, "drains": 2, "narrow": 0}},
+            "has 2 drains",
+        ),
+        (
+            {"performance": {"ctas": 4, "loop_barriers": 4, "drains": 1, "narrow": 8}},
+            "has 8 narrow",
+        ),
     ],
 )
 def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
     from kernel_lab import compile_gate, gate_cases
 
-    monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None, {"sm_90": ("wgmma",)}))
+    monkeypatch.setitem(
+        compile_gate.CASES, "case", gate_cases.Case(lambda: None, {"sm_90": ("wgmma",)})
+    )
     performance = {"k": {"ctas": 3, "loop_barriers": 4, "drains": 1, "narrow": 0}}
     budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30, "performance": performance}}}
     found = compile_gate.faults("case", "sm_90", report(**changes), budget)
@@ -84,14 +117,23 @@ def test_spills_and_waits_that_were_measured_to_pay_are_granted(monkeypatch):
     assert len(compile_gate.faults("case", "sm_90", report(stack=16, serialised=4), budget)) == 2
 
 
-@pytest.mark.parametrize("instruction, wrong", [
-    ("/*1fc0*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R58, R67, R30, R1.reuse ;", 1),
-    ("/*62b0*/              @!P0 LOP3.LUT R4, R1, 0xffff, RZ, 0xc0, !PT ;", 1),
-    ("/*0000*/                   LDC R1, c[0x0][0x28] ;", 0),
-    ("/*0010*/                   IADD3 R1, R1, -0x10, RZ ;", 0),
-    ("/*0020*/               @P1 STL.64 [R1+0x8], R12 ;", 0),
-    ("/*0030*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R58, R67, R30, R11 ;", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "instruction, wrong",
+    [
+        (
+            "/*1fc0*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R58, R67, R30, R1.reuse ;",
+            1,
+        ),
+        ("/*62b0*/              @!P0 LOP3.LUT R4, R1, 0xffff, RZ, 0xc0, !PT ;", 1),
+        ("/*0000*/                   LDC R1, c[0x0][0x28] ;", 0),
+        ("/*0010*/                   IADD3 R1, R1, -0x10, RZ ;", 0),
+        ("/*0020*/               @P1 STL.64 [R1+0x8], R12 ;", 0),
+        (
+            "/*0030*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R58, R67, R30, R11 ;",
+            0,
+        ),
+    ],
+)
 def test_a_stack_pointer_that_is_computed_with_is_seen(instruction, wrong):
     """The first two are of kernels that an H200 found wrong, and no emulation of PTX could."""
     from kernel_lab.binary import stack_pointer_as_number
@@ -104,7 +146,9 @@ def test_a_launch_that_no_launcher_takes_is_refused():
     from kernel_lab.capture import assert_launchable
 
     assert_launchable("k", {"x": "tensordesc<bf16[64,64]>", "sizes": ("i32", "*fp32")})
-    with pytest.raises(AssertionError, match="k compiles, but no launcher takes its argument sources"):
+    with pytest.raises(
+        AssertionError, match="k compiles, but no launcher takes its argument sources"
+    ):
         assert_launchable("k", {"sources": ("tensordesc<bf16[64,64]>", "i32")})
 
 
@@ -123,7 +167,11 @@ def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
 def test_the_newest_older_table_serves_an_architecture_without_one():
     from megatron5d.kernels import tuning
 
-    assert [tuning.nearest(name) for name in ("sm_89", "sm_103", "sm_121")] == ["sm_80", "sm_100", "sm_120"]
+    assert [tuning.nearest(name) for name in ("sm_89", "sm_103", "sm_121")] == [
+        "sm_80",
+        "sm_100",
+        "sm_120",
+    ]
     with pytest.raises(ValueError, match="no kernel configurations for sm_75"):
         tuning.nearest("sm_75")
 
@@ -132,7 +180,9 @@ def test_the_gate_wants_a_budget_and_reports_errors():
     from kernel_lab import compile_gate
 
     assert "no entry" in compile_gate.faults("moe", "sm_90", report(), {})[0]
-    assert compile_gate.faults("moe", "sm_90", {"error": "the compiler died"}, {}) == ["the compiler died"]
+    assert compile_gate.faults("moe", "sm_90", {"error": "the compiler died"}, {}) == [
+        "the compiler died"
+    ]
 
 
 def test_an_entry_that_no_case_reaches_is_named():
@@ -143,7 +193,8 @@ def test_an_entry_that_no_case_reaches_is_named():
 
 
 def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
-    """It changes from step to step; a kernel specialised on whether 16 divides it would stop training for seconds.
+    """It changes from step to step; a kernel specialised on whether 16 divides it would stop
+    training for seconds.
 
     And what is not known to be divided by 16 must not cost the wide stores.
     """
@@ -169,7 +220,8 @@ print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of fp8_transpose: va
 
 
 def test_slow_choices_of_the_past_fail(tmp_path):
-    """Tiles of 128×128 leave one FP8 GEMM a multiprocessor; a transpose by bytes exchanges bytes."""
+    """Tiles of 128×128 leave one FP8 GEMM a multiprocessor; a transpose by bytes exchanges
+    bytes."""
     compiled = """
 import json, sys
 import torch
@@ -206,7 +258,8 @@ for one in (reports[-2], reports[-1]):
 
 
 def test_attention_of_hopper_makes_no_product_twice():
-    """Two groups of warps over 64 keys would both compute all scores: more than 64 rows of keys, or one group."""
+    """Two groups of warps over 64 keys would both compute all scores: more than 64 rows of keys, or
+    one group."""
     compiled = """
 import re
 from megatron5d.kernels import tuning

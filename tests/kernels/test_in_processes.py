@@ -1,10 +1,12 @@
-"""Run the files of `interpreted/` where kernels can run: interpreted, compiled for a GPU that is emulated, on a GPU.
+"""Run the files of `interpreted/` where kernels can run: interpreted, compiled for a GPU that is
+emulated, on a GPU.
 
-Several files share a process: to start one takes longer than some of them. Most of the time is Triton's compiler, which
-an empty cache makes a fresh clone wait for: unless MEGATRON5D_ALL_KERNELS=1, sm_100 is spared the tests marked `alike`,
-whose kernels differ from those of sm_90 in packed arithmetic alone, and `hopper`, of masks and shapes that every GPU
-treats alike; tests marked `interpreted` have all cases interpreted and the last one emulated, others the other way
-round; and lines, which only the message of a fault would name, are not compiled in.
+Several files share a process: to start one takes longer than some of them. Most of the time is
+Triton's compiler, which an empty cache makes a fresh clone wait for: unless
+MEGATRON5D_ALL_KERNELS=1, sm_100 is spared the tests marked `alike`, whose kernels differ from those
+of sm_90 in packed arithmetic alone, and `hopper`, of masks and shapes that every GPU treats alike;
+tests marked `interpreted` have all cases interpreted and the last one emulated, others the other
+way round; and lines, which only the message of a fault would name, are not compiled in.
 """
 
 import os
@@ -25,12 +27,29 @@ SECONDS_A_PROCESS = 150
 LAST = {"benchmarks": 30, "planted_faults": 15, "overlap": 10, "flash_attention": 10, "fp8": 10}
 INTERPRETED = LAST | {"fp8": 55, "moe": 40, "flash_attention": 45, "pointwise": 25}
 INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10}
-EMULATED = {"flash_attention": 80, "fp8": 65, "emulated_gpu": 35, "normalization": 30, "moe": 25, "pointwise": 25}
+EMULATED = {
+    "flash_attention": 80,
+    "fp8": 65,
+    "emulated_gpu": 35,
+    "normalization": 30,
+    "moe": 25,
+    "pointwise": 25,
+}
 EMULATED |= {"layers": 20, "fp8_tensor": 15, "closeness": 10, "emulated_random": 10}
 LAST_EMULATED = EMULATED | {"normalization": 5, "fp8_tensor": 5}
-SPARED = ("normalization", "pointwise", "fp8_tensor", "shares", "multi_tensor", "layers", "closeness")  # every test
+# every test
+SPARED = (
+    "normalization",
+    "pointwise",
+    "fp8_tensor",
+    "shares",
+    "multi_tensor",
+    "layers",
+    "closeness",
+)
 NOT_ALIKE = EMULATED | {"fp8": 20, "moe": 15, "flash_attention": 15} | dict.fromkeys(SPARED, 0)
-# the interpreter itself; faults that a GPU would not survive; processes that share the host's memory
+# the interpreter itself; faults that a GPU would not survive; processes that share the host's
+# memory
 NOT_COMPILED = ("interpreter_repair", "planted_faults", "overlap")
 NOT_EMULATED = (*NOT_COMPILED, "benchmarks")
 ONLY_EMULATED = ("emulated_gpu", "emulated_random")
@@ -39,13 +58,20 @@ ONLY_EMULATED = ("emulated_gpu", "emulated_random")
 def shares(place: str, left_out: tuple[str, ...], seconds: dict[str, int], marks=()) -> list:
     """Cases of the same length, more or less; the longest first."""
     costs = {file: seconds.get(file.stem.removeprefix("test_"), 3) for file in FILES}
-    costs = {file: cost for file, cost in costs.items() if file.stem.removeprefix("test_") not in left_out}
+    costs = {
+        file: cost
+        for file, cost in costs.items()
+        if file.stem.removeprefix("test_") not in left_out
+    }
     parts: list[list[Path]] = [[] for _ in range(-(-sum(costs.values()) // SECONDS_A_PROCESS))]
     for file in sorted(costs, key=lambda file: -costs[file]):
         min(parts, key=lambda part: sum(costs[each] for each in part)).append(file)
     parts.sort(key=lambda part: -sum(costs[file] for file in part))
     names = ["+".join(file.stem for file in part) for part in parts]
-    return [pytest.param(place, part, id=f"{place}-{name}", marks=marks) for part, name in zip(parts, names)]
+    return [
+        pytest.param(place, part, id=f"{place}-{name}", marks=marks)
+        for part, name in zip(parts, names)
+    ]
 
 
 EMULATES = shutil.which("g++") is not None
@@ -63,15 +89,32 @@ if torch.cuda.is_available():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place, files", SHARES)
 def test_passes(place, files):
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["-m", "not alike and not hopper"] if place == "sm_100" and not EVERYTHING else []
     lines = {} if place in ("interpreter", "gpu") else {"TRITON_DISABLE_LINE_INFO": "1"}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | lines
     where = {"TRITON_INTERPRET": "1"} if place == "interpreter" else {"MEGATRON5D_KERNELS": place}
     where |= {"MEGATRON5D_LAST_CASES": "1"} if LAST_ALONE and place != "gpu" else {}
     run = subprocess.run(
-        [*command, *files], cwd=HERE.parents[1], env=environment | where, capture_output=True, text=True, timeout=1800
+        [*command, *files],
+        cwd=HERE.parents[1],
+        env=environment | where,
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
-    again = f"MEGATRON5D_KERNELS={place} python -m pytest FILE names the lines of faults\n" if lines else ""
+    again = (
+        f"MEGATRON5D_KERNELS={place} python -m pytest FILE names the lines of faults\n"
+        if lines
+        else ""
+    )
     assert run.returncode == 0, again + run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

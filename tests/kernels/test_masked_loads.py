@@ -1,6 +1,8 @@
-"""What a masked load leaves of lanes without memory is undefined: each says it, or stores nothing of those lanes.
+"""What a masked load leaves of lanes without memory is undefined: each says it, or stores nothing
+of those lanes.
 
-The interpreter fills them with poison, but a whole run interprets a part of the cases; compilers for NVIDIA make zeros.
+The interpreter fills them with poison, but a whole run interprets a part of the cases; compilers
+for NVIDIA make zeros.
 """
 
 import ast
@@ -10,18 +12,26 @@ from megatron5d import kernels
 
 FILES = sorted(Path(kernels.__file__).parent.rglob("*.py"))
 STORED_UNDER_ITS_MASK = {
-    "_gather_kernel": ["tl.load(x_ptr + tl.load(token_ptr + row) * x_stride + column, column < width)"]
+    "_gather_kernel": [
+        "tl.load(x_ptr + tl.load(token_ptr + row) * x_stride + column, column < width)"
+    ]
 }
 
 
 def loads_without_other(text: str) -> dict[str, list[str]]:
     """By function, the calls of tl.load with a mask that do not say what the other lanes are."""
     found: dict[str, list[str]] = {}
-    for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
+    for function in (
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+    ):
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if ast.unparse(call.func) == "tl.load":
                 names = {keyword.arg for keyword in call.keywords}
-                if (len(call.args) > 1 or "mask" in names) and len(call.args) < 3 and "other" not in names:
+                if (
+                    (len(call.args) > 1 or "mask" in names)
+                    and len(call.args) < 3
+                    and "other" not in names
+                ):
                     found.setdefault(function.name, []).append(ast.unparse(call))
     return found
 

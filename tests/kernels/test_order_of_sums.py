@@ -1,4 +1,5 @@
-"""What adds in whatever order a GPU's programs come: counts may, sums of rounded numbers may not."""
+"""What adds in whatever order a GPU's programs come: counts may, sums of rounded numbers may
+not."""
 
 import ast
 from pathlib import Path
@@ -7,10 +8,16 @@ import megatron5d
 from megatron5d import kernels
 
 IN_ANY_ORDER = {"put_", "atomic_add"}
-IN_ANY_ORDER |= {f"{name}{end}" for name in ("index_add", "scatter_add", "index_reduce") for end in ("", "_")}
+IN_ANY_ORDER |= {
+    f"{name}{end}" for name in ("index_add", "scatter_add", "index_reduce") for end in ("", "_")
+}
 PACKAGES = (
     Path(kernels.__file__).parent,
-    *(path for path in Path(megatron5d.__file__).parent.iterdir() if path.name not in ("kernels", "tools", "conf")),
+    *(
+        path
+        for path in Path(megatron5d.__file__).parent.iterdir()
+        if path.name not in ("kernels", "tools", "conf")
+    ),
 )
 HARMLESS = {
     "accumulate_rows": "the plain path, which a CPU goes in order",
@@ -25,7 +32,9 @@ HARMLESS = {
 def adds_in_any_order(text: str) -> set[str]:
     """Functions that do."""
     found = set()
-    for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
+    for function in (
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+    ):
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in IN_ANY_ORDER:
                 found.add(function.name)

@@ -1,4 +1,5 @@
-"""Libraries behind our operations: the same numbers as in float64 by plain torch, and only what each of them takes."""
+"""Libraries behind our operations: the same numbers as in float64 by plain torch, and only what
+each of them takes."""
 
 import json
 from dataclasses import replace
@@ -10,7 +11,14 @@ from libraries_on_cpu import counted, on_cpu
 from megatron5d import kernels
 from megatron5d.config.checks.values import WORDS
 from megatron5d.kernels import choice, gemm, tuning
-from megatron5d.kernels.choice import AttentionRequest, Fp8Request, GroupedRequest, NormRequest, Settings, chosen
+from megatron5d.kernels.choice import (
+    AttentionRequest,
+    Fp8Request,
+    GroupedRequest,
+    NormRequest,
+    Settings,
+    chosen,
+)
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.fp8.gemm import fp8_matmul, fp8_matmul_reference
 from megatron5d.kernels.fp8.quantize import E5M2, quantize_blocks, quantize_rows
@@ -18,7 +26,11 @@ from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
 from megatron5d.kernels.plain_norm import norm_reference
 from megatron5d.kernels.providers import cudnn, flash_attention_4, torch_gemm
 
-SHAPES = {"grouped heads": (4, 2, 32, 32), "one key head": (4, 1, 16, 16), "narrow values": (2, 2, 192, 128)}
+SHAPES = {
+    "grouped heads": (4, 2, 32, 32),
+    "one key head": (4, 1, 16, 16),
+    "narrow values": (2, 2, 192, 128),
+}
 CUDNN = {"attention": "cudnn", "deterministic": False, "strict": True}
 FA4 = {"attention": "fa4", "strict": True}
 
@@ -54,9 +66,15 @@ def test_attention_of_a_library(settings, shape, causal):
     assert_attention(settings, qkv(*shape), causal=causal)
 
 
-@pytest.mark.parametrize("rule", [
-    {"window": 5}, {"window": 5, "causal": False}, {"softcap": 3.0}, {"window": 7, "softcap": 2.0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"window": 5},
+        {"window": 5, "causal": False},
+        {"softcap": 3.0},
+        {"window": 7, "softcap": 2.0},
+    ],
+)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_masks_of_flash_attention_4(rule, with_sinks):
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
@@ -65,16 +83,25 @@ def test_masks_of_flash_attention_4(rule, with_sinks):
 
 @pytest.mark.parametrize("settings", [CUDNN, FA4], ids=["cudnn", "fa4"])
 def test_a_backward_takes_the_global_out_and_lse(settings):
-    """Two blocks of keys, as in a ring; q is a view of a projection, and dout comes in another layout."""
+    """Two blocks of keys, as in a ring; q is a view of a projection, and dout comes in another
+    layout."""
     q, k, v = (x.detach() for x in qkv(4, 2, 32, 32, t=48))
     q = torch.cat([q, q], 2)[:, :, :4]
     out, lse = kernels.attention(q, k, v, scale=0.2, causal=False)
     dout = torch.randn(2, 24, 4, 32, dtype=torch.float64).transpose(0, 1)
     want = kernels.attention_backward(dout, q, k, v, out, lse, scale=0.2, causal=False)
     with on_cpu(**settings):
-        halves = [kernels.attention_backward(dout, q, k[half], v[half], out, lse, scale=0.2, causal=False)
-                  for half in (slice(24), slice(24, 48))]  # fmt: skip
-    close([halves[0][0] + halves[1][0], *(torch.cat(pair) for pair in zip(halves[0][1:], halves[1][1:]))], want)
+        halves = [
+            kernels.attention_backward(dout, q, k[half], v[half], out, lse, scale=0.2, causal=False)
+            for half in (slice(24), slice(24, 48))
+        ]
+    close(
+        [
+            halves[0][0] + halves[1][0],
+            *(torch.cat(pair) for pair in zip(halves[0][1:], halves[1][1:])),
+        ],
+        want,
+    )
 
 
 def test_what_a_library_does_not_take_is_computed_elsewhere():
@@ -117,7 +144,9 @@ def test_fp8_by_torch(kinds, out_dtype):
     with on_cpu(fp8="torch", strict=True):
         got = fp8_matmul(a, b, out_dtype=out_dtype)
         total = fp8_matmul(a, b, into=torch.ones(M, N, dtype=out_dtype))
-        alone = fp8_matmul(a, b, into=torch.full((M, N), torch.nan, dtype=out_dtype), accumulate=False)
+        alone = fp8_matmul(
+            a, b, into=torch.full((M, N), torch.nan, dtype=out_dtype), accumulate=False
+        )
         assert counted() == {"scaled_mm": 3}
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[out_dtype]
     assert (got.double() - want).abs().max() <= tolerance * want.abs().max()
@@ -140,7 +169,10 @@ def test_fp8_that_cublas_would_misread_is_left_to_triton():
 def test_grouped_by_torch():
     """Empty experts, and rows past the last one's, which torch leaves as they are."""
     offsets = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
-    x, weight = torch.randn(16, 32, dtype=torch.float64), torch.randn(3, 24, 32, dtype=torch.float64)
+    x, weight = (
+        torch.randn(16, 32, dtype=torch.float64),
+        torch.randn(3, 24, 32, dtype=torch.float64),
+    )
     x.requires_grad_(), weight.requires_grad_()
     want = gemm.grouped_matmul_reference(x, weight, offsets)
     dy = torch.randn_like(want)
@@ -168,7 +200,10 @@ def test_norms_by_torch(centred, with_residual):
         else:
             got = kernels.add_rms_norm(x, added, weight, 1e-5)
             assert counted() == {"rms_norm forward": 1}
-        close([got[0], got[1], *torch.autograd.grad(got, leaves, (dy, dtotal))], [want, total, *want_grads])
+        close(
+            [got[0], got[1], *torch.autograd.grad(got, leaves, (dy, dtotal))],
+            [want, total, *want_grads],
+        )
 
 
 REQUESTS = [
@@ -180,7 +215,9 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: each.way)
-def test_auto_goes_by_the_documented_order_and_then_by_what_was_measured(request_, monkeypatch, tmp_path):
+def test_auto_goes_by_the_documented_order_and_then_by_what_was_measured(
+    request_, monkeypatch, tmp_path
+):
     family = choice.family_of(request_)
     with on_cpu():
         first = (*choice.ORDER[request_.way], choice.TRITON)[0]
@@ -188,13 +225,17 @@ def test_auto_goes_by_the_documented_order_and_then_by_what_was_measured(request
         assert chosen(request_, Settings(**{family: "triton"})) == "triton"
         other = next(name for name in WORDS[f"kernels.{family}"][1:] if name != first)
         (key, size), *_ = request_.key.items()
-        entries = [{"up_to": {key: size - 1}, "config": {"order": [first]}}, {"config": {"order": [other]}}]
+        entries = [
+            {"up_to": {key: size - 1}, "config": {"order": [first]}},
+            {"config": {"order": [other]}},
+        ]
         (tmp_path / "providers").mkdir()
         (tmp_path / "providers/sm_90.json").write_text(json.dumps({request_.way: entries}))
         monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
         tuning.table.cache_clear()
         assert chosen(request_, Settings()) == other
-        assert chosen(request_._replace(capability=80), Settings()) in ("triton", "cudnn")  # nothing was measured there
+        # nothing was measured there
+        assert chosen(request_._replace(capability=80), Settings()) in ("triton", "cudnn")
     tuning.table.cache_clear()
 
 
@@ -206,7 +247,9 @@ def test_heads_that_a_library_lacks(monkeypatch):
     assert cudnn.takes(wide, False) and not cudnn.takes(wide._replace(capability=80), False)
     assert not cudnn.takes(replace_dims(REQUESTS[0], 256, 256), False)
     assert flash_attention_4.takes(wide._replace(capability=100), True)
-    assert not flash_attention_4.takes(replace_dims(REQUESTS[0], 256, 128)._replace(capability=100), True)
+    assert not flash_attention_4.takes(
+        replace_dims(REQUESTS[0], 256, 128)._replace(capability=100), True
+    )
     assert not flash_attention_4.takes(REQUESTS[0]._replace(capability=80), True)
 
 
@@ -216,5 +259,9 @@ def replace_dims(request, dim, value_dim):
 
 
 def test_nothing_is_chosen_without_a_gpu():
-    assert choice.capability_of(torch.empty(1)) == choice.capability_of(torch.empty(1, device="meta")) == 0
+    assert (
+        choice.capability_of(torch.empty(1))
+        == choice.capability_of(torch.empty(1, device="meta"))
+        == 0
+    )
     assert replace(Settings(), norm="torch") != Settings()

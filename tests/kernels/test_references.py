@@ -18,15 +18,25 @@ DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 def close(got, want, dtype):
     got, want = got.double(), want.double()
     assert got.shape == want.shape
-    assert (got - want).norm() <= DTYPES[dtype] * want.norm() + 1e-300, float((got - want).norm() / want.norm())
+    assert (got - want).norm() <= DTYPES[dtype] * want.norm() + 1e-300, float(
+        (got - want).norm() / want.norm()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_equal_torch(dtype):
     x, w, b = torch.randn(3, 5, 7).to(dtype), torch.randn(7).to(dtype), torch.randn(7).to(dtype)
     close(kernels.rms_norm(x, w, 1e-5), F.rms_norm(x.double(), (7,), w.double(), 1e-5), dtype)
-    close(kernels.layer_norm(x, w, b, 1e-5), F.layer_norm(x.double(), (7,), w.double(), b.double(), 1e-5), dtype)
-    close(kernels.layer_norm(x, w, None, 1e-5), F.layer_norm(x.double(), (7,), w.double(), None, 1e-5), dtype)
+    close(
+        kernels.layer_norm(x, w, b, 1e-5),
+        F.layer_norm(x.double(), (7,), w.double(), b.double(), 1e-5),
+        dtype,
+    )
+    close(
+        kernels.layer_norm(x, w, None, 1e-5),
+        F.layer_norm(x.double(), (7,), w.double(), None, 1e-5),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("layout", ["rows", "a part of each row", "transposed", "nothing"])
@@ -39,7 +49,9 @@ def test_the_gradient_of_a_norm_and_of_the_stream_beside_it(layout):
     for used in ((0,), (1,), (0, 1)):
         ours, plain = kernels.add_rms_norm(x, None, w, 1e-3), (F.rms_norm(x, (7,), w, 1e-3), x)
         got, want = (
-            torch.autograd.grad([out[i] for i in used], (x, w), [(dy, dx)[i] for i in used], allow_unused=True)
+            torch.autograd.grad(
+                [out[i] for i in used], (x, w), [(dy, dx)[i] for i in used], allow_unused=True
+            )
             for out in (ours, plain)
         )
         for mine, theirs in zip(got, want):
@@ -60,7 +72,11 @@ def test_activations_equal_their_formulas(dtype):
     close(kernels.activate(x, "geglu_tanh"), 0.5 * gate * (1 + tanh[:, :5]) * up, dtype)
     x, gate, up = 8 * x, torch.minimum(8 * gate, torch.tensor(7.0)), (8 * up).clamp(-7, 7)
     assert (gate == 7).any() and (up == 7).any() and (up == -7).any()
-    close(kernels.activate(x, "swiglu_clamped"), gate / (1 + torch.exp(-1.702 * gate)) * (up + 1), dtype)
+    close(
+        kernels.activate(x, "swiglu_clamped"),
+        gate / (1 + torch.exp(-1.702 * gate)) * (up + 1),
+        dtype,
+    )
 
 
 def test_odd_gate_up_is_refused():
@@ -74,9 +90,12 @@ def test_rope_is_a_complex_rotation(interleaved):
     angle = torch.randn(5, 2, 3).double()
 
     def rotate(x):
-        pairs = x[..., :6].unflatten(-1, (3, 2)) if interleaved else x[..., :6].unflatten(-1, (2, 3)).mT
+        pairs = (
+            x[..., :6].unflatten(-1, (3, 2)) if interleaved else x[..., :6].unflatten(-1, (2, 3)).mT
+        )
         rotated = torch.view_as_real(
-            torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(1).double(), angle)[:, :, None]
+            torch.view_as_complex(pairs.contiguous())
+            * torch.polar(torch.ones(1).double(), angle)[:, :, None]
         )
         flat = rotated.flatten(-2) if interleaved else rotated.mT.flatten(-2)
         return torch.cat((flat, x[..., 6:]), -1)
@@ -96,13 +115,18 @@ def test_sharded_cross_entropy_equals_torch(dtype, shards):
     dloss = torch.rand(rows).double()
     exact = logits.double().requires_grad_()
     lse = exact[:, :valid].logsumexp(-1)
-    want = F.cross_entropy(exact[:, :valid], labels, reduction="none") + (z_coef * lse**2).where(labels != -100, 0)
+    want = F.cross_entropy(exact[:, :valid], labels, reduction="none") + (z_coef * lse**2).where(
+        labels != -100, 0
+    )
     want.backward(dloss)
 
     width = columns // shards
     parts = [logits[:, i * width : (i + 1) * width].clone() for i in range(shards)]
     live = [max(0, min(width, valid - i * width)) for i in range(shards)]
-    stats = [kernels.vocab_statistics(p, labels, i * width, n) for i, (p, n) in enumerate(zip(parts, live))]
+    stats = [
+        kernels.vocab_statistics(p, labels, i * width, n)
+        for i, (p, n) in enumerate(zip(parts, live))
+    ]
     row_max = torch.stack([m for m, _, _ in stats]).amax(0)
     row_sum = sum(s * (m - row_max).exp() for m, s, _ in stats)
     target = sum(t for _, _, t in stats)
@@ -110,7 +134,9 @@ def test_sharded_cross_entropy_equals_torch(dtype, shards):
     loss = (merged - target + z_coef * merged**2).where(labels != -100, 0)
     close(loss, want.detach(), dtype)
     for i, (p, n) in enumerate(zip(parts, live)):
-        out = kernels.vocab_cross_entropy_backward(p, labels, row_max, row_sum, dloss, i * width, n, z_coef=z_coef)
+        out = kernels.vocab_cross_entropy_backward(
+            p, labels, row_max, row_sum, dloss, i * width, n, z_coef=z_coef
+        )
         assert out is p
     close(torch.cat(parts, 1), exact.grad, dtype)
     assert not torch.cat(parts, 1)[:, valid:].any()
@@ -123,7 +149,9 @@ def test_cross_entropy_is_differentiable():
         lambda z: kernels.cross_entropy(z, labels, num_valid_columns=7, z_coef=0.01), logits
     )
     want = kernels.cross_entropy_reference(logits, labels, num_valid_columns=7, z_coef=0.01)
-    close(kernels.cross_entropy(logits, labels, num_valid_columns=7, z_coef=0.01), want, torch.float64)
+    close(
+        kernels.cross_entropy(logits, labels, num_valid_columns=7, z_coef=0.01), want, torch.float64
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +167,9 @@ def test_weight_grad_adds_in_place(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_weight_grad_is_written_over_anything(dtype):
-    main = torch.full((5, 7), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    main = torch.full(
+        (5, 7), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    )
     dy, x = torch.randn(9, 5).to(dtype), torch.randn(9, 7).to(dtype)
     kernels.accumulate_weight_grad(main, dy, x, accumulate=False)
     close(main, dy.double().t() @ x.double(), main.dtype)
@@ -163,7 +193,9 @@ def test_a_second_derivative_is_refused(name):
     """It would lack what comes through the log-sum-exp, and nothing would tell."""
     x = torch.randn(4, 24, dtype=torch.float64, requires_grad=True)
     y = ONCE[name](x)
-    with pytest.raises(RuntimeError, match="differentiable once|derivative for .* is not implemented"):
+    with pytest.raises(
+        RuntimeError, match="differentiable once|derivative for .* is not implemented"
+    ):
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         dx.sum().backward()
     torch.autograd.grad(ONCE[name](x).sum(), x)
@@ -202,7 +234,8 @@ def test_the_copy_engine_reads_what_begins_and_goes_on_at_multiples_of_16_bytes(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", [0.0, 1e-39, math.inf, math.nan])
 def test_one_scale_for_a_tensor_is_its_formula_bit_by_bit(dtype, odd):
-    """scale = amax / largest, q = x · (1 / scale), each rounded once in float32; all NaN where x is not finite."""
+    """scale = amax / largest, q = x · (1 / scale), each rounded once in float32; all NaN where x is
+    not finite."""
     x = torch.randn(5, 9).to(dtype) if odd else torch.zeros(5, 9, dtype=dtype)
     x = x * odd if 0 < odd < 1 else x
     if not math.isfinite(odd):
@@ -212,7 +245,11 @@ def test_one_scale_for_a_tensor_is_its_formula_bit_by_bit(dtype, odd):
     assert torch.equal(amax_of(x), amax)
     for eight, largest in ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)):
         scale = amax.clamp(min=2.0**-100) / largest if 0 < amax < math.inf else torch.tensor(1.0)
-        want = (wide * (1 / scale)).clamp(-largest, largest) if finite else torch.full_like(wide, math.nan)
+        want = (
+            (wide * (1 / scale)).clamp(-largest, largest)
+            if finite
+            else torch.full_like(wide, math.nan)
+        )
         got = quantize_tensor(x, eight)
         assert torch.equal(got.values.view(torch.uint8), want.to(eight).view(torch.uint8))
         assert torch.equal(got.scales, scale.reshape(1, 1))

@@ -1,6 +1,6 @@
-"""After the first step no kernel is compiled anew: for other numbers of rows of experts, which change with every
-micro-batch, for other epochs, rates and steps, nor for an evaluation.
-Nor for other lengths, batches and numbers of heads, which Triton would do for 1 and for multiples of 16.
+"""After the first step no kernel is compiled anew: for other numbers of rows of experts, which
+change with every micro-batch, for other epochs, rates and steps, nor for an evaluation. Nor for
+other lengths, batches and numbers of heads, which Triton would do for 1 and for multiples of 16.
 
 In a fork: Triton compiles for a GPU that is not there (kernel_lab/capture.py).
 """
@@ -145,5 +145,11 @@ print(sorted(name.split(".")[-1] for name in compiled))
 def test_no_kernel_of_attention_is_compiled_for_other_sizes():
     """Except that of dk and dv, to which multiples of 16 queries spare registers."""
     run = Fork(lambda: exec(ATTENTION, {}), Path(__file__).parents[2]).wait()
-    names = ["_delta_kernel", "_forward_kernel", *["_key_value_kernel"] * 3, "_query_kernel", "_sum_parts_kernel"]
+    names = [
+        "_delta_kernel",
+        "_forward_kernel",
+        *["_key_value_kernel"] * 3,
+        "_query_kernel",
+        "_sum_parts_kernel",
+    ]
     assert run.returncode == 0 and run.stdout.strip() == str(names), run.stdout + run.stderr[-3000:]

@@ -9,7 +9,9 @@ import pytest
 from megatron5d.kernels.without_triton import jit
 
 ROOT = Path(__file__).parents[2]
-ABSENT = "import sys; sys.modules['triton'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+ABSENT = (
+    "import sys; sys.modules['triton'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+)
 
 
 def test_plain_paths_need_no_triton():
@@ -22,9 +24,14 @@ def test_plain_paths_need_no_triton():
 
 def test_every_file_of_kernels_can_be_imported():
     """Also those that are first imported in the middle of a run, or of a forecast."""
-    names = [str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in (ROOT / "kernels").rglob("*.py")]
+    names = [
+        str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+        for path in (ROOT / "kernels").rglob("*.py")
+    ]
     assert len(names) > 20
-    imports = "".join(f"import megatron5d.{name.removesuffix('.__init__')}\n" for name in sorted(names))
+    imports = "".join(
+        f"import megatron5d.{name.removesuffix('.__init__')}\n" for name in sorted(names)
+    )
     command = [sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{imports}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

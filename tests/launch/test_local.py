@@ -1,4 +1,5 @@
-"""launch/local.sh and its fork launcher: exit codes, who failed first, signals, nothing left running."""
+"""launch/local.sh and its fork launcher: exit codes, who failed first, signals, nothing left
+running."""
 
 import os
 import runpy
@@ -66,7 +67,11 @@ if __name__ == "__main__":
 def environment_of(folder):
     """Makes the launcher run the toy program with this interpreter."""
     (folder / "toy.py").write_text(TOY)
-    return os.environ | {"PYTHON": sys.executable, "PROGRAM": str(folder / "toy.py"), "PYTHONPATH": str(ROOT)}
+    return os.environ | {
+        "PYTHON": sys.executable,
+        "PROGRAM": str(folder / "toy.py"),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 class Launch:
@@ -108,12 +113,15 @@ class Launch:
         deadline = time.monotonic() + 150
         while len(list(self.folder.glob("ready*"))) < self.ranks:
             assert time.monotonic() < deadline
-            assert os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            assert (
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            )
             time.sleep(0.05)
 
 
 class Forked(Launch):
-    """The same launcher in a fork of this process: without the seconds of a core that its imports take."""
+    """The same launcher in a fork of this process: without the seconds of a core that its imports
+    take."""
 
     def __init__(self, folder, what):
         import torch.distributed.checkpoint  # noqa: F401 - which every launcher would import
@@ -184,7 +192,10 @@ def test_a_rank_that_says_why_it_ends_is_quoted_without_calls(tmp_path):
 def test_a_killed_rank_takes_the_others_with_it(tmp_path):
     code, output = Forked(tmp_path, "die").end()
     assert code == 128 + signal.SIGKILL
-    assert "rank 2 failed first (killed by SIGKILL: by somebody, or by the kernel" in output.splitlines()[-1]
+    assert (
+        "rank 2 failed first (killed by SIGKILL: by somebody, or by the kernel"
+        in output.splitlines()[-1]
+    )
 
 
 def test_ranks_that_notice_nothing_are_ended_too(tmp_path):
@@ -207,27 +218,41 @@ def test_a_signal_reaches_every_rank_and_75_comes_back(tmp_path, number):
 
 def test_ctrl_c_before_there_are_ranks_is_told_without_a_call_stack(tmp_path):
     program = tmp_path / "slow.py"
-    program.write_text(f"import time\nopen({str(tmp_path / 'here')!r}, 'w').close()\ntime.sleep(600)")
+    program.write_text(
+        f"import time\nopen({str(tmp_path / 'here')!r}, 'w').close()\ntime.sleep(600)"
+    )
     launched = subprocess.Popen(
         [sys.executable, "launch/fork.py", "--program", str(program), "2"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for what they start with &
+        # shells ignore it for what they start with &
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "here").exists():
         assert launched.poll() is None
         time.sleep(0.05)
     launched.send_signal(signal.SIGINT)
     _, error = launched.communicate(timeout=60)
-    assert (launched.returncode, error) == (130, "launch: ended by SIGINT before it has started any rank\n")
+    assert (launched.returncode, error) == (
+        130,
+        "launch: ended by SIGINT before it has started any rank\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "received", "said"),
     [
-        (-signal.SIGUSR1, [signal.SIGUSR1], "ended by SIGUSR1; what was done since the last checkpoint is lost"),
-        (130, [signal.SIGINT, signal.SIGINT], "ended by SIGINT; what was done since the last checkpoint is lost"),
+        (
+            -signal.SIGUSR1,
+            [signal.SIGUSR1],
+            "ended by SIGUSR1; what was done since the last checkpoint is lost",
+        ),
+        (
+            130,
+            [signal.SIGINT, signal.SIGINT],
+            "ended by SIGINT; what was done since the last checkpoint is lost",
+        ),
         (
             -signal.SIGBUS,
             [],
@@ -252,7 +277,9 @@ def test_a_run_that_dies_of_a_signal_says_where():
     """Also under SLURM and torchrun, which tell the signal alone."""
     asked = "import faulthandler, runpy, sys; sys.argv = ['pretrain.py', '--help']\ntry: runpy.run_path('pretrain.py', "
     asked += "run_name='__main__')\nexcept SystemExit: sys.exit(faulthandler.is_enabled())"
-    assert subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True).returncode == 1
+    assert (
+        subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True).returncode == 1
+    )
 
 
 def test_a_signal_among_the_imports_asks_for_another_start():
@@ -264,7 +291,8 @@ def test_a_signal_among_the_imports_asks_for_another_start():
 
 
 def test_a_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(monkeypatch):
-    """It waits inside of torch, where no Python handler is called, for a rank 0 that has obeyed already."""
+    """It waits inside of torch, where no Python handler is called, for a rank 0 that has obeyed
+    already."""
 
     def waits(*_, **__):
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -292,7 +320,8 @@ def test_the_folder_of_a_killed_launcher_goes_with_the_next_start(tmp_path, monk
         name.unlink()
     second = Forked(tmp_path, "wait")
     second.wait_until_ready()
-    assert Forked(tmp_path, "finish").end()[0] == 0 and len(left()) == 1  # that of the second is in use
+    # that of the second is in use
+    assert Forked(tmp_path, "finish").end()[0] == 0 and len(left()) == 1
     second.send(signal.SIGKILL)
     second.end()
 
@@ -306,8 +335,18 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
 
 def test_fresh_interpreters_as_gpus_need_them(tmp_path):
     environment = environment_of(tmp_path)
-    command = [sys.executable, "launch/fork.py", "--spawn", "--program", environment["PROGRAM"], "2", str(tmp_path)]
-    done = subprocess.run([*command, "finish"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        "launch/fork.py",
+        "--spawn",
+        "--program",
+        environment["PROGRAM"],
+        "2",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, "finish"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank1").read_text().split()[1] == "1"
 
@@ -322,7 +361,9 @@ def test_torchrun_passes_usr1_on(tmp_path):
 
 
 def test_without_a_number_of_ranks_it_explains_itself():
-    done = subprocess.run(["bash", "launch/local.sh", "a=1"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["bash", "launch/local.sh", "a=1"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 2
     assert "launch/local.sh 16 experiment=quickstart" in done.stderr
 
@@ -330,7 +371,9 @@ def test_without_a_number_of_ranks_it_explains_itself():
 def test_more_ranks_than_gpus_run_on_cpus(tmp_path):
     environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": "0"}
     command = ["bash", "launch/local.sh", "2", str(tmp_path), "finish"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert "2 ranks but 1 GPU(s): running on CPUs" in done.stderr
 
@@ -338,14 +381,18 @@ def test_more_ranks_than_gpus_run_on_cpus(tmp_path):
 def test_hidden_gpus_are_none(tmp_path):
     environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": "-1"}
     command = ["bash", "launch/local.sh", "2", str(tmp_path), "finish"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0 and "GPU" not in done.stderr, done.stderr
 
 
 def test_an_interpreter_that_is_not_there_is_not_replaced_by_another():
     environment = os.environ | {"PYTHON": "/nowhere/python"}
     command = ["bash", "launch/local.sh", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 2 and "PYTHON=/nowhere/python is no interpreter" in done.stderr
 
 
@@ -392,4 +439,6 @@ def test_a_quickstart_that_can_make_no_folder_ends(tmp_path):
     (tmp_path / "runs" / "quickstart").symlink_to("/proc/self")  # where nobody can make one
     command = ["bash", str(tmp_path / "launch" / "quickstart.sh")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 1 and done.stderr.startswith("quickstart: mkdir: cannot create directory")
+    assert done.returncode == 1 and done.stderr.startswith(
+        "quickstart: mkdir: cannot create directory"
+    )

@@ -1,4 +1,5 @@
-"""launch/slurm.sbatch without SLURM: which jobs it requeues. Its commands are replaced by scripts that tell of it."""
+"""launch/slurm.sbatch without SLURM: which jobs it requeues. Its commands are replaced by scripts
+that tell of it."""
 
 import os
 import subprocess
@@ -27,14 +28,30 @@ RAN = 300  # seconds since the start
     ],
 )
 def test_only_a_job_that_ran_out_of_time_is_requeued(tmp_path, ranks, ran, left, code, requeued):
-    end = left if isinstance(left, str) else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left))
-    for name, body in {"srun": ranks, "squeue": f"echo {end}", "scontrol": f'echo "$@" > {tmp_path}/said'}.items():
+    end = (
+        left
+        if isinstance(left, str)
+        else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left))
+    )
+    for name, body in {
+        "srun": ranks,
+        "squeue": f"echo {end}",
+        "scontrol": f'echo "$@" > {tmp_path}/said',
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node1"}
+    job = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "node1",
+    }
     job["SECONDS"] = str(ran)  # bash counts on from it
-    environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    command = ["bash", "-c", "bash launch/slurm.sbatch; exit $?"]  # not bash alone: its parent would be this process
+    environment = (
+        os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    )
+    # not bash alone: its parent would be this process
+    command = ["bash", "-c", "bash launch/slurm.sbatch; exit $?"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     said = tmp_path / "said"

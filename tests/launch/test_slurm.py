@@ -1,4 +1,5 @@
-"""launch/slurm.sbatch on a real SLURM: eight ranks on four nodes give the loss of one process; runs stop when told."""
+"""launch/slurm.sbatch on a real SLURM: eight ranks on four nodes give the loss of one process; runs
+stop when told."""
 
 import fcntl
 import json
@@ -17,7 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EIGHT = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=30")
 FOUR = ("--nodes=2", *EIGHT[1:])
 EXPERIMENT = [
-    *("model=tiny", "model.vocab_size=97", "precision.dtype=fp64", "train.gbs=8", "train.seq_len=16"),
+    *(
+        "model=tiny",
+        "model.vocab_size=97",
+        "precision.dtype=fp64",
+        "train.gbs=8",
+        "train.seq_len=16",
+    ),
     *("optim.lr=1e-2", "log.progress=false"),
 ]
 
@@ -55,9 +62,16 @@ def finished(cluster, number, folder, exit_code, timeout=400):
 
 def test_eight_ranks_on_four_nodes_give_the_loss_of_one_process(cluster, corpus, tmp_path):
     run = [f"data.train=[{corpus}]", "train.steps=4"]
-    layout = ["parallel.tp=2", "parallel.sp=true", "parallel.zero=1", f"log.jsonl={tmp_path}/eight.jsonl"]
+    layout = [
+        "parallel.tp=2",
+        "parallel.sp=true",
+        "parallel.zero=1",
+        f"log.jsonl={tmp_path}/eight.jsonl",
+    ]
     finished(cluster, submit(cluster, tmp_path, [*run, *layout], EIGHT), tmp_path, 0)
-    assert run_ranks(lambda rank, world: main([*EXPERIMENT, *run, f"log.jsonl={tmp_path}/one.jsonl"]), 1) == [0]
+    assert run_ranks(
+        lambda rank, world: main([*EXPERIMENT, *run, f"log.jsonl={tmp_path}/one.jsonl"]), 1
+    ) == [0]
 
     eight, one = curve(tmp_path / "eight.jsonl"), curve(tmp_path / "one.jsonl")
     assert len(eight) == 4

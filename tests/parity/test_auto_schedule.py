@@ -1,4 +1,5 @@
-"""What the search finds trains: one process's numbers in fp64 to 1e-10, one Program on all ranks, kept for a resume."""
+"""What the search finds trains: one process's numbers in fp64 to 1e-10, one Program on all ranks,
+kept for a resume."""
 
 from dataclasses import replace
 
@@ -39,13 +40,19 @@ from megatron5d.train.scheduling.auto_schedule import (
 from megatron5d.train.scheduling.stage_costs import run_costs
 
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
-# name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here
+# name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not
+# be good here
 CASES = {
     "by FLOPs": (2, 5, {"memory": 1.25, "flops_per_byte": 10.0}, {"pp": 2}),
     "overlapped": (4, 6, {"memory": 1.25, "costs": EXPERTS}, {"pp": 4}),
     "both directions": (4, 9, {"memory": 1.5, "copies": 2, "costs": EXPERTS}, {"pp": 4, "vpp": 1}),
-    "three chunks": (8, 4, {"memory": 1.5, "costs": EXPERTS}, {"pp": 2, "vpp": 3, "tp": 2, "sp": True, "zero": 1}),
-}  # fmt: skip
+    "three chunks": (
+        8,
+        4,
+        {"memory": 1.5, "costs": EXPERTS},
+        {"pp": 2, "vpp": 3, "tp": 2, "sp": True, "zero": 1},
+    ),
+}
 
 
 def config_of(folder, case, **more) -> Config:
@@ -54,8 +61,14 @@ def config_of(folder, case, **more) -> Config:
     num_layers, vocab_size = {"both directions": (4, 61), "by FLOPs": (7, 997)}.get(case, (16, 61))
     return Config(
         model=ModelConfig(
-            num_layers=num_layers, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8,
-            vocab_size=vocab_size, tie_embeddings=case == "both directions",
+            num_layers=num_layers,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=8,
+            vocab_size=vocab_size,
+            tie_embeddings=case == "both directions",
         ),
         parallel=ParallelConfig(**parallel),
         pipeline=PipelineConfig("auto", evaluations=150, **pipeline),
@@ -63,7 +76,7 @@ def config_of(folder, case, **more) -> Config:
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         precision=PrecisionConfig(dtype="fp64"),
         checkpoint=CheckpointConfig(dir=str(folder / "checkpoints")),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,21 +95,29 @@ def test_what_is_found_trains_like_one_process(tmp_path, case):
         assert found.program.copies == 2
     kept = list((tmp_path / "checkpoints" / "schedules").iterdir())
     assert_parity(config, world, ignored=0.3)
-    assert kept == list((tmp_path / "checkpoints" / "schedules").iterdir()), "some rank searched again"
+    assert kept == list((tmp_path / "checkpoints" / "schedules").iterdir()), (
+        "some rank searched again"
+    )
 
 
 def test_the_search_chooses_how_layers_are_dealt(tmp_path):
-    """Unless the user does: under one cap, never slower than the best named schedule with any of the splits."""
+    """Unless the user does: under one cap, never slower than the best named schedule with any of
+    the splits."""
     config = config_of(tmp_path, "by FLOPs")
     found = searched(config, [5])
     plan = layout_of(found, 2)
     assert (
-        list(plan.layers) == layers_per_stage(found.config, plan.placement) != layers_per_stage(config, plan.placement)
+        list(plan.layers)
+        == layers_per_stage(found.config, plan.placement)
+        != layers_per_stage(config, plan.placement)
     )
-    of_1f1b = simulate(build_program("1f1b", 2, 5), run_costs(config).of(loop_placement(2))).peak_activations
+    of_1f1b = simulate(
+        build_program("1f1b", 2, 5), run_costs(config).of(loop_placement(2))
+    ).peak_activations
     cap, fits = np.full(2, 1.25 * of_1f1b.max()), []
     for split in ("even", "cost"):
-        for balance in ("stages", "ranks"):  # with nothing said of the ends, even ranks are even stages
+        # with nothing said of the ends, even ranks are even stages
+        for balance in ("stages", "ranks"):
             told = replace(config, pipeline=replace(config.pipeline, split=split, balance=balance))
             named = best_named(2, 5, run_costs(told), cap, candidates(2, 1))
             if named is not None:
@@ -108,7 +129,8 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
 
 
 def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
-    """A head as heavy as seven of 30 layers; the log says which split was chosen, and a plan for the run has it."""
+    """A head as heavy as seven of 30 layers; the log says which split was chosen, and a plan for
+    the run has it."""
     config = config_of(tmp_path, "by FLOPs")
     config = replace(
         config,
@@ -126,7 +148,8 @@ def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
 
 
 def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
-    """With its split of the layers. It alone searches, and rank 0 alone has something to say about it."""
+    """With its split of the layers. It alone searches, and rank 0 alone has something to say about
+    it."""
     config = config_of(tmp_path, "by FLOPs")
 
     def plan(rank, world):
@@ -149,7 +172,9 @@ def test_a_resumed_run_keeps_its_schedule(tmp_path, capfd):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         log = LogConfig(jsonl=str(folder / "log.jsonl"), progress=False)
-        config = Config(**{**vars(config), "data": DataConfig(train=[corpus], prefetch=0), "log": log})
+        config = Config(
+            **{**vars(config), "data": DataConfig(train=[corpus], prefetch=0), "log": log}
+        )
         assert train_on_ranks(config, 4) == [0] * 4
         (kept,) = (folder / "checkpoints" / "schedules").iterdir()
         return curve(folder / "log.jsonl"), kept

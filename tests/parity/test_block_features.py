@@ -1,4 +1,5 @@
-"""Options of the block under composed layouts: where norms stand, parallel blocks, gates, windows by layer."""
+"""Options of the block under composed layouts: where norms stand, parallel blocks, gates, windows
+by layer."""
 
 import dataclasses
 
@@ -28,7 +29,9 @@ def composed(model, schedule="1f1b", *, layers=2, **options):
 
 def sparse(model, schedule="1f1b", **options):
     config = composed(model, schedule, **options)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **EXPERTS, **SPARSE[model]))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, **EXPERTS, **SPARSE[model])
+    )
 
 
 @pytest.mark.parametrize("model", SPARSE)
@@ -40,16 +43,30 @@ def test_dense_in_four_dimensions_with_a_split_backward(model):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("model", SPARSE)
 def test_recompute(model, recompute):
-    config = composed(model, tp=2, mbs=4, recompute=RecomputeConfig(recompute, parts=["norm", "qkv", "activation"]))
+    config = composed(
+        model,
+        tp=2,
+        mbs=4,
+        recompute=RecomputeConfig(recompute, parts=["norm", "qkv", "activation"]),
+    )
     assert_parity(config, world=2)
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "two_level"])
 def test_windows_by_layer_over_context(method):
     inner = {"cp_inner": 2} if method == "two_level" else {}
-    config = composed("one_norm_window", cp=4 if method != "ulysses" else 2, cp_method=method, mbs=4, layers=3, **inner)
+    config = composed(
+        "one_norm_window",
+        cp=4 if method != "ulysses" else 2,
+        cp_method=method,
+        mbs=4,
+        layers=3,
+        **inner,
+    )
     data = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=9), data=data)
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=9), data=data
+    )
     assert_parity(config, world=config.parallel.cp)
 
 

@@ -1,4 +1,5 @@
-"""Context parallelism with everything else: pipelines, accumulation over unlike documents, evaluation, whole runs."""
+"""Context parallelism with everything else: pipelines, accumulation over unlike documents,
+evaluation, whole runs."""
 
 import dataclasses
 import os
@@ -11,7 +12,14 @@ from parity_configs import config_of
 from ranks import run_ranks
 from runs import records, train_on_ranks, whole_tensors, write_corpus
 
-from megatron5d.config.schema import CheckpointConfig, DataConfig, InitConfig, LogConfig, PipelineConfig, RopeScaling
+from megatron5d.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    InitConfig,
+    LogConfig,
+    PipelineConfig,
+    RopeScaling,
+)
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.model.gpt import GPT
@@ -25,7 +33,8 @@ PACKED = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
 
 
 def packed(config, **changes):
-    """Few kinds of tokens, one of which ends a document: micro-batches differ in their documents."""
+    """Few kinds of tokens, one of which ends a document: micro-batches differ in their
+    documents."""
     model = dataclasses.replace(config.model, vocab_size=9)
     return dataclasses.replace(config, model=model, data=PACKED, **changes)
 
@@ -39,19 +48,29 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "method", "model", "vpp"), PIPELINES if FULL else PIPELINES[:4])
+@pytest.mark.parametrize(
+    ("schedule", "method", "model", "vpp"), PIPELINES if FULL else PIPELINES[:4]
+)
 def test_with_pipelines(schedule, method, model, vpp):
-    """Micro-batches in flight have plans of their own; a schedule that splits backwards keeps the gradients right."""
-    config = config_of(model, gbs=4, cp=2, pp=2, vpp=vpp, cp_method=method, cp_compress_kv=schedule == "dualpipe")
+    """Micro-batches in flight have plans of their own; a schedule that splits backwards keeps the
+    gradients right."""
+    config = config_of(
+        model, gbs=4, cp=2, pp=2, vpp=vpp, cp_method=method, cp_compress_kv=schedule == "dualpipe"
+    )
     layers = dataclasses.replace(config.model, num_layers=4)
     assert_parity(
-        packed(dataclasses.replace(config, model=layers), pipeline=PipelineConfig(schedule)), world=4, steps=2
+        packed(dataclasses.replace(config, model=layers), pipeline=PipelineConfig(schedule)),
+        world=4,
+        steps=2,
     )
 
 
 def test_accumulation_over_documents_of_unlike_length():
-    """Eight micro-batches of two data-parallel ranks, each with its own documents and number of targets."""
-    assert_parity(packed(config_of("llama_gqa", gbs=8, mbs=1, cp=2, zero=1)), world=4, ignored=0.8, steps=2)
+    """Eight micro-batches of two data-parallel ranks, each with its own documents and number of
+    targets."""
+    assert_parity(
+        packed(config_of("llama_gqa", gbs=8, mbs=1, cp=2, zero=1)), world=4, ignored=0.8, steps=2
+    )
 
 
 def evaluated_on_rank(rank: int, world: int, config, rows):
@@ -62,7 +81,9 @@ def evaluated_on_rank(rank: int, world: int, config, rows):
     perturb(model.parameters())
     _, _, trainer = build_trainer(config, mesh, model, plan)
     share = rows.chunk(mesh["dp"].size)[mesh["dp"].rank]
-    return trainer.evaluate([SequenceSharding(config, mesh)(micro_batch(config, row[None])) for row in share])
+    return trainer.evaluate(
+        [SequenceSharding(config, mesh)(micro_batch(config, row[None])) for row in share]
+    )
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -96,7 +117,8 @@ def corpus(tmp_path_factory):
 
 
 def test_the_log_says_how_even_the_work_was(tmp_path, corpus):
-    """Against a count of visible pairs over the very tokens, one by one; two micro-batches on each of two dp ranks."""
+    """Against a count of visible pairs over the very tokens, one by one; two micro-batches on each
+    of two dp ranks."""
     assert train_on_ranks(run_config(tmp_path, corpus, cp=2), 4) == [0] * 4
     dataset = IndexedDataset(corpus)
     stream = dataset.tokens(0, dataset.num_tokens).tolist()
@@ -106,9 +128,13 @@ def test_the_log_says_how_even_the_work_was(tmp_path, corpus):
             busiest = even = 0
             for sample in (4 * step + dp, 4 * step + dp + 2):
                 row = stream[32 * sample : 32 * sample + 32]
-                seen = [next((i - j for j in range(i - 1, -1, -1) if row[j] == 0), i + 1) for i in range(32)]
+                seen = [
+                    next((i - j for j in range(i - 1, -1, -1) if row[j] == 0), i + 1)
+                    for i in range(32)
+                ]
                 chunks = [sum(seen[i : i + 8]) for i in range(0, 32, 8)]
-                with_first = [chunks[0] + each for each in chunks[1:]]  # the three ways to deal out two each
+                # the three ways to deal out two each
+                with_first = [chunks[0] + each for each in chunks[1:]]
                 busiest += min(max(pairs, sum(seen) - pairs) for pairs in with_first)
                 even += sum(seen) / 2
             per_dp.append(busiest / even)
@@ -121,7 +147,8 @@ def test_without_context_parallelism_nothing_is_said(tmp_path, corpus):
 
 
 def test_a_run_goes_on_over_more_ranks_and_with_stretched_positions(tmp_path, corpus):
-    """As a context is extended: the second half of the run has another cp, method and rope scaling."""
+    """As a context is extended: the second half of the run has another cp, method and rope
+    scaling."""
     stretched = {"rope_scaling": RopeScaling("llama3", 4.0, 16)}
     for folder, second in (("one", {}), ("many", {"cp": 4, "cp_method": "ring"})):
         (tmp_path / folder).mkdir()
@@ -142,11 +169,14 @@ def test_a_run_goes_on_over_more_ranks_and_with_stretched_positions(tmp_path, co
 
 
 def test_another_run_gives_its_weights_alone(tmp_path, corpus):
-    """The context recipe: a new run of longer sequences, cp and stretched positions, from another run's weights."""
+    """The context recipe: a new run of longer sequences, cp and stretched positions, from another
+    run's weights."""
     for folder in ("short", "long"):
         (tmp_path / folder).mkdir()
     assert train_on_ranks(run_config(tmp_path / "short", corpus), 1) == [0]
-    long = run_config(tmp_path / "long", corpus, cp=4, model={"rope_scaling": RopeScaling("llama3", 4.0, 32)})
+    long = run_config(
+        tmp_path / "long", corpus, cp=4, model={"rope_scaling": RopeScaling("llama3", 4.0, 32)}
+    )
     long = dataclasses.replace(
         long,
         init=InitConfig(from_checkpoint=str(tmp_path / "short" / "checkpoints")),
@@ -156,7 +186,11 @@ def test_another_run_gives_its_weights_alone(tmp_path, corpus):
     first = records(tmp_path / "long" / "log.jsonl")[0]
     assert (first["step"], first["consumed_samples"], first["lr"]) == (1, 1, long.optim.lr / 2)
     saved = whole_tensors(tmp_path / "short" / "checkpoints" / "step-00000004")
-    weights = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
+    weights = {
+        key.removeprefix("model."): value
+        for key, value in saved.items()
+        if key.startswith("model.")
+    }
     row = IndexedDataset(corpus).tokens(0, 129).astype("int64")
     batch = make_micro_batch(torch.from_numpy(row)[None], document_mask=True, eod=0)
     inverse = inverse_frequencies(8, long.model.rope_theta, long.model.rope_scaling, torch.float64)
@@ -167,7 +201,9 @@ def test_another_run_gives_its_weights_alone(tmp_path, corpus):
 def stretched_loss(weights, model, batch, inverse):
     """The reference with frequencies that tests/unit/model hold to transformers' own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_gpt, "rotate", lambda x, positions, *_: turned(x, positions, inverse))
+        patch.setattr(
+            reference_gpt, "rotate", lambda x, positions, *_: turned(x, positions, inverse)
+        )
         return reference_gpt.losses(weights, model, batch)[0].item()
 
 

@@ -1,4 +1,5 @@
-"""Context parallelism equals one process: every method, mask and head count, with tp, dp and ZeRO-1; fp64 to 1e-10."""
+"""Context parallelism equals one process: every method, mask and head count, with tp, dp and
+ZeRO-1; fp64 to 1e-10."""
 
 import dataclasses
 
@@ -17,9 +18,12 @@ METHODS = {
 
 
 def documents(config):
-    """Few kinds of tokens, one of which ends a document: lengths from 1 to longer than a rank's share."""
+    """Few kinds of tokens, one of which ends a document: lengths from 1 to longer than a rank's
+    share."""
     data = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=9), data=data)
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=9), data=data
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -31,20 +35,29 @@ def test_context_parallel_alone(method, model):
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_documents_with_tensor_parallel(method):
     cp = 4 if method == "two_level" else 2
-    assert_parity(documents(config_of("llama_gqa", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])), world=2 * cp)
+    assert_parity(
+        documents(config_of("llama_gqa", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])),
+        world=2 * cp,
+    )
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_with_data_parallel(method, zero):
-    assert_parity(config_of("odd_vocab_tied", cp=2, zero=zero, mbs=2, **METHODS[method]), world=4, ignored=0.8)
+    assert_parity(
+        config_of("odd_vocab_tied", cp=2, zero=zero, mbs=2, **METHODS[method]), world=4, ignored=0.8
+    )
 
 
 def test_all_at_once():
-    config = config_of("mqa_qk_norm", cp=2, tp=2, sp=True, zero=1, gbs=4, recompute=RecomputeConfig("full"))
+    config = config_of(
+        "mqa_qk_norm", cp=2, tp=2, sp=True, zero=1, gbs=4, recompute=RecomputeConfig("full")
+    )
     assert_parity(documents(config), world=8)
 
 
-@pytest.mark.parametrize(("model", "method"), [("full", "ring"), ("full_window_sinks", "two_level")])
+@pytest.mark.parametrize(
+    ("model", "method"), [("full", "ring"), ("full_window_sinks", "two_level")]
+)
 def test_masks_that_look_behind(model, method):
     assert_parity(documents(config_of(model, cp=4, mbs=4, **METHODS[method])), world=4, steps=2)

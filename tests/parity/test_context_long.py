@@ -21,7 +21,13 @@ def long_config(seq_len, **parallel):
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
-            config.model, num_layers=1, hidden_size=16, ffn_hidden_size=16, num_heads=1, num_kv_heads=1, vocab_size=32
+            config.model,
+            num_layers=1,
+            hidden_size=16,
+            ffn_hidden_size=16,
+            num_heads=1,
+            num_kv_heads=1,
+            vocab_size=32,
         ),
         train=dataclasses.replace(config.train, seq_len=seq_len),
         precision=dataclasses.replace(config.precision, dtype="fp32"),
@@ -37,14 +43,18 @@ def step_on_rank(rank: int, world: int, config):
     stage = WholeStage(model.phases)
     loss = stage.forward(0, None, batch)[0]
     stage.backward(0, torch.tensor([1.0, 0.0]))
-    return loss.double(), {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+    return loss.double(), {
+        name: parameter.grad.double() for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seq_len", [16_384, pytest.param(65_536, marks=pytest.mark.full)])
 def test_a_long_step_equals_that_of_one_rank(seq_len):
     ((loss, grads),) = run_on_standing_ranks(step_on_rank, 1, long_config(seq_len), timeout=600)
-    parts = run_on_standing_ranks(step_on_rank, 8, long_config(seq_len, cp=8, cp_method="ring"), timeout=600)
+    parts = run_on_standing_ranks(
+        step_on_rank, 8, long_config(seq_len, cp=8, cp_method="ring"), timeout=600
+    )
     torch.testing.assert_close(sum(part for part, _ in parts), loss, rtol=1e-6, atol=0)
     for name, grad in grads.items():
         total = sum(part[name] for _, part in parts)

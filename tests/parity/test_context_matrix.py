@@ -1,6 +1,8 @@
-"""Context parallelism, the whole product: methods × masks × kinds of attention × cp × tp; fp64 to 1e-10.
+"""Context parallelism, the whole product: methods × masks × kinds of attention × cp × tp; fp64 to
+1e-10.
 
-MEGATRON5D_FULL=1 runs it; `test_context_layouts.py` and `test_mla_layouts.py` are what always runs of it.
+MEGATRON5D_FULL=1 runs it; `test_context_layouts.py` and `test_mla_layouts.py` are what always runs
+of it.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ MASKS = {
     "causal": ({}, DataConfig()),
     "full": ({"attention_causal": False}, DataConfig()),
     "window": ({"attention_window": 5}, DataConfig()),
-    # few kinds of tokens, one of which ends a document: lengths from 1 to longer than a rank's share
+    # few kinds of tokens, one of which ends a document: lengths from 1 to longer than a rank's
+    # share
     "documents": ({"vocab_size": 9}, DataConfig(document_mask=True, eod=3, eod_mask_loss=True)),
 }
 
@@ -35,7 +38,9 @@ MASKS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_the_whole_product(method, mask, kind, cp, tp):
     inner = {"cp_inner": 2} if method == "two_level" else {}
-    config = config_of("llama_gqa", gbs=2, mbs=2, cp=cp, tp=tp, sp=tp > 1, cp_method=method, **inner)
+    config = config_of(
+        "llama_gqa", gbs=2, mbs=2, cp=cp, tp=tp, sp=tp > 1, cp_method=method, **inner
+    )
     changes, data = MASKS[mask]
     model = dataclasses.replace(config.model, num_heads=8, **KINDS[kind], **changes)
     assert_parity(dataclasses.replace(config, model=model, data=data), world=cp * tp, steps=2)

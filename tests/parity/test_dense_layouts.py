@@ -1,6 +1,8 @@
-"""N ranks equal one: loss, every gradient, gradient norm and weights after two steps, in fp64 to 1e-10.
+"""N ranks equal one: loss, every gradient, gradient norm and weights after two steps, in fp64 to
+1e-10.
 
-Two micro-batches a rank are enough to accumulate; test_gradient_accumulation has more, and so have pipelines.
+Two micro-batches a rank are enough to accumulate; test_gradient_accumulation has more, and so have
+pipelines.
 """
 
 import dataclasses
@@ -69,18 +71,23 @@ def test_unequal_numbers_of_targets_per_rank():
 
 
 def test_z_loss():
-    assert_parity(config_of("odd_vocab_tied", tp=2, sp=True, zero=1, mbs=2, train={"z_loss": 0.05}), world=4)
+    assert_parity(
+        config_of("odd_vocab_tied", tp=2, sp=True, zero=1, mbs=2, train={"z_loss": 0.05}), world=4
+    )
 
 
 def test_documents_packed_in_one_sequence():
     data = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
     config = config_of("llama_gqa", tp=2, sp=True, mbs=2, data=data)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=11))  # many documents
+    # many documents
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=11))
     assert_parity(config, world=4)
 
 
 def test_full_recompute():
-    config = config_of("gpt2_style", tp=2, sp=True, zero=1, mbs=2, recompute=RecomputeConfig("full", 1))
+    config = config_of(
+        "gpt2_style", tp=2, sp=True, zero=1, mbs=2, recompute=RecomputeConfig("full", 1)
+    )
     assert_parity(config, world=4)
 
 

@@ -1,8 +1,10 @@
-"""FP8 GEMMs give the same numbers on any layout: fp64 around them, so that no rounding decides, to 1e-10.
+"""FP8 GEMMs give the same numbers on any layout: fp64 around them, so that no rounding decides, to
+1e-10.
 
-What is quantised is the same on every layout: groups of features and of tokens lie within what a rank holds. One thing
-is not: with experts spread over data parallelism an expert's weight gradient groups tokens that one process sees in two
-micro-batches; it differs by the quantisation of that one GEMM.
+What is quantised is the same on every layout: groups of features and of tokens lie within what a
+rank holds. One thing is not: with experts spread over data parallelism an expert's weight gradient
+groups tokens that one process sees in two micro-batches; it differs by the quantisation of that one
+GEMM.
 """
 
 import dataclasses
@@ -27,13 +29,31 @@ STEPS = 2
 
 
 def config_of(
-    recipe, *, moe=False, schedule="1f1b", seq_len=144, recompute="none", precision=None, dispatch=False, **parallel
+    recipe,
+    *,
+    moe=False,
+    schedule="1f1b",
+    seq_len=144,
+    recompute="none",
+    precision=None,
+    dispatch=False,
+    **parallel,
 ):
-    experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256} if moe else {}
+    experts = (
+        {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256}
+        if moe
+        else {}
+    )
     return Config(
         model=ModelConfig(
-            num_layers=2, hidden_size=144, ffn_hidden_size=256, num_heads=2, num_kv_heads=2, head_dim=128,
-            vocab_size=61, **experts,
+            num_layers=2,
+            hidden_size=144,
+            ffn_hidden_size=256,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=128,
+            vocab_size=61,
+            **experts,
         ),
         parallel=ParallelConfig(**parallel),
         pipeline=PipelineConfig(schedule),
@@ -42,7 +62,7 @@ def config_of(
         precision=PrecisionConfig(dtype="fp64", fp8=recipe, **(precision or {})),
         recompute=RecomputeConfig(recompute),
         moe=MoeConfig(fp8_dispatch=dispatch),
-    )  # fmt: skip
+    )
 
 
 _TRUTH: dict[Config, tuple] = {}
@@ -99,11 +119,17 @@ def test_layout(recipe, layout):
 
 
 LATENTS = {
-    "attention": "mla", "kv_lora_rank": 128, "qk_nope_head_dim": 112, "qk_rope_head_dim": 16, "v_head_dim": 128,
-}  # fmt: skip
+    "attention": "mla",
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 112,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 128,
+}
 
 
-@pytest.mark.parametrize(("q_rank", "hidden", "sp"), [(None, 144, False), (128, 144, True), (128, 288, True)])
+@pytest.mark.parametrize(
+    ("q_rank", "hidden", "sp"), [(None, 144, False), (128, 144, True), (128, 288, True)]
+)
 def test_latents_whose_gradients_tp_sums_before_or_behind_the_down_projections(q_rank, hidden, sp):
     config = config_of("tensorwise", seq_len=16, tp=2, sp=sp)
     fields = LATENTS | {"num_layers": 1, "hidden_size": hidden, "q_lora_rank": q_rank}
@@ -117,7 +143,12 @@ def test_sequences_cut_over_cp(recipe, seq_len):
 
 
 def test_full_recompute_and_scales_of_any_size():
-    check(config_of("blockwise", recompute="full", precision={"fp8_pow2_scales": False}, tp=2, sp=True), 2)
+    check(
+        config_of(
+            "blockwise", recompute="full", precision={"fp8_pow2_scales": False}, tp=2, sp=True
+        ),
+        2,
+    )
 
 
 def test_parts_computed_again_make_their_8_bit_operands_again():
@@ -132,7 +163,8 @@ def test_weights_that_come_and_go(gather):
 
 
 def test_experts_over_data_parallelism():
-    """All but the experts' own weight gradients is the same, and those are as near as their quantisation."""
+    """All but the experts' own weight gradients is the same, and those are as near as their
+    quantisation."""
     config = config_of("blockwise", moe=True, ep=2, zero=1)
     truth, truth_grads, _ = alone(config)
     outcome, grads, _ = layout_run(config, 2, make_rows(config, STEPS), STEPS)
@@ -157,7 +189,8 @@ def test_tokens_that_travel_in_fp8_lose_nothing_that_their_gemms_would_keep():
 
 
 def test_tokens_travel_in_8_bits_node_by_node():
-    """Without FP8 GEMMs, over two hops, which quantise twice: as one process, where nobody travels."""
+    """Without FP8 GEMMs, over two hops, which quantise twice: as one process, where nobody
+    travels."""
     config = config_of("none", moe=True, dispatch=True, seq_len=8, ep=4, ep_inner=2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, gbs=4))
     check(config, 4)

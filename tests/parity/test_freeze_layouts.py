@@ -30,13 +30,34 @@ from megatron5d.train.pipeline_layout import pipeline_layout
 FROZEN = ["embedding.*", "layers.0.*", "*.router.*", "*.experts.down.weight", "*.attention.norm.*"]
 
 
-def config_of(freeze=FROZEN, *, schedule="1f1b", name="adamw", moe=None, recompute="none", dtype="fp64", **more):
+def config_of(
+    freeze=FROZEN,
+    *,
+    schedule="1f1b",
+    name="adamw",
+    moe=None,
+    recompute="none",
+    dtype="fp64",
+    **more,
+):
     model = {key: more.pop(key) for key in ("tie_embeddings", "num_mtp_layers") if key in more}
-    experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 12}
+    experts = {
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 12,
+        "shared_ffn_hidden_size": 12,
+    }
     return Config(
         model=ModelConfig(
-            num_layers=2, hidden_size=16, ffn_hidden_size=24, head_dim=8, num_heads=2, num_kv_heads=2,
-            vocab_size=61, **experts, **model,
+            num_layers=2,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            head_dim=8,
+            num_heads=2,
+            num_kv_heads=2,
+            vocab_size=61,
+            **experts,
+            **model,
         ),
         parallel=ParallelConfig(**more),
         pipeline=PipelineConfig(schedule=schedule),
@@ -45,7 +66,7 @@ def config_of(freeze=FROZEN, *, schedule="1f1b", name="adamw", moe=None, recompu
         moe=moe or MoeConfig(balance=["aux"], aux_coef=0.1),
         precision=PrecisionConfig(dtype=dtype),
         recompute=RecomputeConfig(recompute),
-    )  # fmt: skip
+    )
 
 
 CASES = {
@@ -53,13 +74,26 @@ CASES = {
     "zero 0": (2, {}),
     "zero 1, tp, sp": (4, {"zero": 1, "tp": 2, "sp": True, "etp": 1, "ep": 2}),
     "zero 2, cp": (4, {"zero": 2, "cp": 2, "ep": 4}),
-    "zero 3, recomputed, muon": (4, {"zero": 3, "dp_replicate": 2, "recompute": "full", "name": "muon"}),
+    "zero 3, recomputed, muon": (
+        4,
+        {"zero": 3, "dp_replicate": 2, "recompute": "full", "name": "muon"},
+    ),
     "first stage frozen, zb_h1": (4, {"pp": 2, "schedule": "zb_h1", "zero": 3}),
     "dualpipe, zero 1": (4, {"pp": 2, "schedule": "dualpipe", "zero": 1}),
     "tied, mtp, all five": (
-        8, {"tp": 2, "sp": True, "cp": 2, "pp": 2, "ep": 4, "etp": 1, "tie_embeddings": True, "num_mtp_layers": 1},
+        8,
+        {
+            "tp": 2,
+            "sp": True,
+            "cp": 2,
+            "pp": 2,
+            "ep": 4,
+            "etp": 1,
+            "tie_embeddings": True,
+            "num_mtp_layers": 1,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,21 +103,36 @@ def test_frozen(case):
 
 
 @pytest.mark.parametrize(
-    "world, layout", [(1, {}), (8, {"tp": 2, "sp": True, "cp": 2, "ep": 4, "etp": 1, "pp": 2}), (4, {"tp": 2, "ep": 2})]
+    "world, layout",
+    [
+        (1, {}),
+        (8, {"tp": 2, "sp": True, "cp": 2, "ep": 4, "etp": 1, "pp": 2}),
+        (4, {"tp": 2, "ep": 2}),
+    ],
 )
 def test_forced_balance(world, layout):
-    """Each expert gets the same number of tokens, whatever the scores are; their weights are the scores still."""
-    moe = MoeConfig(balance=["aux", "bias"], aux_coef=0.1, bias_rate=0.05, z_coef=0.02, force_balanced=True)
+    """Each expert gets the same number of tokens, whatever the scores are; their weights are the
+    scores still."""
+    moe = MoeConfig(
+        balance=["aux", "bias"], aux_coef=0.1, bias_rate=0.05, z_coef=0.02, force_balanced=True
+    )
     assert_parity(config_of([], moe=moe, **layout), world)
 
 
-SCALES = {"lr_scale": ["0.1 *.router.*", "3 layers.0.*"], "decay_scale": ["2 *.qkv.*", "0 *.experts.*"]}
+SCALES = {
+    "lr_scale": ["0.1 *.router.*", "3 layers.0.*"],
+    "decay_scale": ["2 *.qkv.*", "0 *.experts.*"],
+}
 
 
-@pytest.mark.parametrize("how", [{"name": "adamw"}, {"name": "muon"}, {"implementation": "kernel"}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"name": "adamw"}, {"name": "muon"}, {"implementation": "kernel"}], ids=str
+)
 def test_rates_and_decay_by_parameter(how):
     config = config_of([], zero=3, pp=2, ep=2)
-    assert_parity(dataclasses.replace(config, optim=dataclasses.replace(config.optim, **SCALES, **how)), 4)
+    assert_parity(
+        dataclasses.replace(config, optim=dataclasses.replace(config.optim, **SCALES, **how)), 4
+    )
 
 
 def test_rates_by_parameter_of_weights_without_masters(tmp_path):
@@ -93,13 +142,16 @@ def test_rates_by_parameter_of_weights_without_masters(tmp_path):
     config = dataclasses.replace(config, precision=precision, optim=optim)
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=1))
     assert train_on_ranks(config, 2) == [0, 0]
-    early, late = (whole_tensors(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    early, late = (
+        whole_tensors(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (1, 2)
+    )
     same = {key for key in early if key.startswith("model.") and torch.equal(early[key], late[key])}
     assert "model.embedding.weight" in same and "model.head.weight" not in same
 
 
 def what_is_held(rank, world, config):
-    """(name, elements of its bucket's gradients, whether it has optimiser state) of every parameter here."""
+    """(name, elements of its bucket's gradients, whether it has optimiser state) of every parameter
+    here."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=2)
     model = GPT(config, mesh)
     model.initialize(1)
@@ -139,9 +191,15 @@ def test_frozen_weights_stay_through_a_checkpoint_and_another_layout(tmp_path):
     other = run_config(tmp_path, corpus, FROZEN, zero=3, pp=2)
     other = dataclasses.replace(other, train=dataclasses.replace(other.train, stop_after=0))
     assert train_on_ranks(other, 4) == [0] * 4
-    early, late = (whole_tensors(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (2, 4))
+    early, late = (
+        whole_tensors(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (2, 4)
+    )
     assert not any(key.startswith("optim.") and "embedding" in key for key in late)
-    moved = {key for key in early if key.startswith("model.") and not torch.equal(early[key], late[key])}
-    assert "model.embedding.weight" not in moved and not any(key.startswith("model.layers.0.") for key in moved)
+    moved = {
+        key for key in early if key.startswith("model.") and not torch.equal(early[key], late[key])
+    }
+    assert "model.embedding.weight" not in moved and not any(
+        key.startswith("model.layers.0.") for key in moved
+    )
     assert "model.layers.1.attention.qkv.weight" in moved
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1, 2, 3, 4]

@@ -1,4 +1,5 @@
-"""Our logits against transformers' own, from folders that transformers wrote, on one process and in other layouts."""
+"""Our logits against transformers' own, from folders that transformers wrote, on one process and in
+other layouts."""
 
 import pytest
 import torch
@@ -18,27 +19,48 @@ from megatron5d.topology.mesh import build_mesh
 transformers = pytest.importorskip("transformers")
 
 TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 4096,
+}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61}
 LLAMA3 = {
-    "rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_theta": 5e5,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
-YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+}
+YARN = {
+    "rope_theta": 1e4,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 NEOX = {key: size for key, size in TINY.items() if key != "num_key_value_heads"}
 QWEN2_MOE = TINY | {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
-}  # fmt: skip
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 GLM = TINY | {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
-}  # fmt: skip
-GEMMA = TINY | {"hidden_size": 64, "head_dim": 12, "pad_token_id": 0}  # sqrt(64), as transformers rounds it to fp32
+}
+# sqrt(64), as transformers rounds it to fp32
+GEMMA = TINY | {"hidden_size": 64, "head_dim": 12, "pad_token_id": 0}
 GEMMA2 = GEMMA | {"num_hidden_layers": 3, "sliding_window": 5}
 GEMMA3 = GEMMA | {"num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 20}
 BY_LAYER = {
@@ -53,27 +75,48 @@ GPT_OSS = TINY | {
     "sliding_window": 5,
 }
 MIXTRAL = TINY | {"num_local_experts": 4}
-QWEN3 = TINY | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+QWEN3 = TINY | {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 LATENT = TINY | {
-    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 6, "v_head_dim": 10, "moe_intermediate_size": 16, "n_routed_experts": 8,
-    "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
-}  # fmt: skip
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 WIDE = LATENT | {"q_lora_rank": 24, "kv_lora_rank": 28}
 HUNYUAN = TINY | {
-    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
     "router_scaling_factor": 1.7,
-}  # fmt: skip
+}
 V3 = {"n_group": 4, "topk_group": 2}
 DENSE = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
     "llama, biases": lambda: transformers.LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
     "llama, tied": lambda: transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
-    "llama, MQA, wide heads": lambda: transformers.LlamaConfig(**TINY | {"num_key_value_heads": 1}, head_dim=12),
+    "llama, MQA, wide heads": lambda: transformers.LlamaConfig(
+        **TINY | {"num_key_value_heads": 1}, head_dim=12
+    ),
     "llama, llama3": lambda: transformers.LlamaConfig(**TINY, rope_parameters=LLAMA3),
     "llama, yarn": lambda: transformers.LlamaConfig(**TINY, rope_parameters=YARN),
     "llama, linear": lambda: transformers.LlamaConfig(**TINY, rope_parameters=LINEAR),
-    "mistral, window, wide heads": lambda: transformers.MistralConfig(**TINY, sliding_window=5, head_dim=12),
+    "mistral, window, wide heads": lambda: transformers.MistralConfig(
+        **TINY, sliding_window=5, head_dim=12
+    ),
     "phi3, window": lambda: transformers.Phi3Config(**TINY, sliding_window=5, pad_token_id=0),
     "qwen2": lambda: transformers.Qwen2Config(**TINY),
     "qwen2, window, yarn, tied": lambda: transformers.Qwen2Config(
@@ -83,7 +126,9 @@ DENSE = {
     "qwen3, yarn, tied": lambda: transformers.Qwen3Config(
         **TINY, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True
     ),
-    "qwen3, biases, window": lambda: transformers.Qwen3Config(**TINY, head_dim=16, attention_bias=True, **SLIDING),
+    "qwen3, biases, window": lambda: transformers.Qwen3Config(
+        **TINY, head_dim=16, attention_bias=True, **SLIDING
+    ),
     "qwen2, window in some layers": lambda: transformers.Qwen2Config(
         **TINY | {"num_hidden_layers": 3}, **SLIDING | {"max_window_layers": 2}
     ),
@@ -114,14 +159,20 @@ DENSE = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    "gemma3, no window": lambda: transformers.Gemma3TextConfig(**GEMMA3, layer_types=["full_attention"] * 4),
+    "gemma3, no window": lambda: transformers.Gemma3TextConfig(
+        **GEMMA3, layer_types=["full_attention"] * 4
+    ),
     "seed_oss": lambda: transformers.SeedOssConfig(**TINY, head_dim=12),
     "seed_oss, biases": lambda: transformers.SeedOssConfig(
         **TINY, head_dim=12, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
     "gpt_neox, one after the other, no biases": lambda: transformers.GPTNeoXConfig(
-        **NEOX, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new", rotary_pct=0.5
+        **NEOX,
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_new",
+        rotary_pct=0.5,
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2, erf, untied": lambda: transformers.GPT2Config(
@@ -130,13 +181,17 @@ DENSE = {
 }
 SPARSE = {
     "mixtral": lambda: transformers.MixtralConfig(**MIXTRAL),
-    "mixtral, window, top 1": lambda: transformers.MixtralConfig(**MIXTRAL, sliding_window=5, num_experts_per_tok=1),
+    "mixtral, window, top 1": lambda: transformers.MixtralConfig(
+        **MIXTRAL, sliding_window=5, num_experts_per_tok=1
+    ),
     "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS),
     "gpt_oss, llama3, no attention biases, tied": lambda: transformers.GptOssConfig(
         **GPT_OSS, rope_parameters=LLAMA3, attention_bias=False, tie_word_embeddings=True
     ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3),
-    "qwen3_moe, norm, bias": lambda: transformers.Qwen3MoeConfig(**QWEN3, norm_topk_prob=True, attention_bias=True),
+    "qwen3_moe, norm, bias": lambda: transformers.Qwen3MoeConfig(
+        **QWEN3, norm_topk_prob=True, attention_bias=True
+    ),
     "qwen3_moe, dense below": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[0]),
     "qwen3_moe, every second": lambda: transformers.Qwen3MoeConfig(
         **QWEN3, decoder_sparse_step=2, tie_word_embeddings=True
@@ -151,11 +206,18 @@ SPARSE = {
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**GLM),
     "glm4_moe, qk norm, biases, groups": lambda: transformers.Glm4MoeConfig(
-        **GLM | {"head_dim": 16, "use_qk_norm": True, "n_group": 4, "topk_group": 2}, attention_bias=True
+        **GLM | {"head_dim": 16, "use_qk_norm": True, "n_group": 4, "topk_group": 2},
+        attention_bias=True,
     ),
     "dots1": lambda: transformers.Dots1Config(**GLM, n_shared_experts=2, norm_topk_prob=True),
     "dots1, biases, groups, windows": lambda: transformers.Dots1Config(
-        **GLM, attention_bias=True, n_shared_experts=1, n_group=4, topk_group=2, sliding_window=5, max_window_layers=1
+        **GLM,
+        attention_bias=True,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        sliding_window=5,
+        max_window_layers=1,
     ),
     "hy_v3": lambda: transformers.HYV3Config(**HUNYUAN),
     "hy_v3, biases, dense layers between": lambda: transformers.HYV3Config(
@@ -171,17 +233,24 @@ SPARSE = {
     "deepseek_v2, groups": lambda: transformers.DeepseekV2Config(
         **WIDE, topk_method="group_limited_greedy", n_group=4, topk_group=2
     ),
-    "deepseek_v2, no query latent": lambda: transformers.DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
+    "deepseek_v2, no query latent": lambda: transformers.DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None}
+    ),
     "deepseek_v2, another eps": lambda: transformers.DeepseekV2Config(**LATENT, rms_norm_eps=0.03),
     "deepseek_v3, Moonlight's eps": lambda: transformers.DeepseekV3Config(
         **LATENT, n_group=1, topk_group=1, rms_norm_eps=0.03
     ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT, **V3, rope_parameters=YARN_MSCALE),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **LATENT, **V3, rope_parameters=YARN_MSCALE
+    ),
     "deepseek_v3, half-split, two shared": lambda: transformers.DeepseekV3Config(
         **WIDE, **V3, rope_interleave=False, n_shared_experts=2, norm_topk_prob=False
     ),
     "deepseek_v3, one group, no query latent": lambda: transformers.DeepseekV3Config(
-        **LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, rope_parameters=YARN_MSCALE | {"mscale": 0.0}
+        **LATENT | {"q_lora_rank": None},
+        n_group=1,
+        topk_group=1,
+        rope_parameters=YARN_MSCALE | {"mscale": 0.0},
     ),
 }
 CASES = DENSE | SPARSE
@@ -226,7 +295,9 @@ def theirs(folder, ids, dtype, first=0):
 
 def ours(folder, ids, dtype, rank=0, world=1, *, first=0, **parallel):
     config = Config(
-        model=read_model_config(folder), parallel=ParallelConfig(**parallel), precision=PrecisionConfig(dtype)
+        model=read_model_config(folder),
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(dtype),
     )
     sizes = resolve(world, **{axis: size for axis, size in parallel.items() if axis != "sp"})
     mesh = build_mesh(sizes, rank, num_kv_heads=config.model.num_kv_heads)
@@ -263,7 +334,8 @@ def test_fp64_in_every_layout(case, folder, ids):
 
 @pytest.mark.parametrize("case", list(DENSE), indirect=True)
 def test_far_positions_in_fp32(folder):
-    """Rounding of the angles grows with the position: only tables rounded as transformers rounds them agree here.
+    """Rounding of the angles grows with the position: only tables rounded as transformers rounds
+    them agree here.
 
     Not asked of sparse models, where the smallest difference sends some token to another expert.
     """

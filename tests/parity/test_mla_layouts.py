@@ -1,4 +1,5 @@
-"""Multi-head latent attention equals one process: every mask, cp method and placing of the gather; fp64 to 1e-10."""
+"""Multi-head latent attention equals one process: every mask, cp method and placing of the gather;
+fp64 to 1e-10."""
 
 import dataclasses
 
@@ -20,13 +21,18 @@ METHODS = {
 
 
 def documents(config):
-    """Few kinds of tokens, one of which ends a document: lengths from 1 to longer than a rank's share."""
+    """Few kinds of tokens, one of which ends a document: lengths from 1 to longer than a rank's
+    share."""
     data = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=9), data=data)
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=9), data=data
+    )
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("model", ["mla", "mla_wide_latents", "mla_plain_q", "mla_window_softcap", "gqa_sinks"])
+@pytest.mark.parametrize(
+    "model", ["mla", "mla_wide_latents", "mla_plain_q", "mla_window_softcap", "gqa_sinks"]
+)
 def test_tensor_parallel(model, sp):
     assert_parity(config_of(model, tp=2, sp=sp, mbs=4), world=2)
 
@@ -46,17 +52,28 @@ def test_context_parallel(model, method):
 def test_packed_documents_with_tensor_parallel(method):
     """tp = 2 leaves two heads a rank: Ulysses can then go over two ranks."""
     cp = 2 if METHODS[method]["cp_method"] == "ulysses" else 4
-    assert_parity(documents(config_of("mla", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])), world=2 * cp)
+    assert_parity(
+        documents(config_of("mla", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])), world=2 * cp
+    )
 
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_packed_documents_on_two_and_two(sp):
-    assert_parity(documents(config_of("mla_plain_q", cp=2, tp=2, sp=sp, mbs=4, cp_compress_kv=sp)), world=4)
+    assert_parity(
+        documents(config_of("mla_plain_q", cp=2, tp=2, sp=sp, mbs=4, cp_compress_kv=sp)), world=4
+    )
 
 
 def test_recomputed_sharded_accumulated():
     config = config_of(
-        "mla", cp=2, tp=2, sp=True, zero=1, gbs=8, cp_compress_kv=True, recompute=RecomputeConfig("full")
+        "mla",
+        cp=2,
+        tp=2,
+        sp=True,
+        zero=1,
+        gbs=8,
+        cp_compress_kv=True,
+        recompute=RecomputeConfig("full"),
     )
     assert_parity(documents(config), world=8)
 

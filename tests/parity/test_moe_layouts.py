@@ -1,4 +1,5 @@
-"""Mixtures of experts on N ranks equal one process: loss, every gradient, auxiliary losses, biases; fp64 to 1e-10."""
+"""Mixtures of experts on N ranks equal one process: loss, every gradient, auxiliary losses, biases;
+fp64 to 1e-10."""
 
 import dataclasses
 import os
@@ -31,33 +32,74 @@ FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 MODELS = {
     "mixtral": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24},
     "deepseek": {
-        "num_experts": 8, "top_k": 3, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 20, "first_k_dense": 1,
-        "router_score": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "top2_sum", "router_bias": True,
+        "num_experts": 8,
+        "top_k": 3,
+        "moe_ffn_hidden_size": 12,
+        "shared_ffn_hidden_size": 20,
+        "first_k_dense": 1,
+        "router_score": "sigmoid",
+        "num_groups": 4,
+        "top_groups": 2,
+        "group_score": "top2_sum",
+        "router_bias": True,
         "routed_scaling_factor": 2.5,
     },
     "latent": {
-        "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 12, "num_groups": 2,
-        "norm_topk_prob": False, "attention": "mla", "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4, "v_head_dim": 8, "rope_interleaved": True,
+        "num_experts": 8,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 12,
+        "shared_ffn_hidden_size": 12,
+        "num_groups": 2,
+        "norm_topk_prob": False,
+        "attention": "mla",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "rope_interleaved": True,
     },
     "biased": {
-        "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 8, "mlp_bias": True,
+        "num_experts": 8,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 12,
+        "shared_ffn_hidden_size": 8,
+        "mlp_bias": True,
     },
-    "plain": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "activation": "gelu", "norm_topk_prob": False},
-}  # fmt: skip
+    "plain": {
+        "num_experts": 8,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 16,
+        "activation": "gelu",
+        "norm_topk_prob": False,
+    },
+}
 BALANCES = {
     "none": {},
     "aux": {"balance": ["aux"], "aux_coef": 0.3},
     "seq": {"balance": ["seq_aux"], "aux_coef": 0.2, "z_coef": 0.05},
-    "all": {"balance": ["aux", "seq_aux", "global_aux", "bias"], "aux_coef": 0.1, "z_coef": 0.02, "bias_rate": 0.005},
+    "all": {
+        "balance": ["aux", "seq_aux", "global_aux", "bias"],
+        "aux_coef": 0.1,
+        "z_coef": 0.02,
+        "bias_rate": 0.005,
+    },
 }
 
 
-def config_of(model="mixtral", balance="all", *, gbs=8, mbs=1, moe=None, recompute=None, layers=2, **parallel):
+def config_of(
+    model="mixtral", balance="all", *, gbs=8, mbs=1, moe=None, recompute=None, layers=2, **parallel
+):
     return Config(
         model=ModelConfig(
-            **{"num_layers": layers, "hidden_size": 32, "ffn_hidden_size": 48, "head_dim": 8, "vocab_size": 97,
-               **MODELS[model]}
+            **{
+                "num_layers": layers,
+                "hidden_size": 32,
+                "ffn_hidden_size": 48,
+                "head_dim": 8,
+                "vocab_size": 97,
+                **MODELS[model],
+            }
         ),
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(steps=10, gbs=gbs, mbs=mbs, seq_len=8),
@@ -65,7 +107,7 @@ def config_of(model="mixtral", balance="all", *, gbs=8, mbs=1, moe=None, recompu
         moe=MoeConfig(**{**BALANCES[balance], **(moe or {})}),
         precision=PrecisionConfig(dtype="fp64"),
         recompute=recompute or RecomputeConfig(),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -85,7 +127,10 @@ LAYOUTS = {
     "tp1, ep2, etp2": (4, {"ep": 2, "etp": 2}),
     "tp2 sp, edp4": (4, {"tp": 2, "sp": True, "etp": 1, "zero": 1}),
     "nodes of 2": (4, {"ep": 4, "ep_inner": 2}),
-    "tp2 sp, nodes of 2, etp2, zero": (8, {"tp": 2, "sp": True, "ep": 4, "ep_inner": 2, "etp": 2, "zero": 1}),
+    "tp2 sp, nodes of 2, etp2, zero": (
+        8,
+        {"tp": 2, "sp": True, "ep": 4, "ep_inner": 2, "etp": 2, "zero": 1},
+    ),
     "tp2 sp, ep2, etp2, hybrid": (8, {"tp": 2, "sp": True, "ep": 2, "dp_replicate": 2, "zero": 1}),
 }
 
@@ -105,8 +150,12 @@ def test_biases_of_experts(layout):
 
 
 def test_biases_of_experts_with_a_split_backward_and_muon():
-    config = config_of("biased", gbs=4, pp=2, ep=2, recompute=RecomputeConfig("selective", ["experts"]))
-    config = with_schedule(dataclasses.replace(config, optim=dataclasses.replace(config.optim, name="muon")), "zb_h1")
+    config = config_of(
+        "biased", gbs=4, pp=2, ep=2, recompute=RecomputeConfig("selective", ["experts"])
+    )
+    config = with_schedule(
+        dataclasses.replace(config, optim=dataclasses.replace(config.optim, name="muon")), "zb_h1"
+    )
     assert_parity(config, world=4, steps=2)
 
 
@@ -119,7 +168,9 @@ def test_limited_capacity_drops_the_same_everywhere(world, parallel, drop_by):
     assert_parity(config_of("mixtral", mbs=2, moe=moe, **parallel), world=world, steps=2)
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(1, {}), (2, {"tp": 2, "ep": 2, "etp": 1}), (4, {"ep": 4, "zero": 1})])
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(1, {}), (2, {"tp": 2, "ep": 2, "etp": 1}), (4, {"ep": 4, "zero": 1})]
+)
 @pytest.mark.parametrize("capacity", [None, 1.1])
 def test_padding_neither_routes_nor_counts(world, parallel, capacity):
     config = config_of("deepseek", mbs=2, moe={"capacity_factor": capacity}, **parallel)
@@ -134,7 +185,9 @@ def steps_of(rank, world, config):
     _, _, trainer = build_trainer(config, mesh, model, pipeline_layout(config, world))
     found, rows = [], make_rows(config, 4)
     for step in range(4):
-        batches = [micro_batch(config, rows, torch.tensor([4 * step + 2 * rank + i])) for i in range(2)]
+        batches = [
+            micro_batch(config, rows, torch.tensor([4 * step + 2 * rank + i])) for i in range(2)
+        ]
         result = trainer.step(batches, 1e-2)
         found.append((result.repeated, result.grad_norm, result.losses))
     return found, [parameter.detach().clone() for parameter in model.parameters()]
@@ -142,14 +195,25 @@ def steps_of(rank, world, config):
 
 @pytest.mark.parametrize("imbalance", [1.0, 2.0])
 def test_planned_exchange(imbalance):
-    """Where there is room for all, and where there is not and steps are repeated: bit for bit the counted exchange."""
-    parallel = {"gbs": 4, "ep": 2, "recompute": RecomputeConfig("selective", ["permute", "activation"])}
-    planned = config_of("deepseek", moe={"exchange": "planned", "planned_imbalance": imbalance}, **parallel)
-    both = zip(run_ranks(steps_of, 2, planned), run_ranks(steps_of, 2, config_of("deepseek", **parallel)))
+    """Where there is room for all, and where there is not and steps are repeated: bit for bit the
+    counted exchange."""
+    parallel = {
+        "gbs": 4,
+        "ep": 2,
+        "recompute": RecomputeConfig("selective", ["permute", "activation"]),
+    }
+    planned = config_of(
+        "deepseek", moe={"exchange": "planned", "planned_imbalance": imbalance}, **parallel
+    )
+    both = zip(
+        run_ranks(steps_of, 2, planned), run_ranks(steps_of, 2, config_of("deepseek", **parallel))
+    )
     for (steps, weights), (counted, true_weights) in both:
         assert [step[1:] for step in steps] == [step[1:] for step in counted]
         assert all(map(torch.equal, weights, true_weights))
-        assert any(step[0] for step in steps) == (imbalance == 1.0) and not any(step[0] for step in counted)
+        assert any(step[0] for step in steps) == (imbalance == 1.0) and not any(
+            step[0] for step in counted
+        )
 
 
 def test_planned_exchange_over_all_dimensions():
@@ -167,10 +231,14 @@ def test_gradient_accumulation(mbs):
     assert_parity(config_of("mixtral", mbs=mbs, ep=2, zero=1), world=2, steps=2)
 
 
-@pytest.mark.parametrize(("model", "parallel"), [("mixtral", {}), ("deepseek", {"etp": 1, "ep": 4, "ep_inner": 2})])
+@pytest.mark.parametrize(
+    ("model", "parallel"), [("mixtral", {}), ("deepseek", {"etp": 1, "ep": 4, "ep_inner": 2})]
+)
 def test_full_recompute(model, parallel):
     parallel = {"ep": 2, "tp": 2, "sp": True} | parallel
-    assert_parity(config_of(model, gbs=4, recompute=RecomputeConfig("full"), **parallel), world=4, steps=2)
+    assert_parity(
+        config_of(model, gbs=4, recompute=RecomputeConfig("full"), **parallel), world=4, steps=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +247,9 @@ def test_full_recompute(model, parallel):
 )
 def test_jitter_is_drawn_by_token_and_not_by_rank(schedule, parallel):
     """The forward that counts choices and one that is recomputed draw what the first did."""
-    config = config_of("deepseek", gbs=4, mbs=2, moe={"jitter": 0.3}, recompute=RecomputeConfig("full"), **parallel)
+    config = config_of(
+        "deepseek", gbs=4, mbs=2, moe={"jitter": 0.3}, recompute=RecomputeConfig("full"), **parallel
+    )
     assert_parity(with_schedule(config, schedule), world=4, steps=2, ignored=0.8)
 
 
@@ -202,7 +272,9 @@ def test_an_odd_number_of_tokens_over_tp_without_sp():
     assert_parity(config, world=2, steps=2)
 
 
-@pytest.mark.parametrize("pattern", [{"moe_layers": [0, 2]}, {"moe_interval": 2}, {"first_k_dense": 2}])
+@pytest.mark.parametrize(
+    "pattern", [{"moe_layers": [0, 2]}, {"moe_interval": 2}, {"first_k_dense": 2}]
+)
 def test_dense_layers_between(pattern):
     config = config_of("mixtral", layers=3, ep=2, mbs=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **pattern))
@@ -225,7 +297,8 @@ PIPELINES = {
 
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines(case):
-    """Auxiliary gradients and counts of every micro-batch, in both directions and with weight gradients apart."""
+    """Auxiliary gradients and counts of every micro-batch, in both directions and with weight
+    gradients apart."""
     world, schedule, parallel, layers = PIPELINES[case]
     config = config_of("mixtral", layers=layers, gbs=8, mbs=1, **parallel)
     assert_parity(with_schedule(config, schedule), world=world, steps=2)
@@ -233,13 +306,19 @@ def test_pipelines(case):
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_two_of_one_kind_overlap(tmp_path, zero):
-    """Two forwards, or two input gradients, of the same stage or of two: the search makes such pairs."""
+    """Two forwards, or two input gradients, of the same stage or of two: the search makes such
+    pairs."""
     lines = [
         "(0F0;0F1) 0F2 (3F0;0F3) 3F1 (3F2;3F3) (3I0;3I1) (3I2;3I3) (0I0;0I1) (0I2;0I3)",
         "(1F0;1F1) (2F0;2F1) (1F2;1F3) (2F2;2F3) (2I0;2I1) 2I2 (2I3;1I0) (1I1;1I2) 1I3",
     ]
-    weights = [" ".join(f"{stage}W{i}" for stage in held for i in range(4)) for held in ((3, 0), (2, 1))]
-    rows = [f"{line} {rest}".replace(")", ")OVERLAP_F_B").replace(" ", ",") for line, rest in zip(lines, weights)]
+    weights = [
+        " ".join(f"{stage}W{i}" for stage in held for i in range(4)) for held in ((3, 0), (2, 1))
+    ]
+    rows = [
+        f"{line} {rest}".replace(")", ")OVERLAP_F_B").replace(" ", ",")
+        for line, rest in zip(lines, weights)
+    ]
     path = tmp_path / "pairs.csv"
     path.write_text("\n".join(rows) + "\n")
     config = config_of("mixtral", layers=4, gbs=8, mbs=1, pp=2, ep=2, zero=zero)
@@ -287,7 +366,8 @@ def order_of_the_way(rank, world, config):
 
 
 def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
-    """Rows and weights leave for the node; each half of the way is under way while a half of the shared expert runs."""
+    """Rows and weights leave for the node; each half of the way is under way while a half of the
+    shared expert runs."""
     there = [
         "_start ep_outer",
         "_start ep_outer",
@@ -304,8 +384,11 @@ def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
     for forward, backward in run_ranks(order_of_the_way, 4, config):
         first = forward.index(there[0])  # behind the dense layers
         assert forward[first : first + len(there)] == there
-        halves = [f"_{do}_back {axis}" for axis in ("ep_inner", "ep_outer") for do in ("start", "wait")]
-        assert backward[4:12] == [event for event in halves for _ in ("rows", "weights")]  # behind the way home's
+        halves = [
+            f"_{do}_back {axis}" for axis in ("ep_inner", "ep_outer") for do in ("start", "wait")
+        ]
+        # behind the way home's
+        assert backward[4:12] == [event for event in halves for _ in ("rows", "weights")]
 
 
 @pytest.mark.full
@@ -319,7 +402,14 @@ def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
 def test_the_whole_product(ep, tp, cp, etp, capacity, balance, padded):
     world = max(ep * etp, tp * cp)
     model = "deepseek" if balance == "all" else "mixtral"
-    parallel = {"ep": ep, "tp": tp, "sp": tp > 1 and cp == 1, "cp": cp, "etp": etp, "zero": int(world > tp * cp)}
+    parallel = {
+        "ep": ep,
+        "tp": tp,
+        "sp": tp > 1 and cp == 1,
+        "cp": cp,
+        "etp": etp,
+        "zero": int(world > tp * cp),
+    }
     config = config_of(model, balance, gbs=16, moe={"capacity_factor": capacity}, **parallel)
     assert_parity(config, world=world, steps=1, ignored=padded)
 

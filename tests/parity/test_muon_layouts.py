@@ -1,8 +1,9 @@
-"""Muon on N ranks equals Muon on a page in one process: gradients, and weights after some steps, fp64 to 1e-10.
+"""Muon on N ranks equals Muon on a page in one process: gradients, and weights after some steps,
+fp64 to 1e-10.
 
-Five steps of Newton-Schulz are one polynomial: they enlarge the rounding of a small singular value as they do the
-value, at most 485 times, which leaves 1e-10 of a weight far away. Only of a gradient that is nothing but rounding
-would they make an update.
+Five steps of Newton-Schulz are one polynomial: they enlarge the rounding of a small singular value
+as they do the value, at most 485 times, which leaves 1e-10 of a weight far away. Only of a gradient
+that is nothing but rounding would they make an update.
 """
 
 from dataclasses import replace
@@ -39,15 +40,26 @@ def test_dense(case):
 
 
 def test_everything_of_two_dims():
-    """Embedding, head and learned positions too, padded rows and all; fewer steps, no decay of some, on the host."""
-    options = {"muon_exclude": [], "ns_steps": 3, "momentum": 0.8, "decay_exclude": ["*.up.*"], "offload": True}
+    """Embedding, head and learned positions too, padded rows and all; fewer steps, no decay of
+    some, on the host."""
+    options = {
+        "muon_exclude": [],
+        "ns_steps": 3,
+        "momentum": 0.8,
+        "decay_exclude": ["*.up.*"],
+        "offload": True,
+    }
     assert_parity(with_muon(config_of("gpt2_style", tp=2, zero=1), **options), world=4)
 
 
-@pytest.mark.parametrize(("model", "world", "parallel"), [
-    ("gated_sandwich", 8, {"tp": 4, "sp": True, "zero": 3}), ("mla", 4, {"tp": 2, "cp": 2, "zero": 1}),
-    ("mla_plain_q", 2, {"tp": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "world", "parallel"),
+    [
+        ("gated_sandwich", 8, {"tp": 4, "sp": True, "zero": 3}),
+        ("mla", 4, {"tp": 2, "cp": 2, "zero": 1}),
+        ("mla_plain_q", 2, {"tp": 2}),
+    ],
+)
 def test_heads_one_by_one(model, world, parallel):
     assert_parity(with_muon(config_of(model, **parallel), muon_per_head=True), world=world)
 

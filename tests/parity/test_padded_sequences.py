@@ -1,4 +1,5 @@
-"""Samples of a length that cp and sp do not divide, padded: the numbers of one process that reads them unpadded."""
+"""Samples of a length that cp and sp do not divide, padded: the numbers of one process that reads
+them unpadded."""
 
 from dataclasses import replace
 
@@ -20,16 +21,30 @@ from megatron5d.config.schema import (
 
 SAMPLE = 21
 MODELS = {
-    "dense": (ModelConfig(vocab_size=43, num_layers=2, hidden_size=16, ffn_hidden_size=24, head_dim=4), MoeConfig()),
+    "dense": (
+        ModelConfig(vocab_size=43, num_layers=2, hidden_size=16, ffn_hidden_size=24, head_dim=4),
+        MoeConfig(),
+    ),
     "moe": (
         ModelConfig(
-            vocab_size=43, num_layers=2, hidden_size=16, ffn_hidden_size=24, head_dim=4, num_experts=4, top_k=2
+            vocab_size=43,
+            num_layers=2,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            head_dim=4,
+            num_experts=4,
+            top_k=2,
         ),
         MoeConfig(balance=["aux"], aux_coef=0.01, log_every=1),
     ),
     "bidirectional": (
         ModelConfig(
-            vocab_size=43, num_layers=2, hidden_size=16, ffn_hidden_size=24, head_dim=4, attention_causal=False
+            vocab_size=43,
+            num_layers=2,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            head_dim=4,
+            attention_causal=False,
         ),
         MoeConfig(),
     ),
@@ -38,7 +53,9 @@ MODELS = {
 
 def run(config: Config, world: int, folder) -> list[dict]:
     folder.mkdir()
-    config = replace(config, log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"))
+    config = replace(
+        config, log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off")
+    )
     assert run_checks(config, world) == []
     assert train_on_ranks(config, world) == [0] * world
     return records(folder / "log.jsonl")

@@ -1,4 +1,5 @@
-"""tools/parity.py finds planted faults: it names the parameter that differs first, and the dimension that it needs."""
+"""tools/parity.py finds planted faults: it names the parameter that differs first, and the
+dimension that it needs."""
 
 import json
 from dataclasses import replace
@@ -26,24 +27,39 @@ def told(capsys, *arguments):
 
 
 def found(capsys, world, *overrides):
-    """(name of the first tensor that differs, of the last one of its kind, what makes it equal) after a bisection."""
-    code, record = told(capsys, "--world", str(world), "--steps", "2", "--bisect", *MODEL, *overrides)
+    """(name of the first tensor that differs, of the last one of its kind, what makes it equal)
+    after a bisection."""
+    code, record = told(
+        capsys, "--world", str(world), "--steps", "2", "--bisect", *MODEL, *overrides
+    )
     assert (code, record["verdict"]) == (1, "different")
     gradients = [each["name"] for each in record["tensors"] if each["quantity"] == "gradient"]
-    return gradients, {change for change, verdict in record["without"].items() if verdict == "equal"}, record
+    return (
+        gradients,
+        {change for change, verdict in record["without"].items() if verdict == "equal"},
+        record,
+    )
 
 
 def test_a_norm_whose_gradient_is_not_summed_over_tp(monkeypatch, capsys):
     original = norm.replicated_parameter
 
     def forgetful(shape, name, tp, *, partial_grad, **factory):
-        return original(shape, name, tp, partial_grad=partial_grad and name != "layers.1.mlp.norm.weight", **factory)
+        return original(
+            shape,
+            name,
+            tp,
+            partial_grad=partial_grad and name != "layers.1.mlp.norm.weight",
+            **factory,
+        )
 
     monkeypatch.setattr(norm, "replicated_parameter", forgetful)
     gradients, equal, record = found(capsys, 4, "parallel.tp=2", "parallel.sp=true")
     assert gradients == ["layers.1.mlp.norm.weight"]
     assert equal == {"parallel.tp=1", "parallel.sp=false"}
-    assert record["tensors"][0]["ranks"] == [0, 1, 2, 3] and record["tensors"][0]["summed_over"] == ["dp_cp"]
+    assert record["tensors"][0]["ranks"] == [0, 1, 2, 3] and record["tensors"][0][
+        "summed_over"
+    ] == ["dp_cp"]
     assert record["first_step"] == ["grad_norm"]
     assert "look at a backward, or a sum over ranks" in report.report_text(record)
 
@@ -67,25 +83,39 @@ def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
         return ("", *found[1:]) if spec_of(parameter).name == lost else found
 
     monkeypatch.setattr(bucketing, "_kind", kind)
-    gradients, equal, record = found(capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full")
+    gradients, equal, record = found(
+        capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full"
+    )
     assert gradients == [lost] and "the replica's rank" in record["tensors"][0]["summed_over"]
     assert equal == {"parallel.pp=1", "pipeline.schedule=1f1b"}
 
 
 def test_an_embedding_that_a_stage_before_the_head_does_not_share(monkeypatch, capsys):
-    """Prediction blocks are on the second of three stages: no sum over the two ranks that hold the embedding."""
-    monkeypatch.setattr(bucketing, "data_axes", lambda mesh, zero, shared, expert: data_axes(mesh, zero, "", expert))
-    layout = ["parallel.pp=3", "model.num_layers=3", "model.num_mtp_layers=1", "pipeline.layout=[2,2,0]"]
+    """Prediction blocks are on the second of three stages: no sum over the two ranks that hold the
+    embedding."""
+    monkeypatch.setattr(
+        bucketing, "data_axes", lambda mesh, zero, shared, expert: data_axes(mesh, zero, "", expert)
+    )
+    layout = [
+        "parallel.pp=3",
+        "model.num_layers=3",
+        "model.num_mtp_layers=1",
+        "pipeline.layout=[2,2,0]",
+    ]
     gradients, equal, _ = found(capsys, 3, *layout)
     assert gradients == ["embedding.weight"] and "parallel.pp=1" in equal
 
 
 def test_a_rank_that_reads_the_samples_of_another(monkeypatch, capsys):
     original = run.micro_batch_samples
-    monkeypatch.setattr(run, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4]))
+    monkeypatch.setattr(
+        run, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4])
+    )
     gradients, equal, record = found(capsys, 4, "parallel.tp=2")
     assert record["quantities"]["loss"]["ranks"] == [0, 1, 2, 3] and "embedding.weight" in gradients
-    assert "loss" in record["first_step"] and "look at how dp divides the batch" in report.report_text(record)
+    assert "loss" in record[
+        "first_step"
+    ] and "look at how dp divides the batch" in report.report_text(record)
     assert equal == {"dp=1"}
 
 
@@ -98,7 +128,8 @@ def test_in_16_bits_a_layout_is_as_near_to_fp64_as_one_process(capsys):
     assert (code, record["verdict"], record["tolerance"]) == (0, "equal", 2.0)
     gradient = record["quantities"]["gradient"]
     assert {"weight", "master", "exp_avg_sq"} <= set(record["quantities"])
-    assert 1e-4 < gradient["expected"] < 0.05 and 0.8 < gradient["relative"] < 2  # both are rounded, and about alike
+    # both are rounded, and about alike
+    assert 1e-4 < gradient["expected"] < 0.05 and 0.8 < gradient["relative"] < 2
 
 
 def test_gradients_that_are_added_up_in_16_bits(monkeypatch, capsys):
@@ -114,15 +145,23 @@ def test_gradients_that_are_added_up_in_16_bits(monkeypatch, capsys):
     sizes = ["model=tiny", "model.num_layers=1", "train.seq_len=16", "train.gbs=256"]
     code, record = told(capsys, "--world", "2", "--no-shrink", *BF16, *sizes)
     assert (code, record["verdict"]) == (1, "different") and record["first_step"] == []
-    worst = max((record["quantities"][kind] for kind in ("gradient", "exp_avg")), key=lambda each: each["relative"])
+    worst = max(
+        (record["quantities"][kind] for kind in ("gradient", "exp_avg")),
+        key=lambda each: each["relative"],
+    )
     assert worst["relative"] > 2 and worst["name"] in {each["name"] for each in record["tensors"]}
     text = report.report_text(record)
-    assert "DIFFERENT by more than rounding" in text and "look at a backward, or a sum over ranks" in text
+    assert (
+        "DIFFERENT by more than rounding" in text
+        and "look at a backward, or a sum over ranks" in text
+    )
 
 
 def test_a_rank_that_fails_is_told(monkeypatch, capsys):
     original = run.micro_batch_samples
-    monkeypatch.setattr(run, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])])
+    monkeypatch.setattr(
+        run, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])]
+    )
     code, record = told(capsys, "--world", "2", *MODEL)
     assert (code, record["verdict"]) == (1, "failed") and "ZeroDivisionError" in record["failure"]
     assert main(["--world", "2", *MODEL]) == 1 and "FAILED" in capsys.readouterr().out
@@ -130,14 +169,19 @@ def test_a_rank_that_fails_is_told(monkeypatch, capsys):
 
 def test_a_process_that_fails_by_itself_is_told(monkeypatch, capsys):
     monkeypatch.setattr(run, "SequenceSharding", None)
-    assert main(["--world", "2", *MODEL]) == 1 and "one process fails by itself" in capsys.readouterr().err
+    assert (
+        main(["--world", "2", *MODEL]) == 1
+        and "one process fails by itself" in capsys.readouterr().err
+    )
 
 
 def test_the_configured_data(tmp_path, capsys):
     """Its own documents, told apart by their own end; vocabulary and batch as configured."""
     prefix = write_corpus(tmp_path / "corpus", vocab_size=256)
     data = [f"data.train=[{prefix}]", "data.document_mask=true", "data.eod=0", "train.seq_len=32"]
-    code, record = told(capsys, "--world", "2", "--data", "--steps", "2", *MODEL, *data, "parallel.cp=2")
+    code, record = told(
+        capsys, "--world", "2", "--data", "--steps", "2", *MODEL, *data, "parallel.cp=2"
+    )
     assert (code, record["verdict"]) == (0, "equal") and "model.vocab_size" not in record["changed"]
     assert main(["--world", "2", "--data", *MODEL, *data, "model.vocab_size=100"]) == 2
     assert "model.vocab_size is 100" in capsys.readouterr().err
@@ -147,9 +191,14 @@ def test_the_configured_data(tmp_path, capsys):
 
 
 ALL = [
-    "experiment=quickstart", "model.num_layers=3", "pipeline.schedule=zb_h1", "recompute.mode=selective",
-    "model.num_mtp_layers=1", "parallel.zero=3", "model.attention_window=40",
-]  # fmt: skip
+    "experiment=quickstart",
+    "model.num_layers=3",
+    "pipeline.schedule=zb_h1",
+    "recompute.mode=selective",
+    "model.num_mtp_layers=1",
+    "parallel.zero=3",
+    "model.attention_window=40",
+]
 
 
 def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsys, tmp_path):
@@ -160,24 +209,46 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
     assert "EQUAL" in out and "model.hidden_size 128 -> 32" in out
     record = json.loads(file.read_text())
     assert record["verdict"] == "equal" and record["overrides"] == ALL
-    assert {"loss", "mtp_loss", "seq_aux_loss", "grad_norm", "routers", "gradient", "weight", "exp_avg"} <= set(
-        record["quantities"]
+    assert {
+        "loss",
+        "mtp_loss",
+        "seq_aux_loss",
+        "grad_norm",
+        "routers",
+        "gradient",
+        "weight",
+        "exp_avg",
+    } <= set(record["quantities"])
+    assert all(
+        each["relative"] <= record["tolerance"] == 1e-10 for each in record["quantities"].values()
     )
-    assert all(each["relative"] <= record["tolerance"] == 1e-10 for each in record["quantities"].values())
     check = ["--check", str(file)]
     assert main(check) == main([*check, *ALL, "log.dir=elsewhere", "data.train=[other]"]) == 0
     assert "belongs to" in capsys.readouterr().out
-    assert main([*check, *ALL, "parallel.zero=2"]) == 1 and "the configuration is another" in capsys.readouterr().out
-    assert main([*check, "--world", "8"]) == 1 and "made on 16 ranks, not on 8" in capsys.readouterr().out
+    assert (
+        main([*check, *ALL, "parallel.zero=2"]) == 1
+        and "the configuration is another" in capsys.readouterr().out
+    )
+    assert (
+        main([*check, "--world", "8"]) == 1
+        and "made on 16 ranks, not on 8" in capsys.readouterr().out
+    )
     monkeypatch.setattr(certificate, "source_hash", lambda: "other")
     code, answer = told(capsys, *check)
-    assert code == 1 and answer["belongs"] is False and "the code is not the one" in answer["faults"][0]
+    assert (
+        code == 1
+        and answer["belongs"] is False
+        and "the code is not the one" in answer["faults"][0]
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--world", "6", "parallel.tp=4", "train.stepz=3"], "the configuration is refused: 2 faults"),
+        (
+            ["--world", "6", "parallel.tp=4", "train.stepz=3"],
+            "the configuration is refused: 2 faults",
+        ),
         (["--world", "0"], "at least 1 rank"),
         (["--world", "2", "--steps", "0"], "--steps 0"),
         (["--world", "2", "--tolerance", "nan"], "--tolerance nan"),
@@ -186,10 +257,22 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
         (["--world", "2", "--timeout", "0"], "--timeout 0"),
         (["--world", "2", "--certificate", "."], "--certificate . is a folder"),
         ([], "--world N"),
-        (["model=tiny", "--world", "2", "train.gbs=3", "--json"], "train.gbs = 3 is not a multiple"),
-        (["model=tiny", "--world", "2", "optim.freeze=[nosuch.*]"], "nosuch.* matches no parameter"),
-        (["--world", "2", "--certificate", "nowhere/parity.json"], "--certificate nowhere/parity.json: no folder"),
-        (["--check", "nowhere.json"], "--check nowhere.json cannot be read: No such file or directory"),
+        (
+            ["model=tiny", "--world", "2", "train.gbs=3", "--json"],
+            "train.gbs = 3 is not a multiple",
+        ),
+        (
+            ["model=tiny", "--world", "2", "optim.freeze=[nosuch.*]"],
+            "nosuch.* matches no parameter",
+        ),
+        (
+            ["--world", "2", "--certificate", "nowhere/parity.json"],
+            "--certificate nowhere/parity.json: no folder",
+        ),
+        (
+            ["--check", "nowhere.json"],
+            "--check nowhere.json cannot be read: No such file or directory",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, said, capsys):

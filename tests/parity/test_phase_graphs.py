@@ -1,6 +1,8 @@
-"""Phases that are captured and replayed equal one process: the second step captures, the third replays, in fp64.
+"""Phases that are captured and replayed equal one process: the second step captures, the third
+replays, in fp64.
 
-Collectives inside of phases cannot be recorded on the CPU: tests/e2e/test_fake_cuda.py captures them.
+Collectives inside of phases cannot be recorded on the CPU: tests/e2e/test_fake_cuda.py captures
+them.
 """
 
 import pytest
@@ -34,17 +36,37 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
     monkeypatch.setattr(build, "_graphs", lambda config, mesh: RecordedGraphs())
-    monkeypatch.setattr(run, "_watch_hidden", lambda model, copies: list)  # it reads numbers inside phases
+    # it reads numbers inside phases
+    monkeypatch.setattr(run, "_watch_hidden", lambda model, copies: list)
 
 
 def config_of(
-    schedule="1f1b", pp=1, m=4, *, model=None, moe=None, data=None, recompute=None, mbs=1, dp=1, layout=None, **parallel
-) -> Config:  # fmt: skip
+    schedule="1f1b",
+    pp=1,
+    m=4,
+    *,
+    model=None,
+    moe=None,
+    data=None,
+    recompute=None,
+    mbs=1,
+    dp=1,
+    layout=None,
+    **parallel,
+) -> Config:
     vpp = parallel.get("vpp", 1)
     stages = build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages
-    shape = {"num_layers": max(2, stages), "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2}
+    shape = {
+        "num_layers": max(2, stages),
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+    }
     return Config(
-        model=ModelConfig(vocab_size=61, **(shape | ({} if model is MLA else {"head_dim": 8}) | (model or {}))),
+        model=ModelConfig(
+            vocab_size=61, **(shape | ({} if model is MLA else {"head_dim": 8}) | (model or {}))
+        ),
         parallel=ParallelConfig(pp=pp, **parallel),
         pipeline=PipelineConfig(schedule, layout),
         train=TrainConfig(steps=10, gbs=m * dp * mbs, mbs=mbs, seq_len=8, cuda_graph="phases"),
@@ -69,11 +91,22 @@ def legal(schedule: str, pp: int) -> int:
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_every_schedule(schedule):
     m = legal(schedule, 2)
-    assert_parity(config_of(schedule, 2, m, vpp=2 if schedule in ("interleaved", "bfs") else 1), 2, steps=STEPS)
+    assert_parity(
+        config_of(schedule, 2, m, vpp=2 if schedule in ("interleaved", "bfs") else 1),
+        2,
+        steps=STEPS,
+    )
 
 
-MLA = {"attention": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-# The CPU's grouped GEMMs read on the host how many rows each expert has, so that number must stay the same.
+MLA = {
+    "attention": "mla",
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+# The CPU's grouped GEMMs read on the host how many rows each expert has, so that number must stay
+# the same.
 BALANCED = MoeConfig(balance=["aux", "bias"], z_coef=1e-3, force_balanced=True)
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
 LAYERS = {"num_layers": 5}
@@ -84,22 +117,40 @@ CASES = {
     "zero_2": (2, config_of(dp=2, zero=2, model=LAYERS)),
     "zero_2_per_step": (2, config_of(dp=2, zero=2, grad_reduce="per_step")),
     "zero_3": (2, config_of(dp=2, zero=3, model=LAYERS)),
-    "zero_3_per_step": (2, config_of(dp=2, zero=3, zero3_gather="per_step", grad_reduce="per_step")),
+    "zero_3_per_step": (
+        2,
+        config_of(dp=2, zero=3, zero3_gather="per_step", grad_reduce="per_step"),
+    ),
     "zero_3_experts": (2, config_of(dp=2, zero=3, model=EXPERTS, moe=BALANCED)),
-    "zero_3_tied": (2, config_of(dp=2, zero=3, model=LAYERS | {"tie_embeddings": True}, recompute=PAIRS)),
+    "zero_3_tied": (
+        2,
+        config_of(dp=2, zero=3, model=LAYERS | {"tie_embeddings": True}, recompute=PAIRS),
+    ),
     "zero_3_split": (4, config_of("zb_h1", 2, dp=2, zero=3)),
     "zero_3_interleaved": (4, config_of("interleaved", 2, dp=2, vpp=2, zero=3)),
     "zero_3_pair": (4, config_of("dualpipe", 2, dp=2, zero=3)),
     "documents": (1, config_of(mbs=2, data=DOCUMENTS)),
     "documents_of_experts": (2, config_of("zb_h1", 2, model=EXPERTS, moe=BALANCED, data=DOCUMENTS)),
-    "recomputed": (2, config_of("zb_h1", 2, recompute=RecomputeConfig(mode="full", group_layers=2))),
-    "parts": (1, config_of(recompute=RecomputeConfig(mode="selective", parts=["norm", "qkv", "activation"]))),
+    "recomputed": (
+        2,
+        config_of("zb_h1", 2, recompute=RecomputeConfig(mode="full", group_layers=2)),
+    ),
+    "parts": (
+        1,
+        config_of(recompute=RecomputeConfig(mode="selective", parts=["norm", "qkv", "activation"])),
+    ),
     "tied": (1, config_of(model={"tie_embeddings": True})),
-    "predicting_before_the_head": (2, config_of("zb_h1", 2, model={"num_mtp_layers": 2}, layout=[4, 0])),
+    "predicting_before_the_head": (
+        2,
+        config_of("zb_h1", 2, model={"num_mtp_layers": 2}, layout=[4, 0]),
+    ),
     "mla": (1, config_of(model=MLA)),
     "experts": (1, config_of(model=EXPERTS, moe=BALANCED)),
     "experts_apart": (2, config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2)),
-    "predicting_with_experts_apart": (2, config_of(dp=2, model=EXPERTS | {"num_mtp_layers": 1}, ep=2)),
+    "predicting_with_experts_apart": (
+        2,
+        config_of(dp=2, model=EXPERTS | {"num_mtp_layers": 1}, ep=2),
+    ),
 }
 
 
@@ -112,7 +163,11 @@ PADDED = {
     "behind": (1, config_of(mbs=2), [(5, 9), (6, 9), (8, 9)]),  # which no token sees
     "amid": (1, config_of(mbs=2), [(1, 4), (3, 6), (4, 5)]),
     "experts": (2, config_of("zb_h1", 2, mbs=2, model=EXPERTS, moe=BALANCED), [(2, 4)]),
-    "experts_apart": (2, config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2), [(1, 4), (3, 6)]),
+    "experts_apart": (
+        2,
+        config_of(dp=2, model=EXPERTS, moe=MoeConfig(balance=["seq_aux"]), ep=2),
+        [(1, 4), (3, 6)],
+    ),
 }
 
 
@@ -164,10 +219,14 @@ class AddsAtOnce(torch.nn.Module):
 
 
 def test_gradients_that_a_backward_adds_at_once():
-    """As those of latents that travel over cp: I allocates the gradient's buffer, and no replay zeroes it."""
+    """As those of latents that travel over cp: I allocates the gradient's buffer, and no replay
+    zeroes it."""
     phase, graphs = AddsAtOnce(), RecordedGraphs()
     stage, places = Stage([phase], graphs=graphs), FixedPlaces([phase.grads])
-    batch, x = make_micro_batch(torch.zeros(1, 9, dtype=torch.int64)), torch.ones(4, dtype=torch.float64)
+    batch, x = (
+        make_micro_batch(torch.zeros(1, 9, dtype=torch.int64)),
+        torch.ones(4, dtype=torch.float64),
+    )
     for step in range(4):
         graphs.start_step(1)
         places.start_step({phase: 1})

@@ -1,7 +1,9 @@
-"""Every schedule equals one process: loss, every gradient, norm and weights after two steps or three, fp64 to 1e-10.
+"""Every schedule equals one process: loss, every gradient, norm and weights after two steps or
+three, fp64 to 1e-10.
 
-The default is a covering subset: each schedule meets 2 and 4 stages' ranks, awkward numbers of micro-batches, tied and
-untied embeddings, uneven layers, tp, dp and both ZeRO stages. MEGATRON5D_FULL=1 runs the whole product.
+The default is a covering subset: each schedule meets 2 and 4 stages' ranks, awkward numbers of
+micro-batches, tied and untied embeddings, uneven layers, tp, dp and both ZeRO stages.
+MEGATRON5D_FULL=1 runs the whole product.
 """
 
 import os
@@ -28,17 +30,38 @@ FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 
 
 def config_of(
-    schedule: str, pp: int, m: int, *, dp=1, tied=False, uneven=False, vpp=1, recompute=None, layout=None, **parallel
+    schedule: str,
+    pp: int,
+    m: int,
+    *,
+    dp=1,
+    tied=False,
+    uneven=False,
+    vpp=1,
+    recompute=None,
+    layout=None,
+    **parallel,
 ) -> Config:
-    stages = build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages if ":" not in schedule else 2 * pp
-    if uneven:  # the embedding alone on the first stage, the head alone on the last, two layers on the second
+    stages = (
+        build_program(schedule, pp, m, vpp if vpp > 1 else None).num_stages
+        if ":" not in schedule
+        else 2 * pp
+    )
+    # the embedding alone on the first stage, the head alone on the last, two layers on the second
+    if uneven:
         layout = [0, *[1] * (stages - 2), 0] if stages > 2 else [2, 1]
         layout[1] += stages > 2
     num_layers = sum(layout) if layout else stages + 1
     return Config(
         model=ModelConfig(
-            num_layers=num_layers, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8,
-            vocab_size=61, tie_embeddings=tied,
+            num_layers=num_layers,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=8,
+            vocab_size=61,
+            tie_embeddings=tied,
         ),
         parallel=ParallelConfig(pp=pp, vpp=vpp, **parallel),
         pipeline=PipelineConfig(schedule, layout=layout),
@@ -46,7 +69,7 @@ def config_of(
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         precision=PrecisionConfig(dtype="fp64"),
         recompute=recompute or RecomputeConfig(),
-    )  # fmt: skip
+    )
 
 
 def legal(schedule: str, pp: int, wanted: int) -> int:
@@ -60,7 +83,9 @@ def legal(schedule: str, pp: int, wanted: int) -> int:
     raise AssertionError(f"{schedule} admits no number of micro-batches near {wanted}")
 
 
-def check(schedule: str, pp: int, wanted: int, *, dp: int = 1, tp: int = 1, steps: int = 2, **options) -> None:
+def check(
+    schedule: str, pp: int, wanted: int, *, dp: int = 1, tp: int = 1, steps: int = 2, **options
+) -> None:
     if tp > 1:
         options |= {"tp": tp, "sp": True}
     config = config_of(schedule, pp, legal(schedule, pp, wanted), dp=dp, **options)
@@ -100,7 +125,8 @@ def test_bidirectional_on_eight(tied):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb"])
 def test_a_tied_embedding_around_a_middle_rank(schedule):
-    """Three ranks: the middle one has no mirror image, and its groups must not confuse the others."""
+    """Three ranks: the middle one has no mirror image, and its groups must not confuse the
+    others."""
     check(schedule, 3, 5, tied=True, dp=2, zero=1)
 
 
@@ -138,15 +164,20 @@ def test_full_recompute(schedule):
 @pytest.mark.parametrize("schedule", ["dualpipe", "1f1b"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_under_torchs_own_checks(schedule, zero, monkeypatch, over_gloo):
-    """They make every collective blocking: mirrored ranks must not start one while the other waits for a message."""
+    """They make every collective blocking: mirrored ranks must not start one while the other waits
+    for a message."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     check(schedule, 2, 4, dp=2, zero=zero, tied=True)
 
 
-# stages without a layer: at the V's turn, twice in a row, in the middle of a loop, on mirrored ranks
+# stages without a layer: at the V's turn, twice in a row, in the middle of a loop, on mirrored
+# ranks
 EMPTY = {
     "zb_v": (2, {"layout": [2, 0, 1, 0], "tied": True, "dp": 2, "zero": 3}),
-    "v_half": (3, {"layout": [1, 2, 0, 1, 0, 1], "recompute": RecomputeConfig("full", 1), "dp": 2, "zero": 1}),
+    "v_half": (
+        3,
+        {"layout": [1, 2, 0, 1, 0, 1], "recompute": RecomputeConfig("full", 1), "dp": 2, "zero": 1},
+    ),
     "interleaved": (3, {"layout": [1, 1, 0, 1, 0, 1], "vpp": 2, "tied": True}),
     "interleaved_zb": (2, {"layout": [1, 0, 1, 1, 0, 0], "vpp": 3, "tp": 2}),
     "dualpipe": (4, {"layout": [1, 0, 2, 0], "tied": True, "dp": 2, "zero": 2}),
@@ -160,14 +191,20 @@ def test_stages_without_a_layer(schedule):
 
 
 def test_a_program_from_a_file(tmp_path):
-    """A zigzag of four chunks, which no generator makes: all forwards, then input gradients, then weight gradients."""
+    """A zigzag of four chunks, which no generator makes: all forwards, then input gradients, then
+    weight gradients."""
     placement, m = zigzag_placement(2, 4), 3
     lines = []
     for rank in range(2):
         stages = [stage for _, stage in placement.stages_of(rank)]
         lines.append(
             [(Action("F", stage, i),) for stage in stages for i in range(m)]
-            + [(Action(op, stage, i),) for op in "IW" for stage in reversed(stages) for i in range(m)]
+            + [
+                (Action(op, stage, i),)
+                for op in "IW"
+                for stage in reversed(stages)
+                for i in range(m)
+            ]
         )
     path = tmp_path / "zigzag.csv"
     path.write_text(write_program(make_program("zigzag", placement, [0] * m, lines)))
@@ -175,11 +212,14 @@ def test_a_program_from_a_file(tmp_path):
     assert_parity(config, 2)
 
 
-SIZES = product(schedule_names(), (2, 4), (1, 3, 8, 11), (False, True), (False, True), (1, 2), (0, 1))
+SIZES = product(
+    schedule_names(), (2, 4), (1, 3, 8, 11), (False, True), (False, True), (1, 2), (0, 1)
+)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "extra", "tied", "uneven", "tp", "zero"), list(SIZES) if FULL else list(SIZES)[-1:]
+    ("schedule", "pp", "extra", "tied", "uneven", "tp", "zero"),
+    list(SIZES) if FULL else list(SIZES)[-1:],
 )
 def test_the_whole_product(schedule, pp, extra, tied, uneven, tp, zero):
     check(schedule, pp, extra, tied=tied, uneven=uneven, tp=tp, zero=zero, dp=2)

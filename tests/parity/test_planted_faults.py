@@ -1,4 +1,5 @@
-"""The parity check finds planted faults, and says which half of which step they are in, and of which phase."""
+"""The parity check finds planted faults, and says which half of which step they are in, and of
+which phase."""
 
 import json
 
@@ -29,7 +30,11 @@ def pending(x, axis, *_):
 
 def local_expert_counts(patch):
     original = load_balancing.all_reduce
-    patch.setattr(load_balancing, "all_reduce", lambda x, axis: x if axis.name == "stage" else original(x, axis))
+    patch.setattr(
+        load_balancing,
+        "all_reduce",
+        lambda x, axis: x if axis.name == "stage" else original(x, axis),
+    )
 
 
 def row_of_the_vocabulary(patch):
@@ -37,7 +42,9 @@ def row_of_the_vocabulary(patch):
     original = embedding._Lookup.forward
 
     def forward(ctx, weight, ids, start, defer):
-        return original(ctx, weight, ids, start, defer).masked_fill((ids == start).unsqueeze(-1) & (start > 0), 0)
+        return original(ctx, weight, ids, start, defer).masked_fill(
+            (ids == start).unsqueeze(-1) & (start > 0), 0
+        )
 
     patch.setattr(embedding._Lookup, "forward", forward)
 
@@ -93,13 +100,21 @@ def unscaled_from_step_2(patch):
 
 def norm_of_all_ranks(patch):
     original = step.global_square_sum
-    patch.setattr(step, "global_square_sum", lambda buckets: original(buckets) * (1 + buckets[0].replicate.rank))
-    patch.setattr(bucket.Bucket, "counted_spans", property(lambda self: [(0, self.grad_slice.numel())]))
+    patch.setattr(
+        step,
+        "global_square_sum",
+        lambda buckets: original(buckets) * (1 + buckets[0].replicate.rank),
+    )
+    patch.setattr(
+        bucket.Bucket, "counted_spans", property(lambda self: [(0, self.grad_slice.numel())])
+    )
 
 
 def first_weights_of_a_share(patch):
     original = init_weights._fill_normal
-    patch.setattr(init_weights, "_fill_normal", lambda x, at, *rest: original(x, tuple(0 for _ in at), *rest))
+    patch.setattr(
+        init_weights, "_fill_normal", lambda x, at, *rest: original(x, tuple(0 for _ in at), *rest)
+    )
 
 
 def divided_output(patch):
@@ -147,7 +162,9 @@ def trained_although_frozen(patch):
 
     def make(units, mesh, *rest):
         *rest, frozen = rest
-        return original(units, mesh, *rest, frozen if mesh["world"].size == 1 else lambda spec: False)
+        return original(
+            units, mesh, *rest, frozen if mesh["world"].size == 1 else lambda spec: False
+        )
 
     patch.setattr(grad_sync, "make_buckets", make)
 
@@ -165,34 +182,110 @@ def last_of_an_uneven_number(patch):
 
 
 MOE = ["model=tiny_moe"]
-UNEVEN = ["model.num_layers=4", "parallel.pp=2", "parallel.vpp=2", "pipeline.schedule=interleaved", "train.gbs=9"]
-MIXED = ["parallel.cp=2", "model.num_layers=6", "model.window_layers=[0,1,2,3,4]", "model.attention_window=34"]
+UNEVEN = [
+    "model.num_layers=4",
+    "parallel.pp=2",
+    "parallel.vpp=2",
+    "pipeline.schedule=interleaved",
+    "train.gbs=9",
+]
+MIXED = [
+    "parallel.cp=2",
+    "model.num_layers=6",
+    "model.window_layers=[0,1,2,3,4]",
+    "model.attention_window=34",
+]
 FROZEN = ["model.num_layers=8", "optim.freeze=[layers.6.*]"]
 BIAS = ["moe.balance=[bias]", "moe.bias_rate=1e-3"]
 DENSE = ["model=tiny"]
 WINDOW = ["parallel.cp=2", "model.attention_window=34"]
 FAULTS = {
-    "bias update": (local_expert_counts, [*MOE, *BIAS, "parallel.ep=2"], "Step 1", "biases of routers"),
-    "bias, groups": (local_expert_counts, ["model=tiny_deepseek", *BIAS, "parallel.ep=2"], "Step 1", "biases of"),
-    "vocabulary": (row_of_the_vocabulary, [*DENSE, "parallel.tp=2"], "Step 1", "in the output of embedding"),
-    "positions": (shifted_positions, [*DENSE, "parallel.cp=2"], "Step 1", "in the output of layers.0.attention"),
+    "bias update": (
+        local_expert_counts,
+        [*MOE, *BIAS, "parallel.ep=2"],
+        "Step 1",
+        "biases of routers",
+    ),
+    "bias, groups": (
+        local_expert_counts,
+        ["model=tiny_deepseek", *BIAS, "parallel.ep=2"],
+        "Step 1",
+        "biases of",
+    ),
+    "vocabulary": (
+        row_of_the_vocabulary,
+        [*DENSE, "parallel.tp=2"],
+        "Step 1",
+        "in the output of embedding",
+    ),
+    "positions": (
+        shifted_positions,
+        [*DENSE, "parallel.cp=2"],
+        "Step 1",
+        "in the output of layers.0.attention",
+    ),
     "window": (hidden_pair, [*DENSE, *WINDOW], "Step 1", "in the output of layers.0.attention"),
-    "1/tp": (divided_output, [*DENSE, "parallel.tp=2"], "Step 1", "in the output of layers.0.attention"),
-    "capacity": (capacity_of_a_share, [*MOE, "parallel.cp=2", "moe.capacity_factor=1.0"], "Step 1", "layers.1.combine"),
+    "1/tp": (
+        divided_output,
+        [*DENSE, "parallel.tp=2"],
+        "Step 1",
+        "in the output of layers.0.attention",
+    ),
+    "capacity": (
+        capacity_of_a_share,
+        [*MOE, "parallel.cp=2", "moe.capacity_factor=1.0"],
+        "Step 1",
+        "layers.1.combine",
+    ),
     "targets": (all_tp_ranks_count, [*DENSE, "parallel.tp=2"], "Step 1", "number of targets"),
     "samples": (mirrored_samples, DENSE, "Step 1", "look at how dp divides the batch"),
     "unsent": (unsent_weights, [*DENSE, "parallel.zero=1"], "Step 2", "how they reach the others"),
     "kept": (kept_gradients, [*DENSE, "parallel.zero=1"], "Step 2", "gradients differ"),
-    "clip": (unscaled_from_step_2, [*DENSE, "parallel.zero=1", "optim.clip=0.1"], "Step 2", "look at the update"),
+    "clip": (
+        unscaled_from_step_2,
+        [*DENSE, "parallel.zero=1", "optim.clip=0.1"],
+        "Step 2",
+        "look at the update",
+    ),
     "norm": (norm_of_all_ranks, [*DENSE, "parallel.tp=2"], "Step 1", "their norm differs"),
-    "clip alone": (norm_of_a_rank, [*DENSE, "parallel.zero=1", "optim.clip=5"], "Step 1", "look at the update"),
-    "roomy": (capacity_of_a_share, [*MOE, "parallel.cp=2", "moe.capacity_factor=2"], "Step 1", "layers.1.combine"),
-    "whole": (windows_everywhere, [*DENSE, *MIXED], "Step 1", "in the output of layers.1.attention"),
-    "caps": (uncapped_over_cp, ["model=gemma2_2b", "parallel.cp=2"], "Step 1", "in the output of layers.0.attention"),
-    "gaps": (padding_unseen, [*DENSE, "parallel.cp=2"], "Step 3", "in the output of layers.0.attention"),
+    "clip alone": (
+        norm_of_a_rank,
+        [*DENSE, "parallel.zero=1", "optim.clip=5"],
+        "Step 1",
+        "look at the update",
+    ),
+    "roomy": (
+        capacity_of_a_share,
+        [*MOE, "parallel.cp=2", "moe.capacity_factor=2"],
+        "Step 1",
+        "layers.1.combine",
+    ),
+    "whole": (
+        windows_everywhere,
+        [*DENSE, *MIXED],
+        "Step 1",
+        "in the output of layers.1.attention",
+    ),
+    "caps": (
+        uncapped_over_cp,
+        ["model=gemma2_2b", "parallel.cp=2"],
+        "Step 1",
+        "in the output of layers.0.attention",
+    ),
+    "gaps": (
+        padding_unseen,
+        [*DENSE, "parallel.cp=2"],
+        "Step 3",
+        "in the output of layers.0.attention",
+    ),
     "frozen": (trained_although_frozen, [*DENSE, *FROZEN], "Step 1", "gradients differ"),
     "uneven": (last_of_an_uneven_number, [*DENSE, *UNEVEN], "Step 1", "in the output of embedding"),
-    "first": (first_weights_of_a_share, [*DENSE, "parallel.tp=2"], "before the first step", "how they begin"),
+    "first": (
+        first_weights_of_a_share,
+        [*DENSE, "parallel.tp=2"],
+        "before the first step",
+        "how they begin",
+    ),
 }
 
 
@@ -217,27 +310,56 @@ def test_a_small_vector_without_its_sum_is_seen(monkeypatch, capsys, precision):
     layout = ["--world", "2", "model=tiny", "parallel.tp=2", "parallel.sp=true"]
     assert main([*layout, "--precision", precision, "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
-    assert record["tensors"][0]["quantity"] == "gradient" and ".norm.weight" in record["tensors"][0]["name"]
+    assert (
+        record["tensors"][0]["quantity"] == "gradient"
+        and ".norm.weight" in record["tensors"][0]["name"]
+    )
 
 
 SOUND = {
     "sinks": (2, ["model=tiny", "model.attention_sinks=true", "train.seed=5", "parallel.tp=2"]),
-    "another expert": (4, ["--no-shrink", "model=tiny_moe", "train.seed=2", "parallel.tp=2", "parallel.sp=true"]),
-    "plain choices": (2, ["model=tiny_moe", "model.router_bias=true", "moe.balance=[aux,bias]", "moe.aux_coef=0.5",
-                          "moe.bias_rate=1e-3", "moe.capacity_factor=1.0", "parallel.cp=2"]),
-}  # fmt: skip
+    "another expert": (
+        4,
+        ["--no-shrink", "model=tiny_moe", "train.seed=2", "parallel.tp=2", "parallel.sp=true"],
+    ),
+    "plain choices": (
+        2,
+        [
+            "model=tiny_moe",
+            "model.router_bias=true",
+            "moe.balance=[aux,bias]",
+            "moe.aux_coef=0.5",
+            "moe.bias_rate=1e-3",
+            "moe.capacity_factor=1.0",
+            "parallel.cp=2",
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", SOUND)
 def test_sound_in_16_bits(capsys, case):
     world, overrides = SOUND[case]
-    assert main(["--world", str(world), "--precision", "bf16", *overrides]) == 0, capsys.readouterr().out
+    assert main(["--world", str(world), "--precision", "bf16", *overrides]) == 0, (
+        capsys.readouterr().out
+    )
 
 
 def test_what_keeps_steps_from_happening_is_lifted(capsys):
     still = ["optim.skip_norm=0.1", "optim.min_lr=0", "optim.clip=1e-30"]
     assert (
-        main(["--world", "2", "model=tiny_moe", *still, "moe.balance=[bias]", "moe.bias_rate=0", "parallel.ep=2"]) == 0
+        main(
+            [
+                "--world",
+                "2",
+                "model=tiny_moe",
+                *still,
+                "moe.balance=[bias]",
+                "moe.bias_rate=0",
+                "parallel.ep=2",
+            ]
+        )
+        == 0
     )
     out = capsys.readouterr().out
     for change in (
@@ -267,8 +389,12 @@ def test_what_was_not_tried_is_told(monkeypatch, capsys):
 
 
 def test_an_update_from_rounding_alone_is_left_out(capsys):
-    """Under a window of one token queries and keys have no gradient, and Muon's update has the size of any other."""
+    """Under a window of one token queries and keys have no gradient, and Muon's update has the size
+    of any other."""
     model = ["model=tiny_mla", "model.attention_window=1", "model.init_std=0.1"]
     assert main(["--world", "2", *model, "optim.name=muon", "optim.lr=0.01", "parallel.tp=2"]) == 0
     out = capsys.readouterr().out
-    assert "a gradient that is rounding alone: layers.0.attention.q_down.weight" in out and "EQUAL" in out
+    assert (
+        "a gradient that is rounding alone: layers.0.attention.q_down.weight" in out
+        and "EQUAL" in out
+    )

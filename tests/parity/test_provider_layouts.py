@@ -1,4 +1,5 @@
-"""Layouts with libraries behind the operations equal one process in plain torch, fp64 to 1e-10, as with our kernels.
+"""Layouts with libraries behind the operations equal one process in plain torch, fp64 to 1e-10, as
+with our kernels.
 
 The libraries' calls are made on the CPU by `libraries_on_cpu.py`.
 """
@@ -44,8 +45,13 @@ def test_attention(case, asked):
     with on_cpu(**asked):
         assert_parity(config, world)
         name = asked["attention"]
-        # sinks of a whole sequence are FlashAttention-4's alone; gradients of documents' edges are never a library's
-        expected = set() if (case, name) == ("pipeline", "cudnn") else {f"{name} forward", f"{name} backward"}
+        # sinks of a whole sequence are FlashAttention-4's alone; gradients of documents' edges are
+        # never a library's
+        expected = (
+            set()
+            if (case, name) == ("pipeline", "cudnn")
+            else {f"{name} forward", f"{name} backward"}
+        )
         assert {each for each in counted() if each.startswith(name)} >= expected
 
 
@@ -53,9 +59,16 @@ def test_attention(case, asked):
 def test_other_operations(operation):
     asked = {operation: "torch"}
     config = config_of(
-        "llama_gqa", tp=2, pp=2, sp=True, gbs=4, **({"ep": 2, "etp": 1} if operation == "grouped" else {})
+        "llama_gqa",
+        tp=2,
+        pp=2,
+        sp=True,
+        gbs=4,
+        **({"ep": 2, "etp": 1} if operation == "grouped" else {}),
     )
     with on_cpu(**asked):
         assert_parity(changed(config, operation, asked), 4)
-        wanted = {"grouped": {"grouped_mm"}, "norm": {"rms_norm forward", "rms_norm backward"}}[operation]
+        wanted = {"grouped": {"grouped_mm"}, "norm": {"rms_norm forward", "rms_norm backward"}}[
+            operation
+        ]
         assert wanted <= set(counted())

@@ -1,4 +1,5 @@
-"""Published layouts, each dimension made as small as it still is one: the same numbers as one process."""
+"""Published layouts, each dimension made as small as it still is one: the same numbers as one
+process."""
 
 import pytest
 
@@ -23,5 +24,8 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_version_equals_one_process(name, capsys):
-    assert parity.main(["--world", "8", "--steps", "2", f"experiment=published/{name}", *SMALL[name]]) == 0
+    assert (
+        parity.main(["--world", "8", "--steps", "2", f"experiment=published/{name}", *SMALL[name]])
+        == 0
+    )
     assert "EQUAL" in capsys.readouterr().out

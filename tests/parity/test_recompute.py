@@ -1,8 +1,10 @@
-"""What is computed again gives the same numbers: each part, alone and together, under every kind of layout, W apart.
+"""What is computed again gives the same numbers: each part, alone and together, under every kind of
+layout, W apart.
 
-Everything recomputed is compared with one process's reference; each part by itself with the same ranks that keep
-everything, bit for bit. Only norms and the head may differ in the last bits: where norms stand apart, their plain path
-adds up the gradient of its input in another order; slices of logits add up the gradient of the matrix one by one.
+Everything recomputed is compared with one process's reference; each part by itself with the same
+ranks that keep everything, bit for bit. Only norms and the head may differ in the last bits: where
+norms stand apart, their plain path adds up the gradient of its input in another order; slices of
+logits add up the gradient of the matrix one by one.
 """
 
 import dataclasses
@@ -25,7 +27,8 @@ SELECTIVE = [RecomputeConfig("selective", [part]) for part in PARTS]
 ALL = RecomputeConfig("selective", list(PARTS))
 ROUTED = ("experts", "permute")
 EXPERTS = [
-    RecomputeConfig("selective", parts) for parts in (*([part] for part in (*PARTS, *ROUTED)), [*PARTS, *ROUTED])
+    RecomputeConfig("selective", parts)
+    for parts in (*([part] for part in (*PARTS, *ROUTED)), [*PARTS, *ROUTED])
 ]
 FULL = [RecomputeConfig("full"), RecomputeConfig("full", group_layers=2)]
 SLICED = RecomputeConfig(logit_tokens=5)
@@ -44,7 +47,9 @@ def first_gradients(rank, config, mesh, plan, batches):
     trainer.accumulate(batches)
     sync.finish_reduce()
     figures = [] if model.balancer is None else [model.balancer.chosen, model.balancer.values]
-    return [bucket.grad_slice.clone() for bucket in sync.buckets] + [each.clone() for each in figures]
+    return [bucket.grad_slice.clone() for bucket in sync.buckets] + [
+        each.clone() for each in figures
+    ]
 
 
 def differs(a, b):
@@ -53,7 +58,8 @@ def differs(a, b):
 
 
 def changed_bits(rank, world, config, rows, modes):
-    """The modes with other gradients, choices of experts or auxiliary losses than `none` has, here."""
+    """The modes with other gradients, choices of experts or auxiliary losses than `none` has,
+    here."""
     plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, shared=plan.shared)
@@ -65,7 +71,9 @@ def changed_bits(rank, world, config, rows, modes):
     plain = first_gradients(rank, config, mesh, plan, batches)
     changed = []
     for mode in modes:
-        again = first_gradients(rank, dataclasses.replace(config, recompute=mode), mesh, plan, batches)
+        again = first_gradients(
+            rank, dataclasses.replace(config, recompute=mode), mesh, plan, batches
+        )
         reordered = mode.logit_tokens or (mode.mode == "selective" and "norm" in mode.parts)
         bound = 1e-13 if reordered else 0.0
         if not all(differs(a, b) <= bound for a, b in zip(plain, again, strict=True)):
@@ -75,12 +83,20 @@ def changed_bits(rank, world, config, rows, modes):
 
 EXPERTS_OF = {
     "shared": {
-        "num_experts": 8, "top_k": 3, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 20, "first_k_dense": 1,
-        "router_score": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "top2_sum", "router_bias": True,
+        "num_experts": 8,
+        "top_k": 3,
+        "moe_ffn_hidden_size": 12,
+        "shared_ffn_hidden_size": 20,
+        "first_k_dense": 1,
+        "router_score": "sigmoid",
+        "num_groups": 4,
+        "top_groups": 2,
+        "group_score": "top2_sum",
+        "router_bias": True,
     },
     "plain": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "activation": "gelu"},
     "latent": {**MLA, "num_experts": 4, "attention": "mla", "q_lora_rank": 8, "kv_lora_rank": 6},
-}  # fmt: skip
+}
 
 
 def moe(experts, capacity=None, **parallel):
@@ -89,29 +105,57 @@ def moe(experts, capacity=None, **parallel):
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **{"num_kv_heads": 4, **EXPERTS_OF[experts]}),
-        moe=MoeConfig(balance, aux_coef=0.1, z_coef=0.02, bias_rate=0.005, capacity_factor=capacity),
+        moe=MoeConfig(
+            balance, aux_coef=0.1, z_coef=0.02, bias_rate=0.005, capacity_factor=capacity
+        ),
     )
 
 
 CASES = {
-    "tp2 sp, cp2 ring": (4, config_of("mqa_qk_norm", mbs=4, tp=2, sp=True, cp=2), [*SELECTIVE, ALL, *FULL, SLICED]),
+    "tp2 sp, cp2 ring": (
+        4,
+        config_of("mqa_qk_norm", mbs=4, tp=2, sp=True, cp=2),
+        [*SELECTIVE, ALL, *FULL, SLICED],
+    ),
     "gpt2, tp2, zb_h1": (
-        4, scheduled(config_of("gpt2_style", gbs=4, tp=2, pp=2), "zb_h1", 4), [*SELECTIVE, ALL, *FULL, SLICED],
+        4,
+        scheduled(config_of("gpt2_style", gbs=4, tp=2, pp=2), "zb_h1", 4),
+        [*SELECTIVE, ALL, *FULL, SLICED],
     ),
     "1f1b, zero": (4, scheduled(config_of(gbs=8, pp=2, zero=1), "1f1b", 4), [ALL, FULL[1]]),
-    "allgather": (2, config_of("softcaps_window", gbs=2, cp=2, cp_method="allgather"), [ALL, SELECTIVE[2], SLICED]),
+    "allgather": (
+        2,
+        config_of("softcaps_window", gbs=2, cp=2, cp_method="allgather"),
+        [ALL, SELECTIVE[2], SLICED],
+    ),
     "ulysses": (2, config_of("gqa_sinks", gbs=2, cp=2, cp_method="ulysses"), [ALL, SELECTIVE[2]]),
-    "two_level": (4, config_of("mla", gbs=2, cp=4, cp_method="two_level", cp_inner=2), [ALL, *SELECTIVE[1:3]]),
-    "latents travel": (2, config_of("mla", gbs=2, cp=2, cp_compress_kv=True), [ALL, *SELECTIVE[:3]]),
+    "two_level": (
+        4,
+        config_of("mla", gbs=2, cp=4, cp_method="two_level", cp_inner=2),
+        [ALL, *SELECTIVE[1:3]],
+    ),
+    "latents travel": (
+        2,
+        config_of("mla", gbs=2, cp=2, cp_compress_kv=True),
+        [ALL, *SELECTIVE[:3]],
+    ),
     "experts, zb_h1": (
-        4, scheduled(moe("shared", gbs=8, pp=2, ep=2), "zb_h1", 4), [*EXPERTS, *FULL],
+        4,
+        scheduled(moe("shared", gbs=8, pp=2, ep=2), "zb_h1", 4),
+        [*EXPERTS, *FULL],
     ),
     "experts, tp2 sp, etp2": (
-        4, moe("plain", 1.0, gbs=4, tp=2, sp=True, ep=2), [EXPERTS[-1], FULL[1]],
+        4,
+        moe("plain", 1.0, gbs=4, tp=2, sp=True, ep=2),
+        [EXPERTS[-1], FULL[1]],
     ),
     "experts over nodes": (4, moe("plain", ep=4, gbs=4, ep_inner=2), [EXPERTS[-2], EXPERTS[-1]]),
-    "experts, dualpipe": (4, scheduled(moe("latent", gbs=8, pp=2, ep=2), "dualpipe", 2), [EXPERTS[-1], FULL[0]]),
-}  # fmt: skip
+    "experts, dualpipe": (
+        4,
+        scheduled(moe("latent", gbs=8, pp=2, ep=2), "dualpipe", 2),
+        [EXPERTS[-1], FULL[0]],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,18 +167,32 @@ def test_nothing_changes(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt2, tp2, zb_h1", "two_level", "experts, zb_h1", "experts, tp2 sp, etp2", "experts over nodes"]
+    "case",
+    [
+        "gpt2, tp2, zb_h1",
+        "two_level",
+        "experts, zb_h1",
+        "experts, tp2 sp, etp2",
+        "experts over nodes",
+    ],
 )
 def test_everything_recomputed_equals_one_process(case):
     world, config, modes = CASES[case]
     whole = [mode for mode in modes if mode.mode == "selective"][-1]
-    assert_parity(dataclasses.replace(config, recompute=dataclasses.replace(whole, logit_tokens=7)), world)
+    assert_parity(
+        dataclasses.replace(config, recompute=dataclasses.replace(whole, logit_tokens=7)), world
+    )
 
 
 @pytest.mark.parametrize(("zero", "ep"), [(2, 2), (3, 1)])
 def test_everything_on_the_host_equals_one_process(zero, ep):
-    """Activations of all phases and the optimiser's state wait in host memory; the update of slices runs there."""
-    config = scheduled(moe("shared", gbs=8, pp=2, ep=ep, zero=zero, optim={"offload": True}), "zb_h1", 4)
+    """Activations of all phases and the optimiser's state wait in host memory; the update of slices
+    runs there."""
+    config = scheduled(
+        moe("shared", gbs=8, pp=2, ep=ep, zero=zero, optim={"offload": True}), "zb_h1", 4
+    )
     phases = ["attention", "mlp", "dispatch", "experts", "combine"]
-    recompute = RecomputeConfig("selective", ["norm", "activation"], offload=phases, offload_min_bytes=256)
+    recompute = RecomputeConfig(
+        "selective", ["norm", "activation"], offload=phases, offload_min_bytes=256
+    )
     assert_parity(dataclasses.replace(config, recompute=recompute), 4)

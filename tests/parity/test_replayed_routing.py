@@ -1,4 +1,5 @@
-"""Experts that a file names, on any layout; and the file that a run on any layout writes of its own."""
+"""Experts that a file names, on any layout; and the file that a run on any layout writes of its
+own."""
 
 import dataclasses
 import os
@@ -30,9 +31,15 @@ LAYOUTS = {
 
 
 def with_files(layout, **moe):
-    config = config_of("deepseek", gbs=4, mbs=2, moe=moe, recompute=RecomputeConfig("full"), **LAYOUTS[layout])
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2, num_mtp_layers=1))
-    return dataclasses.replace(config, pipeline=PipelineConfig("zb_h1" if layout.startswith("pp") else "1f1b"))
+    config = config_of(
+        "deepseek", gbs=4, mbs=2, moe=moe, recompute=RecomputeConfig("full"), **LAYOUTS[layout]
+    )
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, num_layers=2, num_mtp_layers=1)
+    )
+    return dataclasses.replace(
+        config, pipeline=PipelineConfig("zb_h1" if layout.startswith("pp") else "1f1b")
+    )
 
 
 def shape_of(config):
@@ -55,9 +62,15 @@ def test_what_a_run_writes_are_the_experts_of_its_own(layout, tmp_path):
     layout_run(config, 4, rows, STEPS)
     written = np.load(tmp_path / "experts.npy")
     samples, *rest = shape_of(config)
-    assert written.shape == (config.train.steps * config.train.gbs, *rest) and written.dtype == np.uint8
+    assert (
+        written.shape == (config.train.steps * config.train.gbs, *rest)
+        and written.dtype == np.uint8
+    )
     assert not written[samples:].any() and len(np.unique(written)) == config.model.num_experts
-    plain, moe = with_files(layout), dataclasses.replace(config.moe, record=None, replay=config.moe.record)
+    plain, moe = (
+        with_files(layout),
+        dataclasses.replace(config.moe, record=None, replay=config.moe.record),
+    )
     wanted = reference_run(plain, rows, STEPS)
     assert reference_run(dataclasses.replace(plain, moe=moe), rows, STEPS).losses == wanted.losses
     np.save(tmp_path / "experts.npy", np.roll(written, 1, axis=1))
@@ -124,12 +137,15 @@ def run_of(folder, *arguments, world=2):
 
 
 def test_a_whole_run_writes_its_experts_and_another_one_replays_them(tmp_path):
-    """A run is planned before it begins, with other batches than its own: no plan may leave a file there."""
+    """A run is planned before it begins, with other batches than its own: no plan may leave a file
+    there."""
     write_corpus(tmp_path / "corpus", vocab_size=97)
     losses = run_of(tmp_path, "moe.record=new/experts.npy")
     written = np.load(tmp_path / "new" / "experts.npy")
     assert len(written) == 3 * 4 and len(np.unique(written)) > 1
-    assert run_of(tmp_path, "moe.replay=new/experts.npy", world=1) == pytest.approx(losses, rel=1e-5)
+    assert run_of(tmp_path, "moe.replay=new/experts.npy", world=1) == pytest.approx(
+        losses, rel=1e-5
+    )
 
 
 def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
@@ -139,8 +155,14 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
     whole = np.load(tmp_path / "whole.npy")
     np.save(tmp_path / "short.npy", whole[:9])
     np.save(tmp_path / "narrow.npy", whole[:, :-1])
-    np.save(tmp_path / "turned.npy", np.asfortranarray(np.where(np.arange(16)[:, None, None] == 5, 64, whole)))
-    np.save(tmp_path / "negative.npy", np.where(np.arange(12)[:, None, None, None] == 11, -1, whole.astype(np.int64)))
+    np.save(
+        tmp_path / "turned.npy",
+        np.asfortranarray(np.where(np.arange(16)[:, None, None] == 5, 64, whole)),
+    )
+    np.save(
+        tmp_path / "negative.npy",
+        np.where(np.arange(12)[:, None, None, None] == 11, -1, whole.astype(np.int64)),
+    )
     (tmp_path / "torn.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-1])
     cases = {
         "moe.replay=none.npy": "there is no file none.npy",
@@ -155,23 +177,36 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
     before = sorted(tmp_path.iterdir())
     for arguments, said in cases.items():
         ended = Fork(partial(main, [*RUN, *arguments.split()]), tmp_path).wait()
-        assert ended.returncode == 2 and said in ended.stderr and "1 fault" in ended.stderr, (arguments, ended.stderr)
+        assert ended.returncode == 2 and said in ended.stderr and "1 fault" in ended.stderr, (
+            arguments,
+            ended.stderr,
+        )
     assert sorted(tmp_path.iterdir()) == before
-    enough = ["moe.replay=short.npy", "train.steps=2"], ["moe.replay=short.npy", "train.stop_after=2"]
+    enough = (
+        ["moe.replay=short.npy", "train.steps=2"],
+        ["moe.replay=short.npy", "train.stop_after=2"],
+    )
     for arguments in (*enough, ["moe.record=whole.npy"]):
         run_of(tmp_path, *arguments, world=1)
 
 
-def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_message(tmp_path, monkeypatch):
+def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_message(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("megatron5d.train.preflight._looked_at", lambda size, stretches: [(0, 1)])
     write_corpus(tmp_path / "corpus", vocab_size=97)
     run_of(tmp_path, "moe.record=whole.npy", world=1)
     whole = np.load(tmp_path / "whole.npy")
     whole[9:] = 200
     np.save(tmp_path / "whole.npy", whole)
-    with pytest.raises(RankFailure, match=r"stops the run: .*names experts 200 to 200 of .*moe.replay=null") as failure:
+    with pytest.raises(
+        RankFailure, match=r"stops the run: .*names experts 200 to 200 of .*moe.replay=null"
+    ) as failure:
         run_of(tmp_path, "moe.replay=whole.npy")
-    assert "Traceback" not in str(failure.value).partition("stops the run")[2].partition("log.traceback=true")[0]
+    assert (
+        "Traceback"
+        not in str(failure.value).partition("stops the run")[2].partition("log.traceback=true")[0]
+    )
 
 
 def test_what_a_run_takes_that_is_resumed_with_other_batches_is_known_before_it(tmp_path):
@@ -185,6 +220,10 @@ def test_what_a_run_takes_that_is_resumed_with_other_batches_is_known_before_it(
         ),
         (["moe.replay=whole.npy"], "whole.npy has 12 samples, and train.steps = 3 takes 16"),
     ):
-        more = [*arguments, "checkpoint.dir=c", "train.gbs=8" if "replay" in arguments[0] else "train.gbs=2"]
+        more = [
+            *arguments,
+            "checkpoint.dir=c",
+            "train.gbs=8" if "replay" in arguments[0] else "train.gbs=2",
+        ]
         ended = Fork(partial(main, [*RUN, *more]), tmp_path).wait()
         assert ended.returncode == 2 and said in ended.stderr, ended.stderr

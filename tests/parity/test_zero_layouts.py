@@ -33,10 +33,14 @@ def test_dense(case):
 
 def test_layers_that_autograd_differentiates():
     """Learned positions, biases and norms have no weight-gradient call of their own."""
-    assert_parity(config_of("gpt2_style", tp=2, sp=True, zero=3, mbs=2, recompute=RecomputeConfig("full", 1)), world=4)
+    assert_parity(
+        config_of("gpt2_style", tp=2, sp=True, zero=3, mbs=2, recompute=RecomputeConfig("full", 1)),
+        world=4,
+    )
 
 
-# gathered weights: freed after each pass, or kept until the step ends; sums: sent on at each micro-batch, or once
+# gathered weights: freed after each pass, or kept until the step ends; sums: sent on at each
+# micro-batch, or once
 ZERO3_GATHER = {"per_microbatch": {"zero": 3}, "kept": MIXED, "per_step": PER_STEP}
 
 
@@ -50,7 +54,8 @@ def test_pipelines(schedule, zero3_gather):
 COMPOSED = {
     "1f1b": {"zero": 3, "dp": 4, "dp_replicate": 2},
     "zb_v": {"zero": 2, "dp": 2},
-    # chunks of one layer: a unit's last two gradients come with nothing of another unit between them
+    # chunks of one layer: a unit's last two gradients come with nothing of another unit between
+    # them
     "interleaved_zb": {"zero": 3, "dp": 4, "dp_replicate": 2},
     "dualpipe_v": {"zero": 3, "dp": 2, "recompute": RecomputeConfig("full")},
     "dualpipe": {"zero": 3, "dp": 4, "dp_replicate": 2},
@@ -63,15 +68,21 @@ def test_pipelines_with_more_beside(schedule):
 
 
 @pytest.mark.parametrize("checks", ["OFF", "DETAIL"])
-@pytest.mark.parametrize(("schedule", "parallel"), [("dualpipe", PER_STEP), ("zb_h1", MIXED), ("zb_v", {"zero": 2})])
+@pytest.mark.parametrize(
+    ("schedule", "parallel"), [("dualpipe", PER_STEP), ("zb_h1", MIXED), ("zb_v", {"zero": 2})]
+)
 def test_with_and_without_torchs_checks(schedule, parallel, checks, monkeypatch, over_gloo):
-    """torch's checks make every collective blocking; without them gathers and reductions really run beside others."""
+    """torch's checks make every collective blocking; without them gathers and reductions really run
+    beside others."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", checks)
     pipeline.check(schedule, 2, 4, dp=2, tied=True, **parallel)
 
 
 EXPERTS = {
-    "tp2 sp, ep2, replicate 2, zero 3": (8, {"tp": 2, "sp": True, "ep": 2, "dp_replicate": 2, "zero": 3}),
+    "tp2 sp, ep2, replicate 2, zero 3": (
+        8,
+        {"tp": 2, "sp": True, "ep": 2, "dp_replicate": 2, "zero": 3},
+    ),
     "cp2, ep2, zero 3 per step": (4, {"cp": 2, "ep": 2, **PER_STEP}),
     "ep2, zero 2": (4, {"ep": 2, "zero": 2}),
 }
@@ -80,13 +91,19 @@ EXPERTS = {
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_are_dealt_out_over_their_own_axis(case):
     world, parallel = EXPERTS[case]
-    assert_parity(moe.config_of("deepseek", gbs=8, mbs=2 if "cp" in parallel else 1, **parallel), world=world, steps=2)
+    assert_parity(
+        moe.config_of("deepseek", gbs=8, mbs=2 if "cp" in parallel else 1, **parallel),
+        world=world,
+        steps=2,
+    )
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb_h1"])
 def test_experts_in_a_pipeline(schedule):
     config = moe.config_of("mixtral", gbs=8, mbs=1, pp=2, ep=2, zero=3)
-    assert_parity(moe.with_schedule(config, schedule), world=8 if schedule == "zb_h1" else 4, steps=2)
+    assert_parity(
+        moe.with_schedule(config, schedule), world=8 if schedule == "zb_h1" else 4, steps=2
+    )
 
 
 def test_an_embedding_and_a_head_that_several_units_use():

@@ -1,4 +1,5 @@
-"""ZeRO 0 to 3, with and without replicas, beside each other dimension and each pair of them: fp64 to 1e-10."""
+"""ZeRO 0 to 3, with and without replicas, beside each other dimension and each pair of them: fp64
+to 1e-10."""
 
 from itertools import combinations, product
 
@@ -10,7 +11,9 @@ DIMS = ({"tp": 2, "sp": True}, {"cp": 2}, {"ep": 2}, {"pp": 2})
 BESIDE = [*DIMS, *(a | b for a, b in combinations(DIMS, 2))]
 
 
-@pytest.mark.parametrize(("zero", "replicate", "beside"), product(range(4), (1, 2), BESIDE), ids=str)
+@pytest.mark.parametrize(
+    ("zero", "replicate", "beside"), product(range(4), (1, 2), BESIDE), ids=str
+)
 def test_cell(zero, replicate, beside):
     """Slices are dealt out over two ranks at least: those of cp where there are any."""
     dp = replicate * (1 if "cp" in beside else 2)

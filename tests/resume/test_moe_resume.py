@@ -1,4 +1,5 @@
-"""A mixture of experts continues from where it stopped: bit for bit on its layout, and on any other ep, etp and tp."""
+"""A mixture of experts continues from where it stopped: bit for bit on its layout, and on any other
+ep, etp and tp."""
 
 import dataclasses
 import json
@@ -24,11 +25,23 @@ from megatron5d.config.schema import (
 STEPS, STOP = 4, 2
 SAVED_ON = {"tp": 2, "sp": True, "ep": 2, "etp": 2, "zero": 1}  # of 4 ranks
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=32, ffn_hidden_size=48, head_dim=8, vocab_size=97, num_experts=8, top_k=2,
-    moe_ffn_hidden_size=16, first_k_dense=1, shared_ffn_hidden_size=16, router_score="sigmoid", router_bias=True,
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    head_dim=8,
+    vocab_size=97,
+    num_experts=8,
+    top_k=2,
+    moe_ffn_hidden_size=16,
+    first_k_dense=1,
+    shared_ffn_hidden_size=16,
+    router_score="sigmoid",
+    router_bias=True,
     num_mtp_layers=1,
-)  # fmt: skip
-MOE = MoeConfig(balance=["bias", "seq_aux"], aux_coef=0.01, z_coef=0.001, bias_rate=0.01, log_every=2)
+)
+MOE = MoeConfig(
+    balance=["bias", "seq_aux"], aux_coef=0.01, z_coef=0.001, bias_rate=0.01, log_every=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,9 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
 
 
-def run(folder, corpus, world=4, *, parallel=None, stop_after=0, dtype="fp32", model=MODEL, moe=MOE):
+def run(
+    folder, corpus, world=4, *, parallel=None, stop_after=0, dtype="fp32", model=MODEL, moe=MOE
+):
     folder.mkdir(exist_ok=True)
     config = Config(
         model=model,
@@ -69,9 +84,16 @@ def stopped(tmp_path_factory, corpus):
 
 def test_names_and_shapes_are_the_models_own(straight):
     tensors = whole_tensors(last(straight))
-    shapes = {name: tuple(tensors[f"model.layers.1.{name}"].shape) for name in (
-        "router.weight", "router.bias", "experts.up.weight", "experts.down.weight", "shared_expert.up.weight"
-    )}  # fmt: skip
+    shapes = {
+        name: tuple(tensors[f"model.layers.1.{name}"].shape)
+        for name in (
+            "router.weight",
+            "router.bias",
+            "experts.up.weight",
+            "experts.down.weight",
+            "shared_expert.up.weight",
+        )
+    }
     assert shapes == {
         "router.weight": (8, 32),
         "router.bias": (8,),
@@ -79,8 +101,13 @@ def test_names_and_shapes_are_the_models_own(straight):
         "experts.down.weight": (8, 32, 16),
         "shared_expert.up.weight": (32, 32),
     }
-    assert tensors["model.layers.2.mtp.join.weight"].shape == (32, 64) and "model.layers.2.router.bias" in tensors
-    assert "model.layers.0.mlp.up.weight" in tensors and "model.layers.0.router.weight" not in tensors
+    assert (
+        tensors["model.layers.2.mtp.join.weight"].shape == (32, 64)
+        and "model.layers.2.router.bias" in tensors
+    )
+    assert (
+        "model.layers.0.mlp.up.weight" in tensors and "model.layers.0.router.weight" not in tensors
+    )
     bias = tensors["model.layers.1.router.bias"]
     assert bias.abs().max() > 0 and torch.allclose(bias / 0.01, (bias / 0.01).round(), atol=1e-4)
     assert "optim.exp_avg.layers.1.router.bias" not in tensors
@@ -108,7 +135,9 @@ def test_another_layout_continues_the_curve(tmp_path, corpus, straight, stopped,
     world, parallel = OTHERS[layout]
     moved = shutil.copytree(stopped, tmp_path / "moved")
     run(moved, corpus, world, parallel=parallel)
-    for mine, reference in zip(curve(moved / "log.jsonl"), curve(straight / "log.jsonl"), strict=True):
+    for mine, reference in zip(
+        curve(moved / "log.jsonl"), curve(straight / "log.jsonl"), strict=True
+    ):
         assert mine == pytest.approx(reference, rel=2e-5)
     got, wanted = whole_tensors(last(moved)), whole_tensors(last(straight))
     assert got.keys() == wanted.keys()
@@ -131,7 +160,9 @@ def test_the_log_tells_what_the_routers_did(straight):
     watched = [record["step"] for record in records if "moe/layer_1/load" in record]
     assert watched == [1, 2, 4], "at the first step, then every moe.log_every"
     figures = ("load", "entropy", "dropped", "dead_experts", "bias_range", "logit_norm")
-    assert {f"moe/layer_{layer}/{name}" for name in figures for layer in (1, 2)} <= records[0].keys()
+    assert {f"moe/layer_{layer}/{name}" for name in figures for layer in (1, 2)} <= records[
+        0
+    ].keys()
     assert not any(key.startswith("moe/layer_0/") for key in records[0])
     assert records[0]["comm_ep_bytes"] > 0
 
@@ -141,6 +172,14 @@ def test_biases_that_balancing_has_moved_are_not_left_behind(tmp_path, corpus):
     model = dataclasses.replace(MODEL, router_bias=False, num_mtp_layers=0)
     run(tmp_path, corpus, 1, parallel={}, stop_after=1, model=model)
     with pytest.raises(
-        AssertionError, match=r"another model: moe.balance = \['aux'\], saved with \['bias', 'seq_aux'\]"
+        AssertionError,
+        match=r"another model: moe.balance = \['aux'\], saved with \['bias', 'seq_aux'\]",
     ):
-        run(tmp_path, corpus, 1, parallel={}, model=model, moe=MoeConfig(balance=["aux"], aux_coef=0.01))
+        run(
+            tmp_path,
+            corpus,
+            1,
+            parallel={},
+            model=model,
+            moe=MoeConfig(balance=["aux"], aux_coef=0.01),
+        )

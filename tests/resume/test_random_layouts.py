@@ -1,4 +1,5 @@
-"""A run moved twice between layouts drawn at random gives the records and weights of one that stayed in one process.
+"""A run moved twice between layouts drawn at random gives the records and weights of one that
+stayed in one process.
 
 What it reads, how its batch grows, when it is evaluated and how it is saved are drawn as well.
 """
@@ -18,18 +19,27 @@ ALONE = {"parallel": ParallelConfig(), "pipeline": PipelineConfig()}
 
 
 def reading(config, folder, dice):
-    """With token files, an order to read them in, evaluations, and perhaps a batch that grows or steps left out."""
-    one, two = (write_corpus(folder / name, vocab_size=config.model.vocab_size, seed=i) for i, name in enumerate("ab"))
+    """With token files, an order to read them in, evaluations, and perhaps a batch that grows or
+    steps left out."""
+    one, two = (
+        write_corpus(folder / name, vocab_size=config.model.vocab_size, seed=i)
+        for i, name in enumerate("ab")
+    )
     train, optim = config.train, config.optim
     if train.gbs % 2 == 0 and dice.random() < 0.4:
         half, gbs = train.gbs // 2, train.gbs
-        train = replace(train, gbs_ramp=dice.choice([[str(half), str(half), str(gbs)], [f"0:{half} 2steps:{gbs}"]]))
+        train = replace(
+            train,
+            gbs_ramp=dice.choice([[str(half), str(half), str(gbs)], [f"0:{half} 2steps:{gbs}"]]),
+        )
         optim = replace(optim, schedule_by=dice.choice(["steps", "samples"]))
     return replace(
         config,
         train=replace(train, steps=STEPS, eval_every=2, eval_batches=1),
         optim=replace(
-            optim, decay_steps=2 * (optim.schedule == "wsd"), skip_norm=dice.choice([0.0, 0.0, 0.0, 1.0, 3.0])
+            optim,
+            decay_steps=2 * (optim.schedule == "wsd"),
+            skip_norm=dice.choice([0.0, 0.0, 0.0, 1.0, 3.0]),
         ),
         moe=replace(config.moe, log_every=dice.choice([1, 2])),
         data=replace(
@@ -64,17 +74,28 @@ def test_moved_twice(tmp_path, number):
         config = replace(config, train=replace(config.train, gbs_ramp=None))
     for name in ("straight", "moved"):
         (tmp_path / name).mkdir()
-    run(replace(config, **ALONE, optim=replace(config.optim, offload=False)), 1, tmp_path / "straight", STEPS, dice)
+    run(
+        replace(config, **ALONE, optim=replace(config.optim, offload=False)),
+        1,
+        tmp_path / "straight",
+        STEPS,
+        dice,
+    )
     run(config, world, tmp_path / "moved", 1, dice)
     for stop_after in (2, STEPS):
         other, ranks = another_layout(config, 1000 * number + stop_after)
         run(other, ranks, tmp_path / "moved", stop_after, dice)
-    for mine, theirs in zip(*(records(tmp_path / name / "log.jsonl") for name in ("moved", "straight")), strict=True):
-        told = {"step", "lr", "consumed_samples", "tokens", "grad_norm"} | {key for key in theirs if "loss" in key}
+    for mine, theirs in zip(
+        *(records(tmp_path / name / "log.jsonl") for name in ("moved", "straight")), strict=True
+    ):
+        told = {"step", "lr", "consumed_samples", "tokens", "grad_norm"} | {
+            key for key in theirs if "loss" in key
+        }
         for key in told:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-10), (mine["step"], key)
     saved, expected = (
-        whole_tensors(tmp_path / name / "checkpoints" / f"step-{STEPS:08d}") for name in ("moved", "straight")
+        whole_tensors(tmp_path / name / "checkpoints" / f"step-{STEPS:08d}")
+        for name in ("moved", "straight")
     )
     assert saved.keys() == expected.keys()
     for key, values in expected.items():

@@ -1,4 +1,5 @@
-"""tools/convert.py reshard: what it writes is what the ranks of the other layout would have written, and continues."""
+"""tools/convert.py reshard: what it writes is what the ranks of the other layout would have
+written, and continues."""
 
 import dataclasses
 import json
@@ -47,10 +48,22 @@ from megatron5d.train.state import run_tensors
 STEPS, STOP = 4, 2
 GROUPS = ("parallel.", "pipeline.", "recompute.", "train.")
 DENSE = ModelConfig(
-    vocab_size=96, num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=8
+    vocab_size=96,
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
 )
 SPARSE = dataclasses.replace(
-    DENSE, num_experts=8, top_k=2, moe_ffn_hidden_size=16, first_k_dense=1, router_bias=True, router_score="sigmoid"
+    DENSE,
+    num_experts=8,
+    top_k=2,
+    moe_ffn_hidden_size=16,
+    first_k_dense=1,
+    router_bias=True,
+    router_score="sigmoid",
 )
 
 
@@ -59,7 +72,16 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=96, documents=300)
 
 
-def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule="1f1b", optim="adamw", **parallel):
+def config_of(
+    folder,
+    corpus,
+    model=DENSE,
+    dtype="fp64",
+    stop_after=0,
+    schedule="1f1b",
+    optim="adamw",
+    **parallel,
+):
     return Config(
         model=model,
         parallel=ParallelConfig(**parallel),
@@ -75,7 +97,11 @@ def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule=
 
 def overrides_between(before, after):
     """What differs between two layouts, as on a command line."""
-    keys = [key for key in leaves() if key.startswith(GROUPS) and value_of(after, key) != value_of(before, key)]
+    keys = [
+        key
+        for key in leaves()
+        if key.startswith(GROUPS) and value_of(after, key) != value_of(before, key)
+    ]
     return [f"{key}={json.dumps(value_of(after, key))}" for key in keys]
 
 
@@ -93,15 +119,20 @@ def moved(config, folder):
 
 
 def _loaded(rank, world, config):
-    """What a rank holds after it has resumed, which files of tensors it has opened, and what it would write."""
+    """What a rank holds after it has resumed, which files of tensors it has opened, and what it
+    would write."""
     opened = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-    run = build_run(config, Process(rank, world, rank, torch.device("cpu")), searched_layout(config, world))
+    run = build_run(
+        config, Process(rank, world, rank, torch.device("cpu")), searched_layout(config, world)
+    )
     files = {Path(name).name for name in opened if name.endswith(".distcp")}
     held, owned = (
         {
             (key, offset): view.clone()
-            for key, tensor in run_tensors(run.sync, run.optimizer, run.model.weights(), writing=writing).items()
+            for key, tensor in run_tensors(
+                run.sync, run.optimizer, run.model.weights(), writing=writing
+            ).items()
             for offset, view in tensor.parts.items()
         }
         for writing in (False, True)
@@ -115,7 +146,8 @@ def is_inside(offset, extent, at, shape):
 
 
 def assert_loads_without_resharding(config, world, online):
-    """Each rank holds the same bits as when it reshards itself, and reads whole items, its own from its own file."""
+    """Each rank holds the same bits as when it reshards itself, and reads whole items, its own from
+    its own file."""
     folder = step_folder(Path(config.checkpoint.dir), STOP)
     files = SavedTensors(folder).files().items()
     items = {(key, item.offset): (file, item.extent) for file, each in files for key, item in each}
@@ -126,7 +158,11 @@ def assert_loads_without_resharding(config, world, online):
         needed = set()
         for (key, at), values in held.items():
             assert torch.equal(values, before[rank][1][key, at]), key
-            inside = [part for part in items if part[0] == key and is_inside(part[1], items[part][1], at, values.shape)]
+            inside = [
+                part
+                for part in items
+                if part[0] == key and is_inside(part[1], items[part][1], at, values.shape)
+            ]
             assert sum(math.prod(items[part][1]) for part in inside) == values.numel(), (
                 f"{key}: a slice of an item is read"
             )
@@ -162,38 +198,60 @@ _CURVES: dict[str, list] = {}  # of runs that nobody stopped, on one process, by
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name.replace(" ", "-"))
 def test_offline_is_online(tmp_path, corpus, one, other):
-    (model, world, schedule, parallel), (_, ranks, schedule_2, parallel_2) = LAYOUTS[one], LAYOUTS[other]
+    (model, world, schedule, parallel), (_, ranks, schedule_2, parallel_2) = (
+        LAYOUTS[one],
+        LAYOUTS[other],
+    )
     balance = ["bias"] if model is SPARSE else ["none"]
     optim = "muon" if one.startswith("zero") else "adamw"
-    saved = config_of(tmp_path, corpus, model, stop_after=STOP, schedule=schedule, optim=optim, **parallel)
+    saved = config_of(
+        tmp_path, corpus, model, stop_after=STOP, schedule=schedule, optim=optim, **parallel
+    )
     saved = dataclasses.replace(saved, moe=dataclasses.replace(saved.moe, balance=balance))
     assert train_on_ranks(saved, world) == [0] * world
     train = dataclasses.replace(saved.train, stop_after=0)
     config = dataclasses.replace(
-        saved, parallel=ParallelConfig(**parallel_2), pipeline=PipelineConfig(schedule=schedule_2), train=train
+        saved,
+        parallel=ParallelConfig(**parallel_2),
+        pipeline=PipelineConfig(schedule=schedule_2),
+        train=train,
     )
     offline = moved(config, tmp_path / "offline")
-    assert reshard(tmp_path / "checkpoints", offline.checkpoint.dir, config, ranks, saved, "--workers", "2") == 0
+    assert (
+        reshard(
+            tmp_path / "checkpoints", offline.checkpoint.dir, config, ranks, saved, "--workers", "2"
+        )
+        == 0
+    )
     assert_loads_without_resharding(offline, ranks, config)
     assert train_on_ranks(offline, ranks) == [0] * ranks
     if (key := repr((config.model, config.optim, config.moe))) not in _CURVES:
         alone = dataclasses.replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
         assert train_on_ranks(moved(alone, tmp_path / "straight"), 1) == [0]
         _CURVES[key] = curve(tmp_path / "straight" / "log.jsonl")
-    for got, expected in zip(curve(tmp_path / "offline" / "log.jsonl"), _CURVES[key][STOP:], strict=True):
+    for got, expected in zip(
+        curve(tmp_path / "offline" / "log.jsonl"), _CURVES[key][STOP:], strict=True
+    ):
         assert got == pytest.approx(expected, rel=1e-10), one
 
 
 @pytest.mark.parametrize("number", numbers("0:4"))
 def test_random_pairs(tmp_path, number):
-    """Bit for bit what was saved, in the parts that the ranks of the target would write, whatever the two layouts."""
+    """Bit for bit what was saved, in the parts that the ranks of the target would write, whatever
+    the two layouts."""
     dice = random.Random(number)
     config, world, _ = random_config(number)
-    data = dataclasses.replace(config.data, train=[write_corpus(tmp_path / "a", vocab_size=config.model.vocab_size)])
+    data = dataclasses.replace(
+        config.data, train=[write_corpus(tmp_path / "a", vocab_size=config.model.vocab_size)]
+    )
     saving = CheckpointConfig(dir=str(tmp_path / "checkpoints"), keep="0")
     log = LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off")
     config = dataclasses.replace(
-        config, data=data, checkpoint=saving, log=log, train=dataclasses.replace(config.train, steps=4, stop_after=STOP)
+        config,
+        data=data,
+        checkpoint=saving,
+        log=log,
+        train=dataclasses.replace(config.train, steps=4, stop_after=STOP),
     )
     assert train_on_ranks(config, world) == [0] * world
     other, ranks = another_layout(config, dice.randrange(10**6))
@@ -218,7 +276,11 @@ TARGET = ["--world", "4", "--workers", "1", "parallel.tp=1", "parallel.pp=2", "p
 
 
 def contents(directory):
-    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(directory): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def assert_equal(folder, expected):
@@ -228,11 +290,14 @@ def assert_equal(folder, expected):
 
 
 def killed_at(number, source, out):
-    """Runs reshard in a process that is killed at the n-th change of a file; returns how many it made, if it ended."""
+    """Runs reshard in a process that is killed at the n-th change of a file; returns how many it
+    made, if it ended."""
     (counted, write), changes = os.pipe(), iter(range(1, 10**9))
 
     def strike(event, args):
-        changing = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) or event.startswith("os.re")
+        changing = (
+            event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) or event.startswith("os.re")
+        )
         if changing and str(out) in str(args[0]) and next(changes) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -245,12 +310,14 @@ def killed_at(number, source, out):
     _, status = os.waitpid(pid, 0)
     with os.fdopen(counted) as pipe:
         count = pipe.read()
-    assert status in ((signal.SIGKILL, 0) if number else (0,))  # the number of changes is not quite the same each time
+    # the number of changes is not quite the same each time
+    assert status in ((signal.SIGKILL, 0) if number else (0,))
     return int(count or 0)
 
 
 def test_killed_at_any_moment_it_ends_when_it_is_run_again(saved, tmp_path):
-    """What was finished is kept, what was not is written anew, and no half checkpoint has a whole one's name."""
+    """What was finished is kept, what was not is written anew, and no half checkpoint has a whole
+    one's name."""
     before, expected = contents(saved), whole_tensors(step_folder(saved, STOP))
     total = killed_at(0, saved, tmp_path / "whole")
     assert total > 15
@@ -259,7 +326,9 @@ def test_killed_at_any_moment_it_ends_when_it_is_run_again(saved, tmp_path):
         killed_at(number, saved, out)
         final, records_of = step_folder(out, STOP), step_folder(out, STOP).with_suffix(".reshard")
         had_name = fault_of(final) is None
-        done = [path.name.removeprefix("rank-") for path in records_of.glob("rank-*") if not path.suffix]
+        done = [
+            path.name.removeprefix("rank-") for path in records_of.glob("rank-*") if not path.suffix
+        ]
         kept = {f"__{rank}_0.distcp": 0 for rank in done} if not had_name else {}
         kept = {name: final.with_suffix(".tmp").joinpath(name).stat().st_ino for name in kept}
         assert convert.main(["reshard", str(saved), str(out), *TARGET]) == 0
@@ -290,7 +359,12 @@ def test_a_finished_file_that_was_damaged_since_is_written_anew(saved, tmp_path)
 
 def test_another_layout_begins_anew_where_one_was_interrupted(saved, tmp_path):
     killed_at(12, saved, tmp_path / "out")
-    assert convert.main(["reshard", str(saved), str(tmp_path / "out"), "--world", "2", "parallel.zero=3"]) == 0
+    assert (
+        convert.main(
+            ["reshard", str(saved), str(tmp_path / "out"), "--world", "2", "parallel.zero=3"]
+        )
+        == 0
+    )
     assert read_run(step_folder(tmp_path / "out", STOP))["config"]["parallel"]["zero"] == 3
     assert_equal(step_folder(tmp_path / "out", STOP), whole_tensors(step_folder(saved, STOP)))
 
@@ -307,7 +381,10 @@ def test_processes_die_with_the_one_that_was_killed(saved, tmp_path):
     process.kill()
     process.wait()
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids):
+    while any(
+        Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text()
+        for pid in pids
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert convert.main(["reshard", str(saved), str(tmp_path / "out"), *TARGET]) == 0
@@ -323,23 +400,43 @@ def values_at(folder, key):
     """The file of a part of a tensor, and where its values begin."""
     tensors = SavedTensors(folder)
     item = next(iter(tensors.tensors[key].items.values()))
-    values = tensors.read(key, item.offset, item.extent).view(-1)[:4].view(torch.uint8).numpy().tobytes()
+    values = (
+        tensors.read(key, item.offset, item.extent).view(-1)[:4].view(torch.uint8).numpy().tobytes()
+    )
     return folder / item.file, (folder / item.file).read_bytes().index(values)
 
 
 KEY = "optim.exp_avg.layers.0.mlp.up.weight"
 DAMAGE = {
-    "a flipped bit": (lambda folder: flip(*values_at(folder, KEY)), rf"__\d_0.distcp is damaged: .* part of {KEY},"),
-    "a flipped bit of the header": (lambda folder: flip(folder / "__1_0.distcp", 20), "__1_0.distcp is of another"),
-    "truncated": (lambda folder: os.truncate(folder / "__2_0.distcp", 1000), "__2_0.distcp has 1000 bytes where"),
-    "a lost file": (lambda folder: (folder / "__3_0.distcp").unlink(), "__3_0.distcp has no file where"),
-    "an index that changed": (lambda folder: flip(folder / "index.json", 500), "index.json is damaged"),
-    "a file that does not belong": (lambda folder: (folder / "x.pt").touch(), "x.pt is not a file of this checkpoint"),
+    "a flipped bit": (
+        lambda folder: flip(*values_at(folder, KEY)),
+        rf"__\d_0.distcp is damaged: .* part of {KEY},",
+    ),
+    "a flipped bit of the header": (
+        lambda folder: flip(folder / "__1_0.distcp", 20),
+        "__1_0.distcp is of another",
+    ),
+    "truncated": (
+        lambda folder: os.truncate(folder / "__2_0.distcp", 1000),
+        "__2_0.distcp has 1000 bytes where",
+    ),
+    "a lost file": (
+        lambda folder: (folder / "__3_0.distcp").unlink(),
+        "__3_0.distcp has no file where",
+    ),
+    "an index that changed": (
+        lambda folder: flip(folder / "index.json", 500),
+        "index.json is damaged",
+    ),
+    "a file that does not belong": (
+        lambda folder: (folder / "x.pt").touch(),
+        "x.pt is not a file of this checkpoint",
+    ),
     "mixed": (
         lambda folder: shutil.copy(step_folder(folder.parent, 1) / "__1_0.distcp", folder),
         "__1_0.distcp (is of another|has )",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -348,7 +445,10 @@ def test_a_damaged_source_is_refused_with_the_file_and_the_tensor(saved, tmp_pat
     source = shutil.copytree(saved, tmp_path / "source")
     damage(step_folder(source, STOP))
     before = contents(source)
-    assert convert.main(["reshard", str(step_folder(source, STOP)), str(tmp_path / "out"), *TARGET]) == 2
+    assert (
+        convert.main(["reshard", str(step_folder(source, STOP)), str(tmp_path / "out"), *TARGET])
+        == 2
+    )
     assert re.search(reason, capsys.readouterr().err)
     assert contents(source) == before and not list((tmp_path / "out").glob("step-*[0-9]"))
 
@@ -382,7 +482,12 @@ def test_places_that_are_taken_or_hold_nothing_are_refused(saved, tmp_path, caps
 
 
 def test_without_a_world_the_fewest_ranks_are_taken(saved, tmp_path, capsys):
-    assert convert.main(["reshard", str(step_folder(saved, 1)), str(tmp_path / "out"), "parallel.pp=2"]) == 0
+    assert (
+        convert.main(
+            ["reshard", str(step_folder(saved, 1)), str(tmp_path / "out"), "parallel.pp=2"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"wrote {step_folder(tmp_path / 'out', 1)} for 4 ranks\n"
 
 

@@ -1,4 +1,5 @@
-"""A resumed run is the run that never stopped: bit for bit on its layout, exactly placed on another."""
+"""A resumed run is the run that never stopped: bit for bit on its layout, exactly placed on
+another."""
 
 import dataclasses
 import functools
@@ -42,9 +43,21 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
 
 
-def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, offload=False, name="adamw", **checkpoint):
+def config_of(
+    folder,
+    corpus,
+    *,
+    parallel=None,
+    dtype="fp32",
+    stop_after=0,
+    offload=False,
+    name="adamw",
+    **checkpoint,
+):
     return Config(
-        model=ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8),
+        model=ModelConfig(
+            vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8
+        ),
         parallel=ParallelConfig(**(SAVED_ON if parallel is None else parallel)),
         train=TrainConfig(steps=STEPS, gbs=8, mbs=2, seq_len=16, stop_after=stop_after),
         optim=OptimConfig(name=name, lr=1e-2, warmup_steps=2, offload=offload),
@@ -67,12 +80,15 @@ def last(folder, step=STEPS):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, corpus):
-    """A run to its end, and one that was stopped half-way, by the optimiser's name: made once, not to be changed."""
+    """A run to its end, and one that was stopped half-way, by the optimiser's name: made once, not
+    to be changed."""
 
     @functools.cache
     def of(name="adamw"):
         folder = tmp_path_factory.mktemp(name)
-        return run(folder / "straight", corpus, name=name), run(folder / "stopped", corpus, stop_after=STOP, name=name)
+        return run(folder / "straight", corpus, name=name), run(
+            folder / "stopped", corpus, stop_after=STOP, name=name
+        )
 
     return of
 
@@ -80,7 +96,9 @@ def finished(tmp_path_factory, corpus):
 def assert_equal(left, right):
     assert left.keys() == right.keys()
     for key in left:
-        assert torch.equal(left[key], right[key]), f"{key} differs by {(left[key] - right[key]).abs().max()}"
+        assert torch.equal(left[key], right[key]), (
+            f"{key} differs by {(left[key] - right[key]).abs().max()}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,8 @@ def assert_equal(left, right):
     [("fp32", 1, True, "adamw"), ("bf16", 3, False, "adamw"), ("bf16", 1, True, "muon")],
 )
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype, zero, offload, name):
-    """With what the optimiser keeps on the host too: in fp32 its masters are saved as the weights alone."""
+    """With what the optimiser keeps on the host too: in fp32 its masters are saved as the weights
+    alone."""
     kind = {"dtype": dtype, "parallel": SAVED_ON | {"zero": zero}, "offload": offload, "name": name}
     straight = run(tmp_path / "straight", corpus, **kind)
     broken = run(tmp_path / "broken", corpus, stop_after=STOP, **kind)
@@ -96,7 +115,11 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype, zero, offl
     assert curve(broken / "log.jsonl") == curve(straight / "log.jsonl")
     tensors = whole_tensors(last(straight))
     assert_equal(whole_tensors(last(broken)), tensors)
-    kinds = {key.split(".")[1] for key in tensors if key.startswith("optim.") and key.endswith(".mlp.up.weight")}
+    kinds = {
+        key.split(".")[1]
+        for key in tensors
+        if key.startswith("optim.") and key.endswith(".mlp.up.weight")
+    }
     moments = {"momentum"} if name == "muon" else {"exp_avg", "exp_avg_sq"}
     assert kinds == moments | ({"master"} if dtype == "bf16" else set())
 
@@ -111,18 +134,28 @@ OTHERS = {
 
 
 def _held_after_loading(rank, world, config):
-    loaded = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
+    loaded = build_run(
+        config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world)
+    )
     moments = []
     for kind, flat, state in loaded.optimizer.tensors():
         for segment in state.segments:
-            moments.append((f"optim.{kind}.{segment.spec.name}", flat[slice(*segment.owned)].clone()))
+            moments.append(
+                (f"optim.{kind}.{segment.spec.name}", flat[slice(*segment.owned)].clone())
+            )
     with loaded.sync.weights.whole():
-        whole = [(p.spec.name, piece, p.detach().clone()) for p in loaded.model.parameters() for piece in p.spec.pieces]
+        whole = [
+            (p.spec.name, piece, p.detach().clone())
+            for p in loaded.model.parameters()
+            for piece in p.spec.pieces
+        ]
     return loaded.progress.step, owned_slices(loaded.sync, "weight_slice"), moments, whole
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, corpus, finished, layout):
+def test_another_layout_gets_every_element_and_continues_the_curve(
+    tmp_path, corpus, finished, layout
+):
     world, parallel, optimiser = OTHERS[layout]
     straight, stopped = finished(optimiser)
     moved = shutil.copytree(stopped, tmp_path / "moved")
@@ -136,31 +169,51 @@ def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, cor
             assert torch.equal(values, saved[f"model.{name}"][index])
         for name, piece, local in whole:  # what the forward will use: gathered from all owners
             index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
-            assert torch.equal(local[piece.row : piece.row + piece.shape[0]], saved[f"model.{name}"][index])
+            assert torch.equal(
+                local[piece.row : piece.row + piece.shape[0]], saved[f"model.{name}"][index]
+            )
         for name, values in moments:
-            assert torch.isin(values, torch.cat([saved[name].flatten(), torch.zeros(1)])).all(), name
+            assert torch.isin(values, torch.cat([saved[name].flatten(), torch.zeros(1)])).all(), (
+                name
+            )
 
     run(tmp_path / "moved", corpus, world=world, parallel=parallel, name=optimiser)
-    for mine, reference in zip(curve(moved / "log.jsonl"), curve(straight / "log.jsonl"), strict=True):
+    for mine, reference in zip(
+        curve(moved / "log.jsonl"), curve(straight / "log.jsonl"), strict=True
+    ):
         assert mine == pytest.approx(reference, rel=2e-5)
     for key, values in whole_tensors(last(straight)).items():
         torch.testing.assert_close(whole_tensors(last(moved))[key], values, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("saved_in", "dtype"), [("fp32", "bf16"), ("bf16", "fp32")])
-def test_another_precision_takes_weights_as_exact_as_they_were_saved(tmp_path, corpus, saved_in, dtype):
+def test_another_precision_takes_weights_as_exact_as_they_were_saved(
+    tmp_path, corpus, saved_in, dtype
+):
     """Weights in fp32 become the masters of bf16, and masters the weights in fp32."""
     folder = run(tmp_path, corpus, stop_after=1, dtype=saved_in)
     saved = whole_tensors(last(folder, 1))
-    exact = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
-    exact |= {key.removeprefix("optim.master."): value for key, value in saved.items() if ".master." in key}
+    exact = {
+        key.removeprefix("model."): value
+        for key, value in saved.items()
+        if key.startswith("model.")
+    }
+    exact |= {
+        key.removeprefix("optim.master."): value
+        for key, value in saved.items()
+        if ".master." in key
+    }
     assert all(each.dtype == torch.float32 for each in exact.values())
     config = config_of(folder, corpus, parallel={"zero": 1}, dtype=dtype)
     for _, rectangles, moments, _ in run_ranks(_held_after_loading, 2, config):
         for name, offset, values in rectangles:
             index = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
             assert torch.equal(values, exact[name][index].to(values.dtype)), name
-        masters = [(name.removeprefix("optim.master."), values) for name, values in moments if ".master." in name]
+        masters = [
+            (name.removeprefix("optim.master."), values)
+            for name, values in moments
+            if ".master." in name
+        ]
         assert (masters != []) == (dtype == "bf16")
         for name, values in masters:
             padded = torch.cat([exact[name].flatten(), torch.zeros(1)])
@@ -179,11 +232,15 @@ def test_a_torn_or_truncated_checkpoint_is_never_resumed(tmp_path, corpus, finis
     torn = run(tmp_path / "torn", corpus, every=1, stop_after=3)
     data = next(last(torn, 3).glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])  # a copy cut short
-    shutil.copytree(last(torn, 2), last(torn, 2).with_name("step-00000005.tmp"))  # a save that was killed
+    # a save that was killed
+    shutil.copytree(last(torn, 2), last(torn, 2).with_name("step-00000005.tmp"))
     shutil.copytree(last(torn, 2), last(torn, 6))
     (last(torn, 6) / "files.json").unlink()
     told = broken_checkpoints(config_of(torn, corpus))
-    assert [last(torn, step).name in text for step, text in zip((6, 3), told, strict=True)] == [True, True]
+    assert [last(torn, step).name in text for step, text in zip((6, 3), told, strict=True)] == [
+        True,
+        True,
+    ]
     run(tmp_path / "torn", corpus)
     assert curve(torn / "log.jsonl") == curve(straight / "log.jsonl")
 
@@ -198,12 +255,16 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", struck)
-    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
+    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [
+        REQUEUE,
+        REQUEUE,
+    ]
     assert newest(tmp_path / "checkpoints") == last(tmp_path, 3)
 
 
 def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus, monkeypatch):
-    """Weights are made or loaded meanwhile, for minutes where they are large: a job told to stop is to be requeued."""
+    """Weights are made or loaded meanwhile, for minutes where they are large: a job told to stop is
+    to be requeued."""
 
     def struck(config, process, layout):
         if process.rank == 1:
@@ -211,7 +272,10 @@ def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus
         return build_run(config, process, layout)
 
     monkeypatch.setattr(loop, "build_run", struck)
-    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
+    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [
+        REQUEUE,
+        REQUEUE,
+    ]
     assert newest(tmp_path / "checkpoints") is None
     assert not (tmp_path / "log.jsonl").read_text()
 
@@ -223,13 +287,18 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path, corpus, capsys):
         assert plan_and_train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
     told = capsys.readouterr()
     told = told.out + told.err
-    assert told.count(f"nothing is left to train: step {STEPS} is saved, and train.steps = {STEPS}") == 1
+    assert (
+        told.count(f"nothing is left to train: step {STEPS} is saved, and train.steps = {STEPS}")
+        == 1
+    )
 
 
 def test_only_the_newest_are_kept(tmp_path, corpus):
     folder = tmp_path / "kept"
     config = config_of(folder, corpus, every=1)
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep="2"))
+    config = dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, keep="2")
+    )
     folder.mkdir()
     train_on_ranks(config, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
@@ -245,7 +314,10 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(corpus, 
     config = config_of(folder, corpus, parallel={}, resume=str(last(folder)))
     whole = config.model
     for other, told in (
-        ({"ffn_hidden_size": 64, "qk_norm": True}, "ffn_hidden_size = 64, saved with 48; model.qk_norm = True, saved"),
+        (
+            {"ffn_hidden_size": 64, "qk_norm": True},
+            "ffn_hidden_size = 64, saved with 48; model.qk_norm = True, saved",
+        ),
         ({"num_layers": 1}, "num_layers = 1, saved with 2"),
         (
             {"num_heads": 3, "num_kv_heads": 3},
@@ -253,6 +325,10 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(corpus, 
         ),
     ):  # the last has as many weights, of other shapes
         with pytest.raises(AssertionError, match=f"(?s)Refused: .*model.{told}"):
-            train_on_ranks(dataclasses.replace(config, model=dataclasses.replace(whole, **other)), 1)
-    with pytest.raises(AssertionError, match=r"optim.name = muon, saved with adamw(?s:.*)init.from_checkpoint"):
+            train_on_ranks(
+                dataclasses.replace(config, model=dataclasses.replace(whole, **other)), 1
+            )
+    with pytest.raises(
+        AssertionError, match=r"optim.name = muon, saved with adamw(?s:.*)init.from_checkpoint"
+    ):
         train_on_ranks(config_of(folder, corpus, parallel={}, name="muon"), 1)

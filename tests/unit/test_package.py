@@ -1,4 +1,5 @@
-"""The package stands beside somebody else's `kernels`, and its links lead to what the top level keeps."""
+"""The package stands beside somebody else's `kernels`, and its links lead to what the top level
+keeps."""
 
 import os
 import subprocess
@@ -21,6 +22,11 @@ def test_another_package_called_kernels_does_no_harm(tmp_path):
     script = "import megatron5d.train.loop, megatron5d.kernels; print(megatron5d.kernels.OWNER)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tmp_path, ROOT]))}
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd="/", check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd="/",
+        check=False,
     )
     assert run.returncode == 0 and run.stdout.strip() == "megatron5d", run.stderr

@@ -68,7 +68,9 @@ def test_a_silent_rank_is_named_with_its_stack(transport):
         while rank == 1:
             time.sleep(1)
 
-    with pytest.raises(RankFailure, match=r"\Ano report from rank\(s\) 1 within 4 s(?s:.*)sleeps_for_ever"):
+    with pytest.raises(
+        RankFailure, match=r"\Ano report from rank\(s\) 1 within 4 s(?s:.*)sleeps_for_ever"
+    ):
         run_ranks(lambda rank, world: sleeps_for_ever(rank), 3, timeout=4)
 
 
@@ -108,7 +110,9 @@ def one_call_more(rank):
 @pytest.mark.parametrize("differ", [shapes, types, operations, roots, order, splits, one_call_more])
 def test_collectives_that_differ_between_ranks_are_an_error(differ, monkeypatch):
     monkeypatch.setattr(local_ranks, "transport", Pipes)
-    with pytest.raises(RankFailure, match=r"collectives mismatch, call 0 of group .* of ranks \[0, 1\]: rank 0: "):
+    with pytest.raises(
+        RankFailure, match=r"collectives mismatch, call 0 of group .* of ranks \[0, 1\]: rank 0: "
+    ):
         run_ranks(lambda rank, world: differ(rank), 2, timeout=1)
 
 
@@ -135,7 +139,11 @@ def sends_another_form(rank):
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
-    [(reads_early, "garbage"), (writes_early, "changed before its end"), (sends_another_form, "rank 0 sends")],
+    [
+        (reads_early, "garbage"),
+        (writes_early, "changed before its end"),
+        (sends_another_form, "rank 0 sends"),
+    ],
 )
 def test_what_gloo_lets_pass_is_an_error(wrong, told, monkeypatch):
     monkeypatch.setattr(local_ranks, "transport", Pipes)
@@ -154,10 +162,14 @@ def everything(rank, world):
         dist.all_gather_into_tensor(joined := x.new_empty(world * len(x), 2), x)
         dist.reduce_scatter_tensor(own := x.new_empty(len(x), 2), joined)
         dist.all_gather(parts := [torch.empty_like(x) for _ in range(world)], x)
-        to_each, from_each = ([0] * world, [0] * world) if not rows else ([rank, 1, 0][:world], [0, 0, 0])
+        to_each, from_each = (
+            ([0] * world, [0] * world) if not rows else ([rank, 1, 0][:world], [0, 0, 0])
+        )
         if rows:
             from_each = [[sender, 1, 0][rank] for sender in range(world)]
-        dist.all_to_all_single(mixed := x.new_empty(sum(from_each), 2), joined[: sum(to_each)], from_each, to_each)
+        dist.all_to_all_single(
+            mixed := x.new_empty(sum(from_each), 2), joined[: sum(to_each)], from_each, to_each
+        )
         dist.broadcast(told := x.clone(), src=1)
         sent, got = dist.isend(x, (rank + 1) % world, tag=5), torch.empty_like(x)
         dist.irecv(got, (rank - 1) % world, tag=5).wait()
@@ -185,7 +197,9 @@ def test_collectives_of_subgroups_are_compared_within_them():
         uneven = [[1, 0], [2, 3]]
         out = torch.empty(sum(row[rank % 2] for row in uneven))
         sent = uneven[rank % 2]
-        dist.all_to_all_single(out, torch.ones(sum(sent)), [row[rank % 2] for row in uneven], sent, groups[rank // 2])
+        dist.all_to_all_single(
+            out, torch.ones(sum(sent)), [row[rank % 2] for row in uneven], sent, groups[rank // 2]
+        )
 
     run_ranks(fn, 4)
 

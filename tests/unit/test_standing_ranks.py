@@ -1,4 +1,5 @@
-"""Ranks that stay: each run has the group, the random numbers and the failures that ranks forked for it would have."""
+"""Ranks that stay: each run has the group, the random numbers and the failures that ranks forked
+for it would have."""
 
 import os
 import signal
@@ -32,8 +33,12 @@ def test_the_same_processes_run_again():
     runs = [run_on_standing_ranks(pid_and_sum, 3, factor) for factor in (1, 10)]
     assert [value for run in runs for _, value, _ in run] == [3.0] * 3 + [30.0] * 3
     assert [pid for pid, _, _ in runs[0]] == [pid for pid, _, _ in runs[1]]
-    assert {pid for pid, _, _ in run_on_standing_ranks(pid_and_sum, 5, 1)} > {pid for pid, _, _ in runs[0]}
-    assert {drawn for run in runs for _, _, drawn in run} == {draw for _, _, draw in run_ranks(pid_and_sum, 3, 1)}
+    assert {pid for pid, _, _ in run_on_standing_ranks(pid_and_sum, 5, 1)} > {
+        pid for pid, _, _ in runs[0]
+    }
+    assert {drawn for run in runs for _, _, drawn in run} == {
+        draw for _, _, draw in run_ranks(pid_and_sum, 3, 1)
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""GEMMs: in FP8, of experts, into a main gradient, and of rows from other ranks. Attention, both ways."""
+"""GEMMs: in FP8, of experts, into a main gradient, and of rows from other ranks. Attention, both
+ways."""
 
 import functools
 import inspect
@@ -22,7 +23,12 @@ from megatron5d.kernels.gemm import (
     grouped_matmul,
     grouped_weight_grad,
 )
-from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
+from megatron5d.kernels.overlapped_gemm import (
+    PeerBuffers,
+    all_gather_gemm,
+    gemm_reduce_scatter,
+    sum_arrived,
+)
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of
 from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, one_way, random, writing
 
@@ -38,12 +44,16 @@ def float8(device: str, m: int, n: int, k: int) -> Calls:
     whole = quantize_tensor(x), quantize_tensor(weight)
     main = torch.zeros(m, n, device=device)
 
-    def torch_scaled(a: Quantized, b: Quantized, *scales: Tensor, out_dtype=torch.bfloat16) -> Callable[[], Tensor]:
+    def torch_scaled(
+        a: Quantized, b: Quantized, *scales: Tensor, out_dtype=torch.bfloat16
+    ) -> Callable[[], Tensor]:
         of_a, of_b = scales
         return lambda: torch._scaled_mm(a.values, b.values.t(), of_a, of_b, out_dtype=out_dtype)
 
-    by_row = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)  # as long as with any other scales
-    a_scales, b_scales = rows.scales.t().contiguous().t(), weight_rows.scales.t().contiguous()  # as cuBLAS reads 1x128
+    # as long as with any other scales
+    by_row = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
+    # as cuBLAS reads 1x128
+    a_scales, b_scales = rows.scales.t().contiguous().t(), weight_rows.scales.t().contiguous()
 
     return {
         "ours": lambda: fp8_matmul(rows, blocks),
@@ -65,14 +75,21 @@ def _offsets(device: str, experts: int, rows: int) -> Tensor:
 
 def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
     """Benchmarks m rows, evenly over the experts."""
-    x, weight, offsets = random(device, m, k), random(device, experts, n, k), _offsets(device, experts, m)
+    x, weight, offsets = (
+        random(device, m, k),
+        random(device, experts, n, k),
+        _offsets(device, experts, m),
+    )
     ends = offsets[1:].int()
     rows8, weight8 = quantize_rows(x), quantize_blocks(weight)[0]
-    by_row = torch.ones(m, device=device), torch.ones(experts, n, device=device)  # as long as with any other scales
+    # as long as with any other scales
+    by_row = torch.ones(m, device=device), torch.ones(experts, n, device=device)
 
     def torch_scaled() -> Tensor:
         matrices = weight8.values.transpose(1, 2)
-        return torch._scaled_grouped_mm(rows8.values, matrices, *by_row, offs=ends, out_dtype=torch.bfloat16)
+        return torch._scaled_grouped_mm(
+            rows8.values, matrices, *by_row, offs=ends, out_dtype=torch.bfloat16
+        )
 
     return {
         "ours": lambda: grouped_matmul(x, weight, offsets),
@@ -89,13 +106,16 @@ def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
     transposed_dy, transposed_x = (fp8_transpose(quantize_rows(each), offsets) for each in (dy, x))
     return {
         "ours": writing(lambda: grouped_weight_grad(dy, x, offsets, main), main),
-        "ours, float8": writing(lambda: grouped_weight_grad_fp8(transposed_dy, transposed_x, offsets, main), main),
+        "ours, float8": writing(
+            lambda: grouped_weight_grad_fp8(transposed_dy, transposed_x, offsets, main), main
+        ),
         "torch grouped_mm, bfloat16 out": lambda: F.grouped_mm(dy.t(), x, offs=ends),
     }
 
 
 def weight_gradient(device: str, m: int, n: int, k: int) -> Calls:
-    """Returns a linear layer's weight gradient `[m, n]` from k tokens, added into the float32 main gradient."""
+    """Returns a linear layer's weight gradient `[m, n]` from k tokens, added into the float32 main
+    gradient."""
     dy, x, main = random(device, k, m), random(device, k, n), torch.zeros(m, n, device=device)
     return {
         "ours": writing(lambda: accumulate_weight_grad(main, dy, x), main),
@@ -140,27 +160,46 @@ TINY = {"m": 48, "n": 64, "k": 128}
 OF_TWO = {"size": 2, **TINY}
 PRODUCTS = {
     "float8 blockwise GEMM 4096x7168x16384": Benchmark(
-        float8, _gemm_flops, "TFLOP/s", {"m": 4096, "n": 7168, "k": 16384}, TINY,
+        float8,
+        _gemm_flops,
+        "TFLOP/s",
+        {"m": 4096, "n": 7168, "k": 16384},
+        TINY,
         dict.fromkeys(("ours", "ours, tensorwise", "ours, weight gradient"), "fp8"),
     ),
     "grouped GEMM, 64 experts": Benchmark(
-        grouped, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS, {"ours": "grouped"}
+        grouped,
+        lambda experts, **sizes: _gemm_flops(**sizes),
+        "TFLOP/s",
+        EXPERTS,
+        FEW_EXPERTS,
+        {"ours": "grouped"},
     ),
     "grouped GEMM weight gradient, 64 experts": Benchmark(
-        grouped_weight, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
+        grouped_weight,
+        lambda experts, **sizes: _gemm_flops(**sizes),
+        "TFLOP/s",
+        EXPERTS,
+        FEW_EXPERTS,
     ),
     "weight gradient into float32 14336x4096x8192": Benchmark(
         weight_gradient, _gemm_flops, "TFLOP/s", {"m": 14336, "n": 4096, "k": 8192}, TINY
     ),
     "all-gather GEMM, 8 ranks, 8192x1792x8192": Benchmark(
-        gathered, lambda size, m, n, k: _gemm_flops(size * m, n, k), "TFLOP/s",
-        {"size": 8, "m": 1024, "n": 1792, "k": 8192}, OF_TWO,
+        gathered,
+        lambda size, m, n, k: _gemm_flops(size * m, n, k),
+        "TFLOP/s",
+        {"size": 8, "m": 1024, "n": 1792, "k": 8192},
+        OF_TWO,
     ),
     "GEMM reduce-scatter, 8 ranks, 8192x8192x1792": Benchmark(
-        scattered, lambda size, m, n, k: _gemm_flops(size * m, n, k), "TFLOP/s",
-        {"size": 8, "m": 1024, "n": 8192, "k": 1792}, OF_TWO,
+        scattered,
+        lambda size, m, n, k: _gemm_flops(size * m, n, k),
+        "TFLOP/s",
+        {"size": 8, "m": 1024, "n": 8192, "k": 1792},
+        OF_TWO,
     ),
-}  # fmt: skip
+}
 
 
 def _flex(
@@ -176,7 +215,9 @@ def _flex(
 
     @functools.cache
     def ready() -> tuple[Callable[..., Tensor], BlockMask]:
-        return torch.compile(flex_attention, dynamic=False), create_block_mask(seen, None, None, s, s, device)
+        return torch.compile(flex_attention, dynamic=False), create_block_mask(
+            seen, None, None, s, s, device
+        )
 
     def run() -> Tensor:
         compiled, mask = ready()
@@ -188,14 +229,17 @@ def _flex(
 def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """Makes torch's flash attention over packed sequences; tensors are `[s, b, heads, d]`."""
     length = document or s
-    q, k, v = (x.detach().transpose(0, 1).flatten(0, 1).requires_grad_(x.requires_grad) for x in (q, k, v))
+    q, k, v = (
+        x.detach().transpose(0, 1).flatten(0, 1).requires_grad_(x.requires_grad) for x in (q, k, v)
+    )
     ends = torch.arange(0, q.shape[0] + 1, length, device=q.device, dtype=torch.int32)
     seen = (window - 1 if window else -1, 0)
 
     def run() -> object:
         from torch.nn.attention.varlen import varlen_attn
 
-        asks = "enable_gqa" in inspect.signature(varlen_attn).parameters  # older torch takes grouped heads as they are
+        # older torch takes grouped heads as they are
+        asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
         grouped: dict[str, Any] = {"enable_gqa": True} if asks and q.shape[1] != k.shape[1] else {}
         return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen, **grouped)
 
@@ -203,14 +247,28 @@ def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor)
 
 
 def attention(
-    device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int, dv: int = 0, window: int = 0,
+    device: str,
+    *,
+    backward: bool,
+    s: int,
+    b: int,
+    a: int,
+    g: int,
+    d: int,
+    dv: int = 0,
+    window: int = 0,
     document: int = 0,
-) -> Calls:  # fmt: skip
-    """Benchmarks causal attention of a query heads over g key heads; window and document lengths, 0 = none."""
+) -> Calls:
+    """Benchmarks causal attention of a query heads over g key heads; window and document lengths, 0
+    = none."""
     sizes = ((a, d), (g, d), (g, dv or d))
     q, k, v = (random(device, s, b, *heads, grad=backward) for heads in sizes)
-    qh, kh, vh = tiles = tuple(x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k, v))
-    ids = (torch.arange(s, device=device) // document).expand(b, s).contiguous() if document else None
+    qh, kh, vh = tiles = tuple(
+        x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k, v)
+    )
+    ids = (
+        (torch.arange(s, device=device) // document).expand(b, s).contiguous() if document else None
+    )
     ours = partial(kernels.attention, q, k, v, scale=d**-0.5, window=window or None, documents=ids)
 
     def torch_with(backend: SDPBackend) -> Callable[[], Tensor]:
@@ -226,13 +284,15 @@ def attention(
         forwards["cuDNN"] = torch_with(SDPBackend.CUDNN_ATTENTION), tiles
     else:
         forwards["torch flash, packed"] = _varlen(s, window, document, q, k, v)
-    if window or document or dv:  # it takes long to compile, and elsewhere flash and cuDNN are there
+    # it takes long to compile, and elsewhere flash and cuDNN are there
+    if window or document or dv:
         forwards["torch flex"] = _flex(s, window, document, device, (qh, kh, vh)), tiles
     return one_way(forwards, backward)
 
 
 def floating_point_operations(*, s, b, a, g, d, dv=0, window=0, document=0) -> float:
-    """Counts the operations of the forward: two GEMMs over all pairs of a query and a key that it sees."""
+    """Counts the operations of the forward: two GEMMs over all pairs of a query and a key that it
+    sees."""
     pairs = s * (window - window / 2 * window / s if window else (document or s) / 2)
     return 2 * (d + (dv or d)) * pairs * b * a
 
@@ -246,7 +306,10 @@ VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "causal, d 64, 8 k": ({"a": 32, "g": 32, "d": 64}, {"d": 16}),
     "causal, d 256, 8 k": ({"a": 8, "g": 8, "d": 256}, {"d": 64}),
     "causal, d 192 and 128, 8 k": ({"d": 192, "dv": 128}, {"d": 48, "dv": 32}),
-    "window of 128, d 64, 8 k, 64 heads over 8": ({"window": 128, "b": 1, "a": 64, "g": 8, "d": 64}, {"window": 8}),
+    "window of 128, d 64, 8 k, 64 heads over 8": (
+        {"window": 128, "b": 1, "a": 64, "g": 8, "d": 64},
+        {"window": 8},
+    ),
     "window of 1 k, d 128, 8 k": ({"window": 1024}, {"window": 24}),
     "documents of 1 k, d 128, 8 k": ({"document": 1024}, {"document": 24}),
 }
@@ -265,5 +328,8 @@ def _rows(way: str, backward: bool) -> dict[str, Benchmark]:
     }
 
 
-ATTENTION = {name: row for both in zip(_rows("forward", False).items(), _rows("backward", True).items())
-             for name, row in both}  # fmt: skip
+ATTENTION = {
+    name: row
+    for both in zip(_rows("forward", False).items(), _rows("backward", True).items())
+    for name, row in both
+}

@@ -1,7 +1,9 @@
-"""Rows of the table of speeds (`Benchmark`: what one call does, and everybody who can do it), and how they are timed.
+"""Rows of the table of speeds (`Benchmark`: what one call does, and everybody who can do it), and
+how they are timed.
 
-A time is the median of many runs over several inputs, with a cold cache, beside the device's own limits. Each piece of
-work has a process of its own (`in_turn`): what crashes there, hangs, or breaks its device ends one piece and no more.
+A time is the median of many runs over several inputs, with a cold cache, beside the device's own
+limits. Each piece of work has a process of its own (`in_turn`): what crashes there, hangs, or
+breaks its device ends one piece and no more.
 """
 
 import importlib
@@ -27,11 +29,12 @@ Sizes = Mapping[str, int]
 class Benchmark:
     """One row of the table."""
 
-    # called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is always there. A call
-    # of ours returns all it makes, also in place, so that results can be compared. What only one provider needs, its
-    # first call makes: it may be missing, or take long
+    # called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is
+    # always there. A call of ours returns all it makes, also in place, so that results can be
+    # compared. What only one provider needs, its first call makes: it may be missing, or take long
     make: Callable[..., Calls]
-    work: Callable[..., float]  # floating-point operations, or bytes that must move, of one call, from the same sizes
+    # floating-point operations, or bytes that must move, of one call, from the same sizes
+    work: Callable[..., float]
     unit: str  # "TFLOP/s" or "GB/s"
     sizes: Sizes  # those of real training
     tiny: Sizes  # the same in small, for a run without a GPU
@@ -47,7 +50,9 @@ class Benchmark:
         return self.make(device, **(self.tiny if tiny else self.sizes))
 
 
-def random(device: str, *shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def random(
+    device: str, *shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
 
 
@@ -71,7 +76,8 @@ def failing(error: Exception) -> Callable[[], object]:
 
 
 def liger(name: str) -> Callable[..., Any]:
-    """Returns a function of Liger-Kernel, or, where it is not installed or has none of that name, one that says so."""
+    """Returns a function of Liger-Kernel, or, where it is not installed or has none of that name,
+    one that says so."""
     try:
         return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
     except (ImportError, AttributeError) as error:
@@ -103,7 +109,11 @@ def _backward(run: Callable[[], Any], leaves: tuple[Tensor, ...]) -> Callable[[]
 
 
 def beside_compiled(
-    ours: Callable[..., Any], reference: Callable[..., Any], leaves: tuple[Tensor, ...], backward: bool, **others
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
+    leaves: tuple[Tensor, ...],
+    backward: bool,
+    **others,
 ) -> Calls:
     """Makes our operation, its plain version compiled, and others by name; all take the leaves."""
     every = {"ours": ours, "torch.compile": torch.compile(reference), **others}
@@ -122,8 +132,8 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
         calls: the same work on different inputs, taken in turn.
 
     Returns:
-        Milliseconds on the device. Before each call the device waits for as long as the host takes to launch it, lest
-        a launch that takes longer than its kernel be timed in its place.
+        Milliseconds on the device. Before each call the device waits for as long as the host takes
+        to launch it, lest a launch that takes longer than its kernel be timed in its place.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for call in calls:
@@ -132,7 +142,9 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
     since = time.perf_counter()
     calls[0]()
     launch_s = min(time.perf_counter() - since, _LONGEST_S)
-    starts, stops = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    starts, stops = (
+        [torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2)
+    )
     for i, (start, stop) in enumerate(zip(starts, stops)):
         flush.zero_()
         torch.cuda._sleep(int(2 * launch_s * CLOCK_HZ))
@@ -145,7 +157,8 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Returns the most that is allocated during a call, what it returns included, beyond what was before it."""
+    """Returns the most that is allocated during a call, what it returns included, beyond what was
+    before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -174,9 +187,12 @@ def cpu_s() -> float:
 
 
 def least_seconds(
-    ways: Mapping[str, Callable[[], Any]], repeats: int, check: Callable[[dict[str, Any]], None] = lambda _: None
+    ways: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    check: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the least CPU time, its children's too, and the least wall time of each way; all are taken by turns.
+    """Returns the least CPU time, its children's too, and the least wall time of each way; all are
+    taken by turns.
 
     `check` compares what they return, and raises.
     """
@@ -197,7 +213,8 @@ Worker = Callable[[Sequence[str], Callable[[tuple], None]], None]
 
 
 def device_is_lost() -> bool:
-    """Says whether an earlier kernel has broken this process's GPU, so that nothing more runs on it."""
+    """Says whether an earlier kernel has broken this process's GPU, so that nothing more runs on
+    it."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -206,14 +223,20 @@ def device_is_lost() -> bool:
 
 
 def _run(worker: Worker, names: Sequence[str], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the parent ends this one
+    # Ctrl-C reaches both processes: the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker(names, connection.send)
 
 
 def in_turn(
-    worker: Worker, names: Sequence[str], limit_s: float, until: float, context: BaseContext | None = None
+    worker: Worker,
+    names: Sequence[str],
+    limit_s: float,
+    until: float,
+    context: BaseContext | None = None,
 ) -> Iterator[tuple]:
-    """Yields a worker's reports, piece by piece; if it dies or hangs, another one continues after that piece.
+    """Yields a worker's reports, piece by piece; if it dies or hangs, another one continues after
+    that piece.
 
     Args:
         worker: runs in the other process; a function of a module.
@@ -221,8 +244,8 @@ def in_turn(
         context: how processes are started; None = spawn, which a parent may that has used its GPU.
 
     Yields:
-        What the worker told, without the `(name,)` at the end of a piece; and `(name, reason)` of a piece that ended
-        without it, also where time was up.
+        What the worker told, without the `(name,)` at the end of a piece; and `(name, reason)` of a
+        piece that ended without it, also where time was up.
     """
     context = context or multiprocessing.get_context("spawn")
     left = list(names)
@@ -241,11 +264,15 @@ def in_turn(
 
 
 def _told(receive: Connection, left: list[str], limit_s: float, until: float) -> Iterator[tuple]:
-    """Returns what one process tells; takes from `left` what it has done, and the piece that it has not survived."""
+    """Returns what one process tells; takes from `left` what it has done, and the piece that it has
+    not survived."""
     while left:
         patience = min(limit_s, until - time.monotonic())
         if not receive.poll(max(patience, 0.0)):
-            yield left.pop(0), f"nothing heard in {limit_s:.0f} s" if patience == limit_s else "the time is up"
+            yield (
+                left.pop(0),
+                f"nothing heard in {limit_s:.0f} s" if patience == limit_s else "the time is up",
+            )
             return
         try:
             message = receive.recv()

@@ -1,8 +1,9 @@
 """Whether several ranks train as one does: losses of layouts over NCCL, by pretrain.py.
 
-Where there are fewer GPUs than ranks, they share them: NCCL, which refuses that within a host, is told that each rank
-has a host of its own, and sends over the loopback. It says nothing about speed, but whether they wait for each other in
-the right order, and whether what CUDA and NCCL demand of a run is met.
+Where there are fewer GPUs than ranks, they share them: NCCL, which refuses that within a host, is
+told that each rank has a host of its own, and sends over the loopback. It says nothing about speed,
+but whether they wait for each other in the right order, and whether what CUDA and NCCL demand of a
+run is met.
 """
 
 import json
@@ -22,11 +23,25 @@ from megatron5d.tools.bench.programs import ended, killed, started
 PRETRAIN = Path(__file__).resolve().parents[2] / "pretrain.py"
 CLOSE = 2e-3  # of the loss: bfloat16 sums in another order, after four steps
 SMALL = [
-    "train.steps=4", "train.gbs=4", "train.seq_len=1024", "precision.dtype=bf16", "optim.lr=1e-4", "model.num_layers=4",
-    "model.hidden_size=1024", "model.num_heads=16", "model.vocab_size=512", "train.cuda_graph=phases", "log.every=1",
-]  # fmt: skip
+    "train.steps=4",
+    "train.gbs=4",
+    "train.seq_len=1024",
+    "precision.dtype=bf16",
+    "optim.lr=1e-4",
+    "model.num_layers=4",
+    "model.hidden_size=1024",
+    "model.num_heads=16",
+    "model.vocab_size=512",
+    "train.cuda_graph=phases",
+    "log.every=1",
+]
 DENSE = ["model=llama3_1b", "model.num_kv_heads=8", "model.ffn_hidden_size=2048"]
-EXPERTS = ["model=qwen3_30b_a3b", "model.num_kv_heads=4", "model.num_experts=16", "moe.planned_imbalance=2.0"]
+EXPERTS = [
+    "model=qwen3_30b_a3b",
+    "model.num_kv_heads=4",
+    "model.num_experts=16",
+    "moe.planned_imbalance=2.0",
+]
 LAYOUTS = {
     "dense": {
         "pp 2": (2, ["parallel.pp=2", "pipeline.schedule=zb_h1"]),
@@ -34,15 +49,21 @@ LAYOUTS = {
         "tp 2, sp": (2, ["parallel.tp=2", "parallel.sp=true"]),
         "cp 2": (2, ["parallel.cp=2"]),
         "DualPipe": (2, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
-        "tp 2, fused": (2, [
-            "parallel.tp=2", "parallel.sp=true", "parallel.tp_overlap=fused", "train.cuda_graph=none",
-        ]),
+        "tp 2, fused": (
+            2,
+            [
+                "parallel.tp=2",
+                "parallel.sp=true",
+                "parallel.tp_overlap=fused",
+                "train.cuda_graph=none",
+            ],
+        ),
     },
     "experts": {
         "ep 2": (2, ["parallel.ep=2", "moe.exchange=planned"]),
         "pp 2, ep 2": (4, ["parallel.pp=2", "parallel.ep=2", "pipeline.schedule=zb_h1"]),
     },
-}  # fmt: skip
+}
 
 
 def compared(folder: Path, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -86,7 +107,11 @@ def _losses(overrides: Sequence[str], ranks: int, folder: Path, until: float) ->
     programs = [started(["env", *variables, *command]) for variables in _environments(ranks)]
     failed: list[Any] = []
     try:  # one that fails leaves the others waiting
-        while time.monotonic() < until and not failed and any(program.poll() is None for program in programs):
+        while (
+            time.monotonic() < until
+            and not failed
+            and any(program.poll() is None for program in programs)
+        ):
             time.sleep(0.1)
             failed = [program for program in programs if program.poll()]
     finally:
@@ -97,7 +122,9 @@ def _losses(overrides: Sequence[str], ranks: int, folder: Path, until: float) ->
         return ends[failed[0]][1]
     if any(code != 0 for code, _ in ends.values()):
         return "the time is up"
-    return [line["loss"] for line in map(json.loads, log.read_text().splitlines()) if "loss" in line]
+    return [
+        line["loss"] for line in map(json.loads, log.read_text().splitlines()) if "loss" in line
+    ]
 
 
 def _environments(ranks: int) -> list[list[str]]:
@@ -106,8 +133,19 @@ def _environments(ranks: int) -> list[list[str]]:
         return [[]]
     gpus = torch.cuda.device_count()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        shared = ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={server.getsockname()[1]}", f"WORLD_SIZE={ranks}"]
+        shared = [
+            "MASTER_ADDR=127.0.0.1",
+            f"MASTER_PORT={server.getsockname()[1]}",
+            f"WORLD_SIZE={ranks}",
+        ]
     if gpus < ranks:
-        shared += ["NCCL_NET=Socket", "NCCL_SOCKET_IFNAME=lo", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"]
+        shared += [
+            "NCCL_NET=Socket",
+            "NCCL_SOCKET_IFNAME=lo",
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1",
+        ]
     apart = [[f"NCCL_HOSTID=rank{rank}"] if gpus < ranks else [] for rank in range(ranks)]
-    return [[*shared, f"RANK={rank}", f"LOCAL_RANK={rank % gpus}", *apart[rank]] for rank in range(ranks)]
+    return [
+        [*shared, f"RANK={rank}", f"LOCAL_RANK={rank % gpus}", *apart[rank]]
+        for rank in range(ranks)
+    ]

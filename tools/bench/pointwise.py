@@ -9,8 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import activation_backward, activation_reference, weighted_activation
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
+from megatron5d.kernels.activation import (
+    activation_backward,
+    activation_reference,
+    weighted_activation,
+)
+from megatron5d.kernels.fp8.norm_swiglu import (
+    norm_quantized,
+    swiglu_backward_quantized,
+    swiglu_quantized,
+)
 from megatron5d.kernels.fp8.quantize import (
     fp8_transpose,
     fp8_transpose_reference,
@@ -27,7 +35,15 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
-from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
+from megatron5d.tools.bench.harness import (
+    Benchmark,
+    Calls,
+    Forward,
+    beside_compiled,
+    liger,
+    one_way,
+    random,
+)
 
 EPS = 1e-5
 
@@ -35,19 +51,27 @@ EPS = 1e-5
 def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     leaves = random(device, rows, width, grad=backward), random(device, width, grad=backward)
     return beside_compiled(
-        partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS), leaves, backward,
+        partial(kernels.rms_norm, eps=EPS),
+        partial(kernels.rms_norm_reference, eps=EPS),
+        leaves,
+        backward,
         torch=lambda x, w: F.rms_norm(x, (width,), w, EPS),
         Liger=lambda x, w: liger("liger_rms_norm")(x, w, EPS, in_place=False),
-    )  # fmt: skip
+    )
 
 
 def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    leaves = tuple(random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,)))
+    leaves = tuple(
+        random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,))
+    )
     return beside_compiled(
-        partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS), leaves, backward,
+        partial(kernels.layer_norm, eps=EPS),
+        partial(kernels.layer_norm_reference, eps=EPS),
+        leaves,
+        backward,
         torch=lambda x, w, b: F.layer_norm(x, (width,), w, b, EPS),
         Liger=lambda x, w, b: liger("liger_layer_norm")(x, w, b, EPS),
-    )  # fmt: skip
+    )
 
 
 def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
@@ -60,13 +84,19 @@ def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls
         return kernels.rms_norm_reference(total, weight, EPS), total
 
     return beside_compiled(
-        partial(kernels.add_rms_norm, eps=EPS), reference, leaves, backward,
-        Liger=lambda x, residual, w: liger("liger_fused_add_rms_norm")(x, residual, w, EPS, in_place=False),
-    )  # fmt: skip
+        partial(kernels.add_rms_norm, eps=EPS),
+        reference,
+        leaves,
+        backward,
+        Liger=lambda x, residual, w: liger("liger_fused_add_rms_norm")(
+            x, residual, w, EPS, in_place=False
+        ),
+    )
 
 
 def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
-    """Returns the backward of the norm that a residual branch begins with, and of the stream beside it."""
+    """Returns the backward of the norm that a residual branch begins with, and of the stream beside
+    it."""
     leaves = random(device, rows, width, grad=True), random(device, width, grad=True)
     return beside_compiled(
         lambda x, w: kernels.add_rms_norm(x, None, w, EPS),
@@ -91,16 +121,25 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Takes gate and up side by side, times a weight of each row."""
-    leaves = random(device, rows, 2 * width, grad=backward), torch.rand(rows, device=device, requires_grad=backward)
-    ours, reference = (partial(each, kind="swiglu") for each in (weighted_activation, activation_reference))
+    leaves = (
+        random(device, rows, 2 * width, grad=backward),
+        torch.rand(rows, device=device, requires_grad=backward),
+    )
+    ours, reference = (
+        partial(each, kind="swiglu") for each in (weighted_activation, activation_reference)
+    )
     return beside_compiled(ours, reference, leaves, backward)
 
 
 def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Returns the tanh form, as GPT-2 has it."""
     leaves = (random(device, rows, width, grad=backward),)
-    ours, reference = (partial(each, approximate="tanh") for each in (kernels.gelu, kernels.gelu_reference))
-    return beside_compiled(ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh"))
+    ours, reference = (
+        partial(each, approximate="tanh") for each in (kernels.gelu, kernels.gelu_reference)
+    )
+    return beside_compiled(
+        ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh")
+    )
 
 
 def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int) -> Calls:
@@ -114,7 +153,10 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
     transposed = qkv * 1 if backward else qkv  # a projection, which may be written over
     forwards: dict[str, Forward] = {
         "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
-        "ours, in a projection": (lambda: kernels.apply_rope_to_projection(transposed, (a, g), *tables), (qkv,)),
+        "ours, in a projection": (
+            lambda: kernels.apply_rope_to_projection(transposed, (a, g), *tables),
+            (qkv,),
+        ),
         "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
         "Liger": (lambda: liger("liger_rope")(qh, kh, whole.cos(), whole.sin()), (qh, kh)),
     }
@@ -168,7 +210,9 @@ def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: T
 
 def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
     """Writes nothing wide."""
-    return _to_float8(swiglu_quantized, kernels.swiglu, kernels.swiglu_reference, random(device, rows, 2 * width))
+    return _to_float8(
+        swiglu_quantized, kernels.swiglu, kernels.swiglu_reference, random(device, rows, 2 * width)
+    )
 
 
 def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
@@ -190,9 +234,15 @@ def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Call
         return norm_quantized(x, weight, bias, EPS, centred=centred)[0]
 
     if centred:
-        kernel, reference = partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS)
+        kernel, reference = (
+            partial(kernels.layer_norm, eps=EPS),
+            partial(kernels.layer_norm_reference, eps=EPS),
+        )
         return _to_float8(ours, kernel, reference, x, weight, bias)
-    kernel, reference = partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS)
+    kernel, reference = (
+        partial(kernels.rms_norm, eps=EPS),
+        partial(kernels.rms_norm_reference, eps=EPS),
+    )
     return _to_float8(ours, kernel, reference, x, weight)
 
 
@@ -200,13 +250,20 @@ ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 143
 EXPERTS = {"rows": 65536, "width": 2048}
 WIDE = {"rows": 4096, "width": 18432}
 TINY = {"rows": 6, "width": 136}
-HEADS, FEW_HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}, {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
+HEADS, FEW_HEADS = (
+    {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128},
+    {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16},
+)
 
 
-def _row(make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int], family: str | None = None) -> Benchmark:
+def _row(
+    make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int], family: str | None = None
+) -> Benchmark:
     """Counts the bytes that must move for each row and column."""
     families = {} if family is None else {"ours": family}
-    return Benchmark(make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY, families)
+    return Benchmark(
+        make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY, families
+    )
 
 
 def _rope_row(backward: bool) -> Benchmark:
@@ -233,8 +290,12 @@ POINTWISE = {
     "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS, "norm"),
     "SwiGLU forward 8192x14336": _row(partial(swiglu, backward=False), 6, FEED_FORWARD),
     "SwiGLU backward 8192x14336": _row(partial(swiglu, backward=True), 10, FEED_FORWARD),
-    "SwiGLU of experts forward 65536x2048": _row(partial(expert_swiglu, backward=False), 6, EXPERTS),
-    "SwiGLU of experts backward 65536x2048": _row(partial(expert_swiglu, backward=True), 10, EXPERTS),
+    "SwiGLU of experts forward 65536x2048": _row(
+        partial(expert_swiglu, backward=False), 6, EXPERTS
+    ),
+    "SwiGLU of experts backward 65536x2048": _row(
+        partial(expert_swiglu, backward=True), 10, EXPERTS
+    ),
     "GELU forward 8192x14336": _row(partial(gelu, backward=False), 4, FEED_FORWARD),
     "GELU backward 8192x14336": _row(partial(gelu, backward=True), 6, FEED_FORWARD),
     "RoPE, 32 and 8 heads, 16 k tokens": _rope_row(False),

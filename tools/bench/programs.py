@@ -1,4 +1,5 @@
-"""Programs that are started with a deadline; when it comes they and what they have started are killed."""
+"""Programs that are started with a deadline; when it comes they and what they have started are
+killed."""
 
 import os
 import signal
@@ -26,7 +27,10 @@ def ended(program: subprocess.Popen[str], until: float, lines: int = 1) -> tuple
         (its code or None if it was killed, lines).
     """
     try:
-        said, code = program.communicate(timeout=max(0.0, until - time.monotonic()))[0], program.returncode
+        said, code = (
+            program.communicate(timeout=max(0.0, until - time.monotonic()))[0],
+            program.returncode,
+        )
     except BaseException as error:
         killed(program)
         said, code = program.communicate()[0], None

@@ -1,4 +1,5 @@
-"""What memory bounds beside hidden states: losses, the embedding, tokens on their way to experts, AdamW."""
+"""What memory bounds beside hidden states: losses, the embedding, tokens on their way to experts,
+AdamW."""
 
 from functools import partial
 
@@ -10,7 +11,15 @@ from megatron5d import kernels
 from megatron5d.kernels import moe
 from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
-from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, liger, one_way, random, writing
+from megatron5d.tools.bench.harness import (
+    Benchmark,
+    Calls,
+    Forward,
+    liger,
+    one_way,
+    random,
+    writing,
+)
 
 
 def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:
@@ -28,8 +37,12 @@ def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
 
 
 def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Computes the gradient of the logits; ours is written over them, as the model's head does it."""
-    logits, labels = random(device, tokens, vocabulary, grad=True), _labels(device, tokens, vocabulary)
+    """Computes the gradient of the logits; ours is written over them, as the model's head does
+    it."""
+    logits, labels = (
+        random(device, tokens, vocabulary, grad=True),
+        _labels(device, tokens, vocabulary),
+    )
     dloss, written = torch.ones(tokens, device=device), logits.detach().clone()
     row_max, row_sum, _ = kernels.vocab_statistics(written, labels, 0, vocabulary)
     row = labels, row_max, row_sum, dloss
@@ -38,32 +51,46 @@ def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
         "torch.compile": (lambda: compiled(logits, labels), (logits,)),
         "torch": (lambda: F.cross_entropy(logits, labels, reduction="none"), (logits,)),
     }
-    return {"ours": lambda: kernels.vocab_cross_entropy_backward(written, *row, 0, vocabulary), **one_way(others, True)}
+    return {
+        "ours": lambda: kernels.vocab_cross_entropy_backward(written, *row, 0, vocabulary),
+        **one_way(others, True),
+    }
 
 
 def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
     """Loss and gradient; Liger makes the two at once, over the logits."""
-    logits, labels = random(device, tokens, vocabulary, grad=True), _labels(device, tokens, vocabulary)
-    compiled, dloss = torch.compile(kernels.cross_entropy_reference), torch.ones(tokens, device=device)
+    logits, labels = (
+        random(device, tokens, vocabulary, grad=True),
+        _labels(device, tokens, vocabulary),
+    )
+    compiled, dloss = (
+        torch.compile(kernels.cross_entropy_reference),
+        torch.ones(tokens, device=device),
+    )
 
     def ours() -> Tensor:
         kept = logits.detach()
         row_max, row_sum, _ = kernels.vocab_statistics(kept, labels, 0, vocabulary)
-        return kernels.vocab_cross_entropy_backward(kept, labels, row_max, row_sum, dloss, 0, vocabulary)
+        return kernels.vocab_cross_entropy_backward(
+            kept, labels, row_max, row_sum, dloss, 0, vocabulary
+        )
 
     return {
         "ours, in place": ours,
         "ours": lambda: torch.autograd.grad(kernels.cross_entropy(logits, labels).sum(), logits),
         "torch.compile": lambda: torch.autograd.grad(compiled(logits, labels).sum(), logits),
-        "torch": lambda: torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), logits),
+        "torch": lambda: torch.autograd.grad(
+            F.cross_entropy(logits, labels, reduction="sum"), logits
+        ),
         "Liger": lambda: torch.autograd.grad(
             liger("liger_cross_entropy")(logits, labels, reduction="sum"), logits
         ),
-    }  # fmt: skip
+    }
 
 
 def embedding_gradient(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Adds rows of 4096 into a gradient in float32; torch by atomics, in any order, or sorted as ours."""
+    """Adds rows of 4096 into a gradient in float32; torch by atomics, in any order, or sorted as
+    ours."""
     into = random(device, vocabulary, 4096, dtype=torch.float32)
     ids, rows = _labels(device, tokens, vocabulary), random(device, tokens, 4096)
     return {
@@ -82,7 +109,9 @@ def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls
     return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
 
 
-def unpermute(device: str, *, backward: bool, tokens: int, width: int, experts: int, k: int) -> Calls:
+def unpermute(
+    device: str, *, backward: bool, tokens: int, width: int, experts: int, k: int
+) -> Calls:
     """Returns rows to their tokens."""
     where = _routed(device, tokens, experts, k)
     rows = random(device, tokens * k, width, grad=backward)
@@ -116,7 +145,10 @@ def _tensors(device: str, tensors: int, count: int) -> list[Tensor]:
 
 def adamw(device: str, tensors: int, count: int) -> Calls:
     """Returns a step with clipping; torch's is not given a factor."""
-    columns = {name: _tensors(device, tensors, count) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    columns = {
+        name: _tensors(device, tensors, count)
+        for name in ("master", "grad", "exp_avg", "exp_avg_sq")
+    }
     table, settings = TensorTable(**columns), AdamWSettings(1e-4, 0.9, 0.95, 1e-8, 10)
     factor, decay = torch.ones((), device=device), torch.zeros(tensors, device=device)
     parameters = _tensors(device, tensors, count)
@@ -130,18 +162,33 @@ def adamw(device: str, tensors: int, count: int) -> Calls:
 def gradient_norm(device: str, tensors: int, count: int) -> Calls:
     grads = _tensors(device, tensors, count)
     table = TensorTable(grad=grads)
-    return {"ours": lambda: squared_norm(table), "torch": lambda: torch.nn.utils.get_total_norm(grads)}
+    return {
+        "ours": lambda: squared_norm(table),
+        "torch": lambda: torch.nn.utils.get_total_norm(grads),
+    }
 
 
 LOGITS, FEW_LOGITS = {"tokens": 8192, "vocabulary": 128256}, {"tokens": 6, "vocabulary": 300}
-ROUTED, FEW_ROUTED = {"tokens": 16384, "width": 2048, "experts": 64, "k": 8}, {
-    "tokens": 6, "width": 40, "experts": 5, "k": 2,
-}  # fmt: skip
+ROUTED, FEW_ROUTED = (
+    {"tokens": 16384, "width": 2048, "experts": 64, "k": 8},
+    {
+        "tokens": 6,
+        "width": 40,
+        "experts": 5,
+        "k": 2,
+    },
+)
 MANY, FEW = {"tensors": 32, "count": 2**24}, {"tensors": 3, "count": 300}
 
 
 def _logits(make, bytes_each: int) -> Benchmark:
-    return Benchmark(make, lambda tokens, vocabulary: tokens * vocabulary * bytes_each, "GB/s", LOGITS, FEW_LOGITS)
+    return Benchmark(
+        make,
+        lambda tokens, vocabulary: tokens * vocabulary * bytes_each,
+        "GB/s",
+        LOGITS,
+        FEW_LOGITS,
+    )
 
 
 def _way_of_tokens(make, passes) -> Benchmark:
@@ -162,17 +209,26 @@ TOKENS = {
     "cross-entropy backward 8192x128256": _logits(cross_entropy_backward, 4),
     "cross-entropy, both ways, 8192x128256": _logits(cross_entropy_both_ways, 6),
     "embedding gradient, 8 k tokens of 128256": Benchmark(
-        embedding_gradient, lambda tokens, vocabulary: tokens * 4096 * 10, "GB/s", LOGITS, FEW_LOGITS
+        embedding_gradient,
+        lambda tokens, vocabulary: tokens * 4096 * 10,
+        "GB/s",
+        LOGITS,
+        FEW_LOGITS,
     ),
     "MoE permute, 16 k tokens, 8 of 64": _way_of_tokens(permute, lambda k: 1 + k),
-    "MoE un-permute forward, 16 k tokens, 8 of 64": _way_of_tokens(partial(unpermute, backward=False), lambda k: k + 1),
+    "MoE un-permute forward, 16 k tokens, 8 of 64": _way_of_tokens(
+        partial(unpermute, backward=False), lambda k: k + 1
+    ),
     "MoE un-permute backward, 16 k tokens, 8 of 64": _way_of_tokens(
         partial(unpermute, backward=True), lambda k: 2 * k + 1
     ),
     "MoE top-k, 64 k tokens, 8 of 64": Benchmark(
-        top_k, lambda tokens, experts, k: tokens * (4 * experts + 12 * k), "GB/s",
-        {"tokens": 65536, "experts": 64, "k": 8}, {"tokens": 6, "experts": 5, "k": 2},
+        top_k,
+        lambda tokens, experts, k: tokens * (4 * experts + 12 * k),
+        "GB/s",
+        {"tokens": 65536, "experts": 64, "k": 8},
+        {"tokens": 6, "experts": 5, "k": 2},
     ),
     "AdamW, 32 x 16 M": _many(adamw, 28),
     "gradient norm, 32 x 16 M": _many(gradient_norm, 4),
-}  # fmt: skip
+}

@@ -33,18 +33,26 @@ from megatron5d.topology.launcher import die_with_parent
 from megatron5d.train.state import read_record
 
 BLOCK_ELEMENTS = 1 << 23  # of each of two tensors, compared at a time
-Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # an offset and a shape -> that rectangle of a tensor
+# an offset and a shape -> that rectangle of a tensor
+Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Prints what a checkpoint holds, and of which run it is; returns 0. Raises ValueError: no whole checkpoint, or its
-    index or run.json is damaged."""
+    """Prints what a checkpoint holds, and of which run it is; returns 0. Raises ValueError: no
+    whole checkpoint, or its index or run.json is damaged."""
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
     run, config = read_record(saved.folder), saved_config(saved.folder)
     layout, default = to_dict(config.parallel), to_dict(Config().parallel)
     files = {path.name: path.stat().st_size for path in sorted(saved.folder.iterdir())}
-    about: dict[str, Any] = {"path": str(saved.folder), **{key: run.get(key) for key in ("version", "commit")}}
-    about |= run["progress"] | {"model": config.model.name, "bytes": sum(files.values()), "num_files": len(files)}
+    about: dict[str, Any] = {
+        "path": str(saved.folder),
+        **{key: run.get(key) for key in ("version", "commit")},
+    }
+    about |= run["progress"] | {
+        "model": config.model.name,
+        "bytes": sum(files.values()),
+        "num_files": len(files),
+    }
     about["layout"] = {key: value for key, value in layout.items() if value != default[key]}
     tensors = {
         key: {
@@ -65,11 +73,14 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is. Raises ValueError: no
-    whole checkpoint, or its index is damaged."""
+    """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is.
+    Raises ValueError: no whole checkpoint, or its index is damaged."""
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
-    files, dtypes = list(saved.files().items()), {key: each.dtype for key, each in saved.tensors.items()}
+    files, dtypes = (
+        list(saved.files().items()),
+        {key: each.dtype for key, each in saved.tensors.items()},
+    )
     faults = saved.faults_outside()
 
     def check(number: int) -> tuple[int, str | None]:
@@ -82,14 +93,18 @@ def verify(args: argparse.Namespace) -> int:
         for size, fault in in_processes(check, len(files), args.workers):
             faults += [fault] if fault else []
             bar.update(size)
-    print("\n".join(faults) or f"{saved.folder} is sound: {len(files)} files of tensors, {total:,} bytes")
+    print(
+        "\n".join(faults)
+        or f"{saved.folder} is sound: {len(files)} files of tensors, {total:,} bytes"
+    )
     return 1 if faults else 0
 
 
 def diff(args: argparse.Namespace) -> int:
     """Compares the tensors of two checkpoints or Hugging Face folders; returns 1 where some differ.
 
-    Of a folder and a checkpoint the weights are compared, of two checkpoints all that the optimiser keeps, too.
+    Of a folder and a checkpoint the weights are compared, of two checkpoints all that the optimiser
+    keeps, too.
 
     Raises ValueError: one of them is neither, or is damaged.
     """
@@ -97,18 +112,22 @@ def diff(args: argparse.Namespace) -> int:
         one, other = (_tensors(path, stack) for path in (args.one, args.other))
         if not all(any(key.startswith("optim.") for key in each) for each in (one, other)):
             one, other = (
-                {key: each for key, each in found.items() if key.startswith(PREFIX)} for found in (one, other)
+                {key: each for key, each in found.items() if key.startswith(PREFIX)}
+                for found in (one, other)
             )
         lines = [f"{key} is only in {args.one}" for key in one.keys() - other.keys()]
         lines += [f"{key} is only in {args.other}" for key in other.keys() - one.keys()]
-        for key in tqdm(sorted(one.keys() & other.keys()), unit="tensor", disable=not sys.stderr.isatty()):
+        for key in tqdm(
+            sorted(one.keys() & other.keys()), unit="tensor", disable=not sys.stderr.isatty()
+        ):
             if one[key][0] != other[key][0]:
                 lines.append(f"{key} is {list(one[key][0])} and {list(other[key][0])}")
             elif (worst := _difference(*one[key], other[key][1])) > args.tolerance:
                 lines.append(f"{key} differs by {worst:.3g} of its largest value")
     common = len(one.keys() & other.keys())
     print(
-        "\n".join(sorted(lines)) or f"the same: {common} tensors" + f" within {args.tolerance:g}" * bool(args.tolerance)
+        "\n".join(sorted(lines))
+        or f"the same: {common} tensors" + f" within {args.tolerance:g}" * bool(args.tolerance)
     )
     return 1 if lines else 0
 
@@ -130,13 +149,17 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, tuple[tuple[int, ...], R
 
 
 def _reader_of(tensor: Any) -> Read:
-    """Reads a rectangle of a tensor of a Hugging Face folder; the parts that it lies in are read whole."""
+    """Reads a rectangle of a tensor of a Hugging Face folder; the parts that it lies in are read
+    whole."""
 
     def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         values = torch.empty(shape, dtype=torch.float64)
         for at, view in tensor.parts.items():
             if shared := overlap(at, view.shape, offset, shape):
-                here, there = ([slice(a - c, b - c) for a, b, c in zip(*shared, start)] for start in (offset, at))
+                here, there = (
+                    [slice(a - c, b - c) for a, b, c in zip(*shared, start)]
+                    for start in (offset, at)
+                )
                 values[tuple(here)] = tensor.values(at)[tuple(there)]
         return values
 
@@ -144,14 +167,17 @@ def _reader_of(tensor: Any) -> Read:
 
 
 def _difference(shape: tuple[int, ...], one: Read, other: Read) -> float:
-    """Returns largest difference of two tensors, of the first one's largest value; infinite where only one is not
-    finite."""
+    """Returns largest difference of two tensors, of the first one's largest value; infinite where
+    only one is not finite."""
     worst = largest = 0.0
     for offset, extent in _blocks(shape):
         a, b = one(offset, extent).double(), other(offset, extent).double()
         same = (a == b) | (a.isnan() & b.isnan())
         difference = torch.where(same, 0.0, (a - b).abs().nan_to_num(float("inf"), float("inf")))
-        worst, largest = max(worst, difference.max().item()), max(largest, a.nan_to_num(0, 0, 0).abs().max().item())
+        worst, largest = (
+            max(worst, difference.max().item()),
+            max(largest, a.nan_to_num(0, 0, 0).abs().max().item()),
+        )
     return worst / largest if worst and largest else worst
 
 
@@ -170,10 +196,12 @@ _FORKED: list[Callable[[int], Any]] = []  # what a forked process calls
 
 
 def in_processes(work: Callable[[int], T], count: int, num_workers: int) -> Iterator[T]:
-    """Calls `work` with 0 ... count-1 in forked processes, and yields what it returns in the order in which calls end.
+    """Calls `work` with 0 ... count-1 in forked processes, and yields what it returns in the order
+    in which calls end.
 
-    What this process has opened and computed reaches the others by fork; it must use a single thread of torch's.
-    Values and errors must be picklable. With one worker the calls are made in this process.
+    What this process has opened and computed reaches the others by fork; it must use a single
+    thread of torch's. Values and errors must be picklable. With one worker the calls are made in
+    this process.
 
     Raises OSError: a process was killed. Raises Exception: the first one that `work` raised.
     """

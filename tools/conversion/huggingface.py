@@ -15,18 +15,29 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.files import check_vacant
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
-from megatron5d.checkpoint.hf.weights import IGNORED, hf_entries, hf_weights, prediction_layers, unread
+from megatron5d.checkpoint.hf.weights import (
+    IGNORED,
+    hf_entries,
+    hf_weights,
+    prediction_layers,
+    unread,
+)
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
-from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, unfinished, widest_dtype
+from megatron5d.tools.conversion.new_checkpoint import (
+    check_empty,
+    save_weights,
+    unfinished,
+    widest_dtype,
+)
 from megatron5d.train.hf_export import holds_tokenizer, planned_export
 from megatron5d.train.state import read_record
 
 
 def from_hf(args: argparse.Namespace) -> int:
-    """Writes a checkpoint of step 0, and prints its folder; returns 0. Raises ValueError: the folder is not one of ours
-    to read, or `out` holds checkpoints."""
+    """Writes a checkpoint of step 0, and prints its folder; returns 0. Raises ValueError: the
+    folder is not one of ours to read, or `out` holds checkpoints."""
     hf: Path = args.hf
     model = read_model_config(hf)
     check_empty(args.out)
@@ -36,13 +47,20 @@ def from_hf(args: argparse.Namespace) -> int:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         family = read_hf_config(hf)["model_type"]
         wide = {entry.hf_name for entry in hf_entries(model, family) if entry.wide}
-        tables = re.compile("|".join(IGNORED[family]))  # rotary frequencies are fp32 beside weights in bf16, too
-        found = {t.dtype for name, t in stored.tensors.items() if name not in wide and not tables.search(name)}
+        # rotary frequencies are fp32 beside weights in bf16, too
+        tables = re.compile("|".join(IGNORED[family]))
+        found = {
+            t.dtype
+            for name, t in stored.tensors.items()
+            if name not in wide and not tables.search(name)
+        }
         for line in unread(model, stored):
             print(line, file=sys.stderr)
         dtype = args.dtype or widest_dtype(found)
         data = DataConfig(tokenizer=home if holds_tokenizer(hf) else None)
-        config = Config(model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data)
+        config = Config(
+            model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data
+        )
         tensors = hf_weights(model, stored, DTYPES[dtype])
         print(f"wrote {save_weights(args.out, dict(tensors), config)}")
     return 0
@@ -51,8 +69,8 @@ def from_hf(args: argparse.Namespace) -> int:
 def to_hf(args: argparse.Namespace) -> int:
     """Writes a Hugging Face folder, and prints the size of its weights; returns 0.
 
-    Raises ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer that cannot leave with
-    its ids, or `out` holds files that transformers would read.
+    Raises ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer
+    that cannot leave with its ids, or `out` holds files that transformers would read.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     check_vacant(args.out)

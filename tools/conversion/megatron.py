@@ -17,25 +17,44 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
-from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedTensors, SavedWeights, whole_checkpoint
-from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, args_of, entries, model_config_of
+from megatron5d.checkpoint.load import (
+    PREFIX,
+    LazyTensor,
+    SavedTensors,
+    SavedWeights,
+    whole_checkpoint,
+)
+from megatron5d.checkpoint.megatron.names import (
+    EMBEDDING,
+    IGNORED,
+    args_of,
+    entries,
+    model_config_of,
+)
 from megatron5d.checkpoint.megatron.reader import TRACKER, MegatronTensors, open_checkpoint
 from megatron5d.checkpoint.megatron.writer import RELEASE, STATES, Training, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights, unfinished, widest_dtype
+from megatron5d.tools.conversion.new_checkpoint import (
+    check_empty,
+    save_weights,
+    unfinished,
+    widest_dtype,
+)
 from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import Progress, read_record, twin
 
-_OTHER_NAMES = {"fp32_param": "param"}  # of kinds of the optimiser's state: by one or the other layout of Megatron-Core
+# of kinds of the optimiser's state: by one or the other layout of Megatron-Core
+_OTHER_NAMES = {"fp32_param": "param"}
 
 
 def from_megatron(args: argparse.Namespace) -> int:
-    """Writes a checkpoint, and prints its folder; returns 0. It is of step 0 where the optimiser's state is not read.
+    """Writes a checkpoint, and prints its folder; returns 0. It is of step 0 where the optimiser's
+    state is not read.
 
-    Raises ValueError: the folder is no Megatron checkpoint, holds a model that ours does not compute, or lacks tensors;
-    or `out` holds checkpoints.
+    Raises ValueError: the folder is no Megatron checkpoint, holds a model that ours does not
+    compute, or lacks tensors; or `out` holds checkpoints.
     """
     check_empty(args.out)
     found = open_checkpoint(args.megatron)
@@ -45,12 +64,21 @@ def from_megatron(args: argparse.Namespace) -> int:
     table = entries(model)
     wide = {entry.hf_name for entry in table if entry.wide}
     passed_over = re.compile("|".join(IGNORED))
-    kinds = {each.dtype for name, each in stored.tensors.items() if name not in wide and not passed_over.search(name)}
+    kinds = {
+        each.dtype
+        for name, each in stored.tensors.items()
+        if name not in wide and not passed_over.search(name)
+    }
     dtype = args.dtype or widest_dtype(kinds)
     if unread := sum(name.startswith("mtp.") for name in stored.tensors):
-        print(f"{stored.folder}: {unread} tensors of multi-token prediction are not read", file=sys.stderr)
+        print(
+            f"{stored.folder}: {unread} tensors of multi-token prediction are not read",
+            file=sys.stderr,
+        )
     if rows > model.vocab_size:
-        print(f"{rows - model.vocab_size} rows that pad the vocabulary are left out", file=sys.stderr)
+        print(
+            f"{rows - model.vocab_size} rows that pad the vocabulary are left out", file=sys.stderr
+        )
     tensors = dict(_fitting(stored, table, model, DTYPES[dtype]))
     progress = Progress()
     kept = {_OTHER_NAMES.get(kind, kind): state for kind, state in found.optimizer.items()}
@@ -59,12 +87,20 @@ def from_megatron(args: argparse.Namespace) -> int:
         for kind, name in STATES.items():
             if name in kept:
                 state = _fitting(kept[name], own, model, torch.float32)
-                tensors |= {f"optim.{kind}.{key.removeprefix(PREFIX)}": tensor for key, tensor in state.items()}
+                tensors |= {
+                    f"optim.{kind}.{key.removeprefix(PREFIX)}": tensor
+                    for key, tensor in state.items()
+                }
         samples = getattr(theirs, "consumed_train_samples", 0)
-        progress = Progress(step=found.iteration, consumed_samples=samples, tokens=samples * theirs.seq_length)
+        progress = Progress(
+            step=found.iteration, consumed_samples=samples, tokens=samples * theirs.seq_length
+        )
     elif found.optimizer:
-        print(f"{stored.folder}: the optimiser's state ({', '.join(found.optimizer)}) is not read: only that of Adam "
-              "by parameter is, as --dist-ckpt-optim-fully-reshardable saves it", file=sys.stderr)  # fmt: skip
+        print(
+            f"{stored.folder}: the optimiser's state ({', '.join(found.optimizer)}) is not read: only that of Adam "
+            "by parameter is, as --dist-ckpt-optim-fully-reshardable saves it",
+            file=sys.stderr,
+        )
     train = TrainConfig(seq_len=getattr(theirs, "seq_length", None) or model.max_positions)
     config = Config(model=model, precision=PrecisionConfig(dtype=dtype), train=train)
     print(f"wrote {save_weights(args.out, tensors, config, progress)}")
@@ -74,22 +110,27 @@ def from_megatron(args: argparse.Namespace) -> int:
 def _fitting(
     stored: MegatronTensors, table: list[Entry], model: ModelConfig, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
-    """Returns the tensors of a table, each read when it is written; raises ValueError where some are missing or
-    misshapen."""
+    """Returns the tensors of a table, each read when it is written; raises ValueError where some
+    are missing or misshapen."""
     stored.fit(model)
     check_names(stored, table, IGNORED)
     return lazy_weights(table, stored, dtype)
 
 
 def to_megatron(args: argparse.Namespace) -> int:
-    """Writes a `torch_dist` release, or with the optimiser an iteration, and prints its folder; returns 0.
+    """Writes a `torch_dist` release, or with the optimiser an iteration, and prints its folder;
+    returns 0.
 
-    Raises ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an optimiser that it
-    does not have, or `out` holds a checkpoint of Megatron-LM.
+    Raises ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an
+    optimiser that it does not have, or `out` holds a checkpoint of Megatron-LM.
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
-    if old := sorted(path.name for name in (TRACKER, RELEASE, "iter_*") for path in args.out.glob(name)):
-        raise ValueError(f"{args.out} already holds a checkpoint of Megatron-LM ({old[0]}); give another directory")
+    if old := sorted(
+        path.name for name in (TRACKER, RELEASE, "iter_*") for path in args.out.glob(name)
+    ):
+        raise ValueError(
+            f"{args.out} already holds a checkpoint of Megatron-LM ({old[0]}); give another directory"
+        )
     config = saved_config(folder)
     dtype = args.dtype or config.precision.dtype
     theirs = args_of(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
@@ -97,55 +138,105 @@ def to_megatron(args: argparse.Namespace) -> int:
     check_complete(weights, entries(config.model), folder)
     training = _training(folder, config, theirs) if args.optimizer else None
     with unfinished(args.out) as half:
-        written = write_checkpoint(half, config.model, theirs, weights.read, DTYPES[dtype], training)
+        written = write_checkpoint(
+            half, config.model, theirs, weights.read, DTYPES[dtype], training
+        )
     print(f"wrote {args.out / written.name}")
     return 0
 
 
 def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
-    """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and how far the run
-    is."""
+    """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and
+    how far the run is."""
     optim, saved = config.optim, SavedTensors(folder)
     progress = Progress(**read_record(folder)["progress"])
-    if optim.name != "adamw" or optim.lr_scale or optim.decay_scale or optim.decay_exclude or optim.freeze:
-        raise ValueError(f"--optimizer: Megatron-LM groups parameters for Adam by their dims alone; {folder} has "
-                         f"optim.name = {optim.name}, lr_scale, decay_scale, decay_exclude or freeze")  # fmt: skip
+    if (
+        optim.name != "adamw"
+        or optim.lr_scale
+        or optim.decay_scale
+        or optim.decay_exclude
+        or optim.freeze
+    ):
+        raise ValueError(
+            f"--optimizer: Megatron-LM groups parameters for Adam by their dims alone; {folder} has "
+            f"optim.name = {optim.name}, lr_scale, decay_scale, decay_exclude or freeze"
+        )
     if not any(key.startswith("optim.exp_avg.") for key in saved.tensors):
         raise ValueError(f"--optimizer: {folder} holds weights alone")
     if config.model.num_experts:
-        raise ValueError("--optimizer: Megatron-Core keeps Adam's groups of experts apart where "
-                         "--expert-model-parallel-size is above 1, and only there: write weights alone")  # fmt: skip
+        raise ValueError(
+            "--optimizer: Megatron-Core keeps Adam's groups of experts apart where "
+            "--expert-model-parallel-size is above 1, and only there: write weights alone"
+        )
 
     def reader(kind: str) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
             key = f"optim.{kind}.{name}"  # of a run in fp32 the weights are the masters
-            return saved.read(key if kind != "master" or key in saved.tensors else PREFIX + name, offset, shape)
+            return saved.read(
+                key if kind != "master" or key in saved.tensors else PREFIX + name, offset, shape
+            )
 
         return read
 
     vars(theirs)["consumed_train_samples"] = progress.consumed_samples
-    return Training(progress.step, {kind: reader(kind) for kind in STATES}, _common(config, progress))
+    return Training(
+        progress.step, {kind: reader(kind) for kind in STATES}, _common(config, progress)
+    )
 
 
 def _common(config: Config, progress: Progress) -> dict[str, Any]:
-    """Returns groups of parameters, the schedule and the layout of the state, as Megatron-LM saves them."""
+    """Returns groups of parameters, the schedule and the layout of the state, as Megatron-LM saves
+    them."""
     optim, samples = config.optim, config.train.gbs
-    plain = {"lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True, "max_lr": optim.lr,
-             "min_lr": optim.min_lr, "lr": learning_rate(optim, max(progress.step, 1), config.train.steps),
-             "betas": tuple(optim.betas), "eps": optim.eps, "bias_correction": True, "amsgrad": False,
-             "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-             "decoupled_weight_decay": True, "step": progress.step - progress.skipped,
-             "is_expert_parallel": False}  # fmt: skip
+    plain = {
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "max_lr": optim.lr,
+        "min_lr": optim.min_lr,
+        "lr": learning_rate(optim, max(progress.step, 1), config.train.steps),
+        "betas": tuple(optim.betas),
+        "eps": optim.eps,
+        "bias_correction": True,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "step": progress.step - progress.skipped,
+        "is_expert_parallel": False,
+    }
     groups = [plain | {"wd_mult": wd, "weight_decay": wd * optim.weight_decay} for wd in (1.0, 0.0)]
-    state = {"param_state_sharding_type": "fully_reshardable", "optimizer": {"param_groups": groups}}
-    schedule = {"max_lr": optim.lr, "min_lr": optim.min_lr, "lr_warmup_steps": optim.warmup_steps * samples,
-                "num_steps": progress.consumed_samples, "lr_decay_steps": config.train.steps * samples,
-                "lr_decay_style": optim.schedule.replace("wsd", "WSD"), "start_wd": optim.weight_decay,
-                "end_wd": optim.weight_decay, "wd_incr_style": "constant", "wd_incr_steps": 0}  # fmt: skip
-    format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
-                 "singleton_local_shards": False, "distrib_optim_fully_reshardable_mem_efficient": False}  # fmt: skip
-    return {"optimizer": state, "opt_param_scheduler": schedule,
-              "num_floating_point_operations_so_far": 0, "content_metadata": format_of}  # fmt: skip
+    state = {
+        "param_state_sharding_type": "fully_reshardable",
+        "optimizer": {"param_groups": groups},
+    }
+    schedule = {
+        "max_lr": optim.lr,
+        "min_lr": optim.min_lr,
+        "lr_warmup_steps": optim.warmup_steps * samples,
+        "num_steps": progress.consumed_samples,
+        "lr_decay_steps": config.train.steps * samples,
+        "lr_decay_style": optim.schedule.replace("wsd", "WSD"),
+        "start_wd": optim.weight_decay,
+        "end_wd": optim.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": 0,
+    }
+    format_of = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    return {
+        "optimizer": state,
+        "opt_param_scheduler": schedule,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": format_of,
+    }
 
 
 def _tokenizer(data: DataConfig) -> str | None:

@@ -1,5 +1,5 @@
-"""What every conversion needs to write a new checkpoint, and two that make one of other weights: the mean of several,
-and experts from a dense model (upcycling)."""
+"""What every conversion needs to write a new checkpoint, and two that make one of other weights:
+the mean of several, and experts from a dense model (upcycling)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
-from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, lazy_tensor, whole_checkpoint
+from megatron5d.checkpoint.load import (
+    PREFIX,
+    LazyTensor,
+    SavedWeights,
+    lazy_tensor,
+    whole_checkpoint,
+)
 from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import to_dict
@@ -26,43 +32,55 @@ from megatron5d.model.block_inputs import DTYPES
 from megatron5d.topology.init_weights import normal, stream_key
 from megatron5d.train.state import Progress, run_record, twin
 
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # FP8 without loss
+# FP8 without loss
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}
 
 
 def widest_dtype(kinds: Iterable[str]) -> str:
-    """Returns the dtype that holds tensors of these kinds, spelled as safetensors does, without loss."""
+    """Returns the dtype that holds tensors of these kinds, spelled as safetensors does, without
+    loss."""
     return max((_STORED.get(kind, "fp32") for kind in kinds), key=["bf16", "fp32", "fp64"].index)
 
 
 def check_empty(out: Path) -> None:
     """Raises ValueError where a directory already holds checkpoints."""
     if steps := saved_steps(out):
-        raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
+        raise ValueError(
+            f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any"
+        )
 
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Gives a folder within `out` to write to; what is in it moves to `out` at the end, weights last, and is removed
-    where writing fails. One that a killed process has left is removed first."""
+    """Gives a folder within `out` to write to; what is in it moves to `out` at the end, weights
+    last, and is removed where writing fails. One that a killed process has left is removed
+    first."""
     half = out / "unfinished.tmp"
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir(parents=True)
     try:
         yield half
-        for path in sorted(half.iterdir(), key=lambda path: (path.is_file(), path.match("*.safetensors*"), path.name)):
+        for path in sorted(
+            half.iterdir(),
+            key=lambda path: (path.is_file(), path.match("*.safetensors*"), path.name),
+        ):
             path.rename(out / path.name)
     finally:
         shutil.rmtree(half, ignore_errors=True)
 
 
-def save_weights(out: Path, tensors: dict[str, Any], config: Config, progress: Progress | None = None) -> Path:
+def save_weights(
+    out: Path, tensors: dict[str, Any], config: Config, progress: Progress | None = None
+) -> Path:
     """Writes weights as the checkpoint of a step, by default 0; returns its folder.
 
-    Raises ConfigError: no model can be built of this configuration. Raises OSError: what is read is damaged, or a file
-    cannot be written; names it.
+    Raises ConfigError: no model can be built of this configuration. Raises OSError: what is read is
+    damaged, or a file cannot be written; names it.
     """
     faults = run_checks(config, 1, files=False)
-    if wrong := [fault for fault in faults if all(knob.startswith("model.") for knob in fault.knobs)]:
+    if wrong := [
+        fault for fault in faults if all(knob.startswith("model.") for knob in fault.knobs)
+    ]:
         raise ConfigError(wrong)
     progress = progress or Progress()
     try:
@@ -77,29 +95,36 @@ def average(args: argparse.Namespace) -> int:
 
     Of a run in bf16 the masters are averaged. Sums are in fp64, one part of a tensor at a time.
 
-    Raises ValueError: no whole checkpoint, other tensors than in the first one, weights that do not fit the
-    checkpoints, or `out` holds checkpoints.
+    Raises ValueError: no whole checkpoint, other tensors than in the first one, weights that do not
+    fit the checkpoints, or `out` holds checkpoints.
     """
     check_empty(args.out)
     folders = _folders(args.path, args.last)
     shares = args.weights or [1.0] * len(folders)
     if len(shares) != len(folders) or sum(shares) <= 0:
-        raise ValueError(f"--weights gives {shares} for {len(folders)} checkpoints; one each, with a sum above 0")
+        raise ValueError(
+            f"--weights gives {shares} for {len(folders)} checkpoints; one each, with a sum above 0"
+        )
     sources = [SavedWeights(folder, torch.float32, twin) for folder in folders]
     first = {name: tuple(each.size) for name, each in sources[0].tensors.items()}
     for folder, source in zip(folders, sources):
         sizes = {name: tuple(each.size) for name, each in source.tensors.items()}
         for name in sorted(first.keys() | sizes.keys()):
             if first.get(name) != sizes.get(name):
-                raise ValueError(f"{name} is {first.get(name)} in {folders[0]} and {sizes.get(name)} in {folder}")
+                raise ValueError(
+                    f"{name} is {first.get(name)} in {folders[0]} and {sizes.get(name)} in {folder}"
+                )
     factors = [share / sum(shares) for share in shares]
     tensors = {PREFIX + name: _mean(name, sources, factors) for name in first}
-    print(f"wrote {save_weights(args.out, dict(tensors), saved_config(folders[-1]))}: the mean of {len(folders)}")
+    print(
+        f"wrote {save_weights(args.out, dict(tensors), saved_config(folders[-1]))}: the mean of {len(folders)}"
+    )
     return 0
 
 
 def _folders(paths: list[Path], last: int | None) -> list[Path]:
-    """Returns the checkpoints to average: the newest whole one of each path, or the last ones of a directory."""
+    """Returns the checkpoints to average: the newest whole one of each path, or the last ones of a
+    directory."""
     if last is None:
         return [whole_checkpoint(path, "PATH") for path in paths]
     if len(paths) != 1:
@@ -129,17 +154,24 @@ PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "rout
 
 
 def upcycle(args: argparse.Namespace) -> int:
-    """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture; returns 0. Raises
-    ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints."""
+    """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture;
+    returns 0. Raises
+    ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds
+        checkpoints."""
     check_empty(args.out)
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)
-    sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
-    weights = SavedWeights(folder, DTYPES["fp32"], twin)  # of a run in bf16 its masters, with which training continues
+    sparse = upcycled(
+        config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense
+    )
+    # of a run in bf16 its masters, with which training continues
+    weights = SavedWeights(folder, DTYPES["fp32"], twin)
     tensors = upcycled_weights(weights, config.model, sparse, args.noise, args.seed)
     written = Config(model=sparse, precision=config.precision, data=config.data)
     folder = save_weights(args.out, dict(tensors), written)
-    print(f"wrote {folder}: {' '.join(f'model.{name}={getattr(sparse, name)}' for name in PRINTED)}")
+    print(
+        f"wrote {folder}: {' '.join(f'model.{name}={getattr(sparse, name)}' for name in PRINTED)}"
+    )
     return 0
 
 
@@ -157,7 +189,8 @@ def upcycled(
         first_k_dense: layers at the bottom that stay as they are.
 
     Raises:
-        ValueError: there are experts already, or the numbers do not fit together; names the nearest that do.
+        ValueError: there are experts already, or the numbers do not fit together; names the nearest
+            that do.
     """
     f = dense.ffn_hidden_size
     troubles = []
@@ -174,33 +207,57 @@ def upcycled(
             troubles.append(f"{name} = {value} is below 1")
         elif value % granularity:
             nearest = max(granularity, value // granularity * granularity)
-            troubles.append(f"{name} = {value} is not a multiple of granularity = {granularity}; nearest: {nearest}")
+            troubles.append(
+                f"{name} = {value} is not a multiple of granularity = {granularity}; nearest: {nearest}"
+            )
     if top_k > num_experts:
         troubles.append(f"top-k = {top_k} is more than num-experts = {num_experts}")
     if not 0 <= first_k_dense < dense.num_layers:
-        troubles.append(f"first-k-dense = {first_k_dense} leaves none of {dense.num_layers} layers; at most "
-                        f"{dense.num_layers - 1}")  # fmt: skip
+        troubles.append(
+            f"first-k-dense = {first_k_dense} leaves none of {dense.num_layers} layers; at most "
+            f"{dense.num_layers - 1}"
+        )
     if troubles:
         raise ValueError("; ".join(troubles))
     return replace(
-        dense, num_experts=num_experts, top_k=top_k, moe_ffn_hidden_size=f // granularity, first_k_dense=first_k_dense,
-        moe_interval=1, moe_layers=None, router_score="softmax", norm_topk_prob=True,
-        routed_scaling_factor=float(granularity), num_groups=1, top_groups=1, group_score="max",
-    )  # fmt: skip
+        dense,
+        num_experts=num_experts,
+        top_k=top_k,
+        moe_ffn_hidden_size=f // granularity,
+        first_k_dense=first_k_dense,
+        moe_interval=1,
+        moe_layers=None,
+        router_score="softmax",
+        norm_topk_prob=True,
+        routed_scaling_factor=float(granularity),
+        num_groups=1,
+        top_groups=1,
+        group_score="max",
+    )
 
 
 def upcycled_weights(
-    saved: SavedWeights, dense: ModelConfig, sparse: ModelConfig, noise: float = 0.0, seed: int = 1234
+    saved: SavedWeights,
+    dense: ModelConfig,
+    sparse: ModelConfig,
+    noise: float = 0.0,
+    seed: int = 1234,
 ) -> dict[str, LazyTensor]:
     """Returns the mixture's weights as a checkpoint takes them, each part made when it is written.
 
     Args:
         saved: a whole checkpoint of the dense model.
         dense, sparse: its architecture, and what `upcycled` makes of it.
-        noise: standard deviation of what is added to the experts' weights, in standard deviations of the MLP's own.
+        noise: standard deviation of what is added to the experts' weights, in standard deviations
+            of the MLP's own.
     """
     made = {}
-    mlps = {f"layers.{i}.mlp.{part}.weight" for i in blocks(dense) if is_moe(sparse, i) for part in ("up", "down")}
+    mlps = {
+        f"layers.{i}.mlp.{part}.weight"
+        for i in blocks(dense)
+        if is_moe(sparse, i)
+        for part in ("up", "down")
+    }
     for name, entry in saved.tensors.items():
         if name not in mlps:
             shape, zero = tuple(entry.size), (0,) * len(entry.size)
@@ -217,16 +274,26 @@ def upcycled_weights(
             source, name = f"layers.{i}.mlp.{part}.weight", f"layers.{i}.experts.{part}.weight"
             dtype = saved.tensors[source].dtype
 
-            def expert(offset: tuple[int, ...], source=source, name=name, shape=shape, part=part) -> Tensor:
+            def expert(
+                offset: tuple[int, ...], source=source, name=name, shape=shape, part=part
+            ) -> Tensor:
                 e, matrix = offset[0], saved.read(source, (0, 0), tuple(saved.tensors[source].size))
-                own = _slice(matrix, e % slices, slices, parts) if part == "up" else matrix.chunk(slices, 1)[e % slices]
+                own = (
+                    _slice(matrix, e % slices, slices, parts)
+                    if part == "up"
+                    else matrix.chunk(slices, 1)[e % slices]
+                )
                 if noise:
-                    own = own + noise * matrix.std() * _normal(seed, f"{name}/{e}", own.shape).to(own.dtype)
+                    own = own + noise * matrix.std() * _normal(seed, f"{name}/{e}", own.shape).to(
+                        own.dtype
+                    )
                 return own.reshape(1, *shape).contiguous()
 
             pieces: Shapes = {(e, 0, 0): (1, *shape) for e in range(sparse.num_experts)}
             made[PREFIX + name] = lazy_tensor((sparse.num_experts, *shape), pieces, dtype, expert)
-        made[PREFIX + f"layers.{i}.router.weight"] = _router(sparse, f"layers.{i}.router.weight", slices, seed, dtype)
+        made[PREFIX + f"layers.{i}.router.weight"] = _router(
+            sparse, f"layers.{i}.router.weight", slices, seed, dtype
+        )
     return made
 
 
@@ -235,7 +302,9 @@ def _slice(up: Tensor, s: int, slices: int, parts: int) -> Tensor:
     return torch.cat([rows.chunk(slices)[s] for rows in up.chunk(parts)])
 
 
-def _router(sparse: ModelConfig, name: str, slices: int, seed: int, dtype: torch.dtype) -> LazyTensor:
+def _router(
+    sparse: ModelConfig, name: str, slices: int, seed: int, dtype: torch.dtype
+) -> LazyTensor:
     """Returns `[E, h]`: a random row for each copy, the same for all slices of it."""
     shape = (sparse.num_experts, sparse.hidden_size)
 

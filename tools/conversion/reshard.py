@@ -1,7 +1,8 @@
 """Resharding: the checkpoint that a run on another layout would have written, made without ranks.
 
-The target's model, data parallelism and optimiser are built on the meta device, rank by rank, which tells what each
-rank writes. Its file is then filled with slices of the source, one part of a tensor in memory at a time.
+The target's model, data parallelism and optimiser are built on the meta device, rank by rank, which
+tells what each rank writes. Its file is then filled with slices of the source, one part of a tensor
+in memory at a time.
 
     step-00000100.tmp/        as in a save (checkpoint/folder.py)
     step-00000100.reshard/    plan.json: what is made of what; rank-N: where rank N's parts are, once its file is whole
@@ -40,7 +41,13 @@ from megatron5d.checkpoint.folder import (
 )
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import LazyTensor, SavedTensors, fault_of_file, lazy_tensor, whole_checkpoint
+from megatron5d.checkpoint.load import (
+    LazyTensor,
+    SavedTensors,
+    fault_of_file,
+    lazy_tensor,
+    whole_checkpoint,
+)
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
@@ -87,8 +94,8 @@ class Resharding:
         return self.final.with_suffix(".reshard")
 
     def tensors_of(self, rank: int) -> dict[str, ShardedTensor]:
-        """Returns what a rank of the target writes, by key and without memory. Raises ValueError: the checkpoint lacks
-        a tensor, or holds one of another shape."""
+        """Returns what a rank of the target writes, by key and without memory. Raises ValueError:
+        the checkpoint lacks a tensor, or holds one of another shape."""
         saved, found = self.source.tensors, dict[str, ShardedTensor]()
         weights_only = not any(key.startswith("optim.") for key in saved)
         for key, tensor in rank_tensors(self.config, self.made["world"], self.layout, rank).items():
@@ -96,7 +103,9 @@ class Resharding:
                 continue
             if key not in saved or saved[key].size != tensor.shape:
                 held = f"{key} as {list(saved[key].size)}" if key in saved else f"no {key}"
-                raise ValueError(f"{self.source.folder} holds {held}, its configuration describes {list(tensor.shape)}")
+                raise ValueError(
+                    f"{self.source.folder} holds {held}, its configuration describes {list(tensor.shape)}"
+                )
             if tensor.parts:
                 found[key] = tensor
         return found
@@ -104,19 +113,24 @@ class Resharding:
     def write_ranks(self, ranks: Sequence[int]) -> list[tuple[int, bytes]]:
         """Writes the files of neighbouring ranks, except for those that are whole already.
 
-        They are written together, tensor by tensor: what the ranks of a tensor-parallel group hold of one lies mixed in
-        the source, and is read once.
+        They are written together, tensor by tensor: what the ranks of a tensor-parallel group hold
+        of one lies mixed in the source, and is read once.
 
         Returns:
             Of each rank its number, and where its parts are.
         """
         messages = {rank: self._recorded(rank) for rank in ranks}
         with ExitStack() as stack:
-            files = {rank: stack.enter_context(RankWriter(self.temporary, rank, self.save))
-                     for rank, message in messages.items() if not message}  # fmt: skip
+            files = {
+                rank: stack.enter_context(RankWriter(self.temporary, rank, self.save))
+                for rank, message in messages.items()
+                if not message
+            }
             held = {rank: self.tensors_of(rank) for rank in files}
             for key in dict.fromkeys(key for tensors in held.values() for key in tensors):
-                lazy = self._lazy(key, {rank: tensors[key] for rank, tensors in held.items() if key in tensors})
+                lazy = self._lazy(
+                    key, {rank: tensors[key] for rank, tensors in held.items() if key in tensors}
+                )
                 for rank, tensor in lazy.items():
                     files[rank].add_tensor(key, tensor)
             for rank, file in files.items():
@@ -125,24 +139,35 @@ class Resharding:
         return list(messages.items())
 
     def _lazy(self, key: str, held: dict[int, ShardedTensor]) -> dict[int, LazyTensor]:
-        """Returns what ranks hold of a tensor, to be read as it is written: all at once where the smallest rectangle
-        around it is hardly more and fits, else part by part."""
+        """Returns what ranks hold of a tensor, to be read as it is written: all at once where the
+        smallest rectangle around it is hardly more and fits, else part by part."""
         entry = self.source.tensors[key]
-        parts = {rank: {at: tuple(view.shape) for at, view in each.parts.items()} for rank, each in held.items()}
+        parts = {
+            rank: {at: tuple(view.shape) for at, view in each.parts.items()}
+            for rank, each in held.items()
+        }
         all_parts = {at: extent for each in parts.values() for at, extent in each.items()}
         begin = list(map(min, zip(*all_parts)))
         ends = ([i + n for i, n in zip(at, extent)] for at, extent in all_parts.items())
         around = [max(last) - first for first, last in zip(begin, zip(*ends))]
         num = sum(map(prod, all_parts.values()))
-        together = len(all_parts) > 1 and prod(around) * entry.dtype.itemsize <= TOGETHER and prod(around) <= 1.25 * num
+        together = (
+            len(all_parts) > 1
+            and prod(around) * entry.dtype.itemsize <= TOGETHER
+            and prod(around) <= 1.25 * num
+        )
         whole = self.source.read(key, begin, around) if together else None
 
         def values(at: tuple[int, ...]) -> Tensor:
             if whole is None:
                 return self.source.read(key, at, all_parts[at])
-            return whole[tuple(slice(i - o, i - o + n) for i, o, n in zip(at, begin, all_parts[at]))]
+            return whole[
+                tuple(slice(i - o, i - o + n) for i, o, n in zip(at, begin, all_parts[at]))
+            ]
 
-        return {rank: lazy_tensor(entry.size, each, entry.dtype, values) for rank, each in parts.items()}
+        return {
+            rank: lazy_tensor(entry.size, each, entry.dtype, values) for rank, each in parts.items()
+        }
 
     def _record(self, rank: int) -> Path:
         """Returns the file that says where a rank's parts are, once they are on disk."""
@@ -162,15 +187,20 @@ class Resharding:
         return not items or fault_of_file(path, self.save, items, dtypes) is None
 
     def finish(self, messages: list[bytes]) -> None:
-        """Writes the index and gives the checkpoint its name. Raises ValueError: the ranks do not hold all tensors of
-        the source."""
+        """Writes the index and gives the checkpoint its name. Raises ValueError: the ranks do not
+        hold all tensors of the source."""
         items = [each for message in messages for each in _items(message)]
         if lost := self.source.tensors.keys() - {key for key, _ in items}:
-            raise ValueError(f"{self.source.folder} holds {min(lost)}, which its configuration does not describe")
+            raise ValueError(
+                f"{self.source.folder} holds {min(lost)}, which its configuration does not describe"
+            )
         files = {item.file for _, item in items}
         for stray in (path for path in self.temporary.iterdir() if path.name not in files):
             stray.unlink()  # of a process that was killed
-        record = read_run(self.source.folder) | {"config": self.made["config"], RESHARDED: self.made}
+        record = read_run(self.source.folder) | {
+            "config": self.made["config"],
+            RESHARDED: self.made,
+        }
         (self.temporary / RUN).write_text(json.dumps(record, indent=1))
         IndexWriter().write(self.temporary, messages, self.save)
         commit(self.temporary, Keep())
@@ -178,10 +208,12 @@ class Resharding:
 
 
 def reshard(args: argparse.Namespace) -> int:
-    """Writes a checkpoint as the ranks of another layout would have, and prints its folder; returns 0.
+    """Writes a checkpoint as the ranks of another layout would have, and prints its folder; returns
+    0.
 
-    Raises ValueError: no whole checkpoint, one that is damaged, a layout that is refused, or a directory that already
-    holds checkpoints. Raises OSError: a file cannot be read or written, or a run is writing to the directory.
+    Raises ValueError: no whole checkpoint, one that is damaged, a layout that is refused, or a
+    directory that already holds checkpoints. Raises OSError: a file cannot be read or written, or a
+    run is writing to the directory.
     """
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
     source = SavedTensors(whole_checkpoint(args.source, "SRC"))
@@ -196,7 +228,8 @@ def reshard(args: argparse.Namespace) -> int:
         made = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
         made["config"] = json.loads(json.dumps(to_dict(config)))
         final = step_folder(args.out, read_record(source.folder)["progress"]["step"])
-        if fault_of(final) is None and read_run(final).get(RESHARDED) == made:  # killed after it had its name
+        # killed after it had its name
+        if fault_of(final) is None and read_run(final).get(RESHARDED) == made:
             point_latest_to(final)
             shutil.rmtree(final.with_suffix(".reshard"), ignore_errors=True)
         else:
@@ -206,10 +239,14 @@ def reshard(args: argparse.Namespace) -> int:
 
 
 def target_config(saved: Config, overrides: list[str]) -> Config:
-    """Returns the configuration of a run with some keys of its layout replaced. Raises ValueError: an override that
-    cannot be read, or that is not of a layout."""
+    """Returns the configuration of a run with some keys of its layout replaced. Raises ValueError:
+    an override that cannot be read, or that is not of a layout."""
     wanted = load_config(overrides)
-    given = [key for key in keys_given(overrides) if key in leaves() or "." not in key and key not in GROUPS]
+    given = [
+        key
+        for key in keys_given(overrides)
+        if key in leaves() or "." not in key and key not in GROUPS
+    ]
     if others := sorted(key for key in given if key.partition(".")[0] not in GROUPS):
         reason = f"{others[0]} is not of a layout, and what a checkpoint holds may depend on it"
         fix = f"leave it out; resharding takes keys of {', '.join(GROUPS)}"
@@ -225,7 +262,9 @@ def smallest_world(config: Config) -> int:
     return next(world for world in range(step, step * experts + 1, step) if world % experts == 0)
 
 
-def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) -> dict[str, ShardedTensor]:
+def rank_tensors(
+    config: Config, world: int, layout: PipelineLayout, rank: int
+) -> dict[str, ShardedTensor]:
     """Returns what one rank of a run writes to a checkpoint, without memory. No communication."""
     kv_heads = config.model.num_kv_heads
     mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, shared=layout.shared)
@@ -256,13 +295,18 @@ def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Pa
 
 
 def _items(message: bytes) -> list[tuple[str, SavedItem]]:
-    """Returns the items of a rank's file with the keys of their tensors, from what `write` returns."""
+    """Returns the items of a rank's file with the keys of their tensors, from what `write`
+    returns."""
     rows = json.loads(zlib.decompress(message))
-    return [(whole[0], SavedItem(tuple(offset), tuple(extent), *place)) for whole, (offset, extent, *place) in rows]
+    return [
+        (whole[0], SavedItem(tuple(offset), tuple(extent), *place))
+        for whole, (offset, extent, *place) in rows
+    ]
 
 
 def _write(job: Resharding, num_workers: int) -> None:
-    """Writes the files of all ranks. All that is read of the source is compared with its checksums."""
+    """Writes the files of all ranks. All that is read of the source is compared with its
+    checksums."""
     total = sum(item.length for items in job.source.files().values() for _, item in items)
     world = job.made["world"]
     messages, size = [b""] * world, min(NEIGHBOURS, -(-world // num_workers))

@@ -1,4 +1,5 @@
-"""What options of plan.py say of the machines, and what a configuration leaves to defaults; without torch."""
+"""What options of plan.py say of the machines, and what a configuration leaves to defaults; without
+torch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value:g} is not above 0")
     imbalance = getattr(options, "imbalance", None)
     if imbalance is not None and not 1 <= imbalance < float("inf"):
-        raise ValueError(f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1")
+        raise ValueError(
+            f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1"
+        )
     size = getattr(options, "device_gb", None)
     if size is not None and not 0 < size < 1e9:
         raise ValueError(f"--device-gb {size:g} is not above 0, or no device's")
@@ -53,7 +56,8 @@ def bytes_given(options: argparse.Namespace, known: Any) -> Any:
 
 
 def check_fp8(config: Config, architecture: str) -> None:
-    """Raises ConfigError where the architecture has no FP8 kernels, and the configuration wants them."""
+    """Raises ConfigError where the architecture has no FP8 kernels, and the configuration wants
+    them."""
     from megatron5d.train.preflight import fp8_faults
 
     if faults := fp8_faults(config, architecture):
@@ -71,5 +75,7 @@ def note_defaults(config: Config) -> None:
     """Warns that a model alone leaves precision, batch and sequence at their defaults for a toy."""
     name = config.model.name
     if config.precision.dtype == "fp32" and parameter_count(config.model) > LARGE:
-        experiment = f"; experiment={name} brings what it is trained with" if name in EXPERIMENTS else ""
+        experiment = (
+            f"; experiment={name} brings what it is trained with" if name in EXPERIMENTS else ""
+        )
         print(f"note: planned for {what(config)}{experiment}", file=sys.stderr)

@@ -11,7 +11,13 @@ from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, cluster_called
 from megatron5d.planning.fit import fit_text, nearest_fit, shortage
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
+from megatron5d.planning.other_codebases import (
+    CONVENTIONS,
+    MEGATRON_OPTIONS,
+    megatron_terms,
+    nanotron_rank,
+    with_terms,
+)
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.tools.planning.asked import bytes_given, check_fp8, what
 from megatron5d.train.build import sizes_of
@@ -29,9 +35,13 @@ def run(options: argparse.Namespace, config: Config) -> int:
     lack = None if have is None else shortage(ranks, have)
     if options.json:
         record = {
-            "world": options.world, "device": options.device, "as": options.convention, "imbalance": imbalance,
-            "shortage": lack, "ranks": {rank: memory.record() for rank, memory in ranks.items()},
-        }  # fmt: skip
+            "world": options.world,
+            "device": options.device,
+            "as": options.convention,
+            "imbalance": imbalance,
+            "shortage": lack,
+            "ranks": {rank: memory.record() for rank, memory in ranks.items()},
+        }
         print(json.dumps(record, indent=2))
         return 1 if lack else 0
     sizes = sizes_of(config, options.world)
@@ -59,27 +69,39 @@ def _machine(options: argparse.Namespace, imbalance: float) -> tuple[Target, int
     if device in CLUSTERS or device in SHORT_NAMES:
         named = cluster_called(device)
         device, known = named.architecture, named.memory_bytes
-    target, have = Target(None if device == "cpu" else device, imbalance), bytes_given(options, known)
+    target, have = (
+        Target(None if device == "cpu" else device, imbalance),
+        bytes_given(options, known),
+    )
     try:
         with target.paths():
             return target, have
     except ValueError as error:
-        raise ValueError(f"--device {device}: {error}, and cpu; by name there are {', '.join(CLUSTERS)}") from error
+        raise ValueError(
+            f"--device {device}: {error}, and cpu; by name there are {', '.join(CLUSTERS)}"
+        ) from error
 
 
 def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[int, RankMemory]:
     """Returns memory of every pipeline rank, as one code base or another keeps it."""
     name, *said = convention.split(",")
-    if name not in ("megatron5d", *CONVENTIONS) or (said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))):
+    if name not in ("megatron5d", *CONVENTIONS) or (
+        said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))
+    ):
         raise ValueError(
             f"--as {convention} is not known: nanotron, or megatron[,te_fused_loss][,dropout][,unfused_attention]"
         )
     sizes = sizes_of(config, world)
     if name == "nanotron":
         if target.architecture is None:
-            raise ValueError("--as nanotron --device cpu: nanotron trains on GPUs alone, such as sm_90")
+            raise ValueError(
+                "--as nanotron --device cpu: nanotron trains on GPUs alone, such as sm_90"
+            )
         count = micro_batch_counts(config, world)[-1]
-        return {rank: nanotron_rank(config, sizes, rank, count, target.architecture) for rank in range(sizes.pp)}
+        return {
+            rank: nanotron_rank(config, sizes, rank, count, target.architecture)
+            for rank in range(sizes.pp)
+        }
     forecaster = Forecaster(config, world, target)
     ranks = forecaster.ranks()
     if name == "megatron":

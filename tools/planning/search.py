@@ -24,7 +24,8 @@ from megatron5d.planning.rank_memory import gigabytes
 from megatron5d.tools.planning.asked import bytes_given, check_fp8, cluster_of, what
 
 TOLD_EVERY_S = 10.0
-MOST_IN_A_HOST, RACK_HOST = 8, 4  # GPUs; more share fast links in a rack of hosts, as of a GB200 NVL72
+# GPUs; more share fast links in a rack of hosts, as of a GB200 NVL72
+MOST_IN_A_HOST, RACK_HOST = 8, 4
 SBATCH_TASKS = 8  # of a node, as launch/slurm.sbatch has it
 
 
@@ -33,7 +34,9 @@ def run(options: argparse.Namespace, config: Config) -> int:
     cluster = cluster_of(options)
     have = bytes_given(options, cluster.memory_bytes)
     check_fp8(config, cluster.architecture)
-    search = LayoutSearch(config, options.world, cluster, options.imbalance, keys_given(options.overrides))
+    search = LayoutSearch(
+        config, options.world, cluster, options.imbalance, keys_given(options.overrides)
+    )
     with _counting("shapes of a layout") as count:
         candidates = search.candidates(have, count)
     if not search.found_legal:
@@ -43,14 +46,22 @@ def run(options: argparse.Namespace, config: Config) -> int:
     layouts = [(each, override_text(search.overrides(each))) for each in found]
     if options.json:
         records = [_record(each, line, _command(options, cluster, line)) for each, line in layouts]
-        print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
+        print(
+            json.dumps(
+                {"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2
+            )
+        )
     elif found:
         print(_layouts_table(layouts))
-        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each, for")
+        print(
+            f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each, for"
+        )
         print(what(config))
         print(f"Run the first one: {_command(options, cluster, layouts[0][1])}")
     else:
-        print(f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload.")
+        print(
+            f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload."
+        )
         if (least := search.smallest()) is not None:
             words = override_text(search.overrides(least)) or "as given"
             print(f"The smallest of them needs {gigabytes(least.needed)}: {words}")
@@ -58,7 +69,8 @@ def run(options: argparse.Namespace, config: Config) -> int:
 
 
 def _layouts_table(layouts: list[tuple[Candidate, str]]) -> str:
-    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration as given."""
+    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration
+    as given."""
     lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
     for each, overrides in layouts:
         cost = each.cost
@@ -72,12 +84,18 @@ def _layouts_table(layouts: list[tuple[Candidate, str]]) -> str:
 def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:
     """Returns a layout as a JSON object."""
     assert found.cost is not None
-    return {"overrides": overrides, "needed_bytes": found.needed, **found.cost.record(), "command": command}
+    return {
+        "overrides": overrides,
+        "needed_bytes": found.needed,
+        **found.cost.record(),
+        "command": command,
+    }
 
 
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[], None]]:
-    """Shows how many candidates were tried: a bar on a terminal, and a line every 10 s elsewhere."""
+    """Shows how many candidates were tried: a bar on a terminal, and a line every 10 s
+    elsewhere."""
     with tqdm(desc=what, unit="", leave=False, disable=None) as bar:
         number, told = 0, time.perf_counter()
 
@@ -93,7 +111,8 @@ def _counting(what: str) -> Iterator[Callable[[], None]]:
 
 
 def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
-    """Returns what starts the run of a layout on this cluster; the keys that were given, then those that were found."""
+    """Returns what starts the run of a layout on this cluster; the keys that were given, then those
+    that were found."""
     words = list(options.overrides)
     if not any(word.startswith(("data.train=", "experiment=quickstart")) for word in words):
         words.append("data.train=[data/corpus]")

@@ -17,10 +17,19 @@ def run(options: argparse.Namespace, config: Config) -> int:
     cluster = cluster_of(options)
     check_fp8(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
-    capability = int(cluster.architecture.removeprefix("sm_")) if cluster.architecture.startswith("sm_") else 0
+    capability = (
+        int(cluster.architecture.removeprefix("sm_"))
+        if cluster.architecture.startswith("sm_")
+        else 0
+    )
     kernels = names_of(config, capability, here=False) if capability else {}
     if options.json:
-        record = {"world": options.world, "device": asdict(cluster), "kernels": kernels, **cost.record()}
+        record = {
+            "world": options.world,
+            "device": asdict(cluster),
+            "kernels": kernels,
+            **cost.record(),
+        }
         print(json.dumps(record, indent=2))
     else:
         print(cost.table(cluster))

@@ -1,4 +1,5 @@
-"""Gathers what a report shows and writes it as one HTML file without any request: data and scripts are inside."""
+"""Gathers what a report shows and writes it as one HTML file without any request: data and scripts
+are inside."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ class Question:
     overrides: Sequence[str] = ()  # of pretrain.py, or of the first run's configuration
     runs: Sequence[Path] = ()  # folders of runs, or their logs
     world: int | None = None  # number of ranks; None = that of the first run
-    device: str | None = None  # as plan.py takes it, or cpu; None = h100, and cpu for a run whose log has no MFU
+    # as plan.py takes it, or cpu; None = h100, and cpu for a run whose log has no MFU
+    device: str | None = None
     against: str | None = None  # overrides of a second layout, in one string
 
 
 def write_report(question: Question, out: Path, json_file: Path | None = None) -> str:
-    """Writes the page, and its numbers where asked; returns the page's first sentence. Raises ConfigError: a layout is
-    refused. Raises ValueError: a folder holds no run, or nobody says how many ranks there are."""
+    """Writes the page, and its numbers where asked; returns the page's first sentence. Raises
+    ConfigError: a layout is refused. Raises ValueError: a folder holds no run, or nobody says how
+    many ranks there are."""
     report = report_of(question)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -52,7 +55,8 @@ def report_of(question: Question) -> dict[str, Any]:
     if question.against:
         more = shlex.split(question.against)
         configs[question.against] = _config(question, [*question.overrides, *more], world)
-    from megatron5d.tools.report.collect import Asked, differences, layout_record  # seconds, which no refusal waits for
+    # seconds, which no refusal waits for
+    from megatron5d.tools.report.collect import Asked, differences, layout_record
 
     asked = [Asked(name, config, world, cluster) for name, config in configs.items()]
     layouts = [layout_record(each) for each in asked]
@@ -146,7 +150,9 @@ SOURCES = {
     },
     "bubble": {
         "name": "Bubble",
-        "formula": ("(makespan − compute of the busiest rank) / makespan, in the simulation of the Program that runs."),
+        "formula": (
+            "(makespan − compute of the busiest rank) / makespan, in the simulation of the Program that runs."
+        ),
         "file": "megatron5d/pipeline_parallel/simulate.py",
     },
     "run": {

@@ -1,4 +1,5 @@
-"""What the log of a run holds: curves and events for a report, and the picture of losses and any other figure."""
+"""What the log of a run holds: curves and events for a report, and the picture of losses and any
+other figure."""
 
 from __future__ import annotations
 
@@ -83,7 +84,12 @@ def _parsed(line: str) -> dict[str, Any] | None:
 def _points(steps: list[dict[str, Any]], field: str) -> list[tuple[int, float]]:
     if field == "expert_load":
         loads = [
-            (record["step"], max((value for key, value in record.items() if key.endswith("/load")), default=None))
+            (
+                record["step"],
+                max(
+                    (value for key, value in record.items() if key.endswith("/load")), default=None
+                ),
+            )
             for record in steps
         ]
         return [(step, load) for step, load in loads if load is not None]
@@ -99,7 +105,10 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
         return points
     size = -(-len(points) // MOST_POINTS)
     groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
-    means = [(group[len(group) // 2][0], sum(value for _, value in group) / len(group)) for group in groups]
+    means = [
+        (group[len(group) // 2][0], sum(value for _, value in group) / len(group))
+        for group in groups
+    ]
     return [*means, points[-1]]
 
 
@@ -114,23 +123,37 @@ def _events(steps: list[dict[str, Any]], saved: Iterable[int]) -> list[dict[str,
 
 
 def _breakdown(steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Returns the parts of a step's measured time that the log tells apart, as medians in seconds, and the rest."""
+    """Returns the parts of a step's measured time that the log tells apart, as medians in seconds,
+    and the rest."""
     total = _median(steps, "step_time_s")
-    parts = [(key.removesuffix("_s").replace("_", " "), _median(steps, key)) for key in sorted(steps[-1])
-             if key.endswith("_exposed_s")]  # fmt: skip
+    parts = [
+        (key.removesuffix("_s").replace("_", " "), _median(steps, key))
+        for key in sorted(steps[-1])
+        if key.endswith("_exposed_s")
+    ]
     if "bubble" in steps[-1]:
         parts.append(("pipeline bubble", _median(steps, "bubble") * total))
     return [("everything else", max(0.0, total - sum(value for _, value in parts))), *parts]
 
 
 def _by_axis(steps: list[dict[str, Any]], ending: str) -> dict[str, float]:
-    """Returns axis -> median of what rank 0 sent or waited there in a step, of the fields that end so."""
-    fields = {field for record in steps for field in record if field.startswith("comm_") and field.endswith(ending)}
-    return {field.removeprefix("comm_").removesuffix(ending): _median(steps, field) for field in sorted(fields)}
+    """Returns axis -> median of what rank 0 sent or waited there in a step, of the fields that end
+    so."""
+    fields = {
+        field
+        for record in steps
+        for field in record
+        if field.startswith("comm_") and field.endswith(ending)
+    }
+    return {
+        field.removeprefix("comm_").removesuffix(ending): _median(steps, field)
+        for field in sorted(fields)
+    }
 
 
 def _exposed(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns axis -> median of the seconds in which rank 0 waited there in a step, as far as the log tells.
+    """Returns axis -> median of the seconds in which rank 0 waited there in a step, as far as the
+    log tells.
 
     On pp it is the bubble; on dp the waits for ZeRO's weights, where no axis of dp was timed.
     """
@@ -153,16 +176,16 @@ class Curve:
 
     name: str
     train: list[tuple[int, float]]  # (tokens seen, loss) of every record
-    # field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the first stands at 0 where
-    # it came before training
+    # field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the
+    # first stands at 0 where it came before training
     valid: dict[str, list[tuple[int, float]]]
     # every other number of a record (`grad_norm`, `moe/layer_0/load`) -> (tokens seen, value)
     fields: dict[str, list[tuple[int, float]]]
 
 
 def find_records(run: Path) -> list[Path]:
-    """Returns the run's .jsonl file, or those of all runs in a folder of runs. Raises ValueError: there is none, or one
-    folder holds several."""
+    """Returns the run's .jsonl file, or those of all runs in a folder of runs. Raises ValueError:
+    there is none, or one folder holds several."""
     if run.is_file():
         return [run]
     if not run.is_dir():
@@ -174,13 +197,15 @@ def find_records(run: Path) -> list[Path]:
             return found
     if len(found) != 1:
         names = ", ".join(str(path.relative_to(run)) for path in found) or "none"
-        raise ValueError(f"{run} should hold one .jsonl file (log.jsonl), found {names}: name the file itself")
+        raise ValueError(
+            f"{run} should hold one .jsonl file (log.jsonl), found {names}: name the file itself"
+        )
     return found
 
 
 def read_curve(path: Path) -> Curve:
-    """Reads one JSON object a step, as `log.jsonl` writes them; a last line that is still being written is left out.
-    Raises ValueError: a line is not such an object; names file and line."""
+    """Reads one JSON object a step, as `log.jsonl` writes them; a last line that is still being
+    written is left out. Raises ValueError: a line is not such an object; names file and line."""
     train: list[tuple[int, float]] = []
     valid: dict[str, list[tuple[int, float]]] = {}
     fields: dict[str, list[tuple[int, float]]] = {}
@@ -198,7 +223,9 @@ def read_curve(path: Path) -> Curve:
                 elif key != "loss" and isinstance(loss, (int, float)):
                     fields.setdefault(key, []).append((tokens, float(loss)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: not a record of a step with tokens and loss ({error!r})") from error
+            raise ValueError(
+                f"{path}:{number}: not a record of a step with tokens and loss ({error!r})"
+            ) from error
     if not train:
         raise ValueError(f"{path} holds no record: has the run made a step?")
     return Curve(path.resolve().parent.name, train, valid, fields)
@@ -214,20 +241,23 @@ def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[in
 
 
 def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
-    """Returns the fields that a list of names and patterns means, in its order. Raises ValueError: one of them means
-    none."""
+    """Returns the fields that a list of names and patterns means, in its order. Raises ValueError:
+    one of them means none."""
     there = sorted({field for curve in curves for field in curve.fields})
     found: dict[str, None] = {}
     for pattern in filter(None, panels.split(",")):
         fields = [field for field in there if fnmatchcase(field, pattern)]
         if not fields:
-            raise ValueError(f"--panels {pattern}: no record has such a number; there are {', '.join(there)}")
+            raise ValueError(
+                f"--panels {pattern}: no record has such a number; there are {', '.join(there)}"
+            )
         found |= dict.fromkeys(fields)
     return list(found)
 
 
 def drawable(name: str, number: int) -> str:
-    """Returns a run's name if some font here has its letters, which is then used; else `run <number>`."""
+    """Returns a run's name if some font here has its letters, which is then used; else `run
+    <number>`."""
     from matplotlib import font_manager, rcParams
     from matplotlib.ft2font import FT2Font
 
@@ -239,14 +269,19 @@ def drawable(name: str, number: int) -> str:
             if all(font.get_char_index(ord(letter)) for letter in letters):
                 if path != fonts[0]:
                     font_manager.fontManager.addfont(path)
-                    rcParams["font.family"] = [*dict.fromkeys([*rcParams["font.family"], font.family_name])]
+                    rcParams["font.family"] = [
+                        *dict.fromkeys([*rcParams["font.family"], font.family_name])
+                    ]
                 return name
     print(f"run {number} is {name!r}: no font here has its letters", file=sys.stderr)
     return f"run {number}"
 
 
-def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth: int | None = None) -> None:
-    """Writes the picture, losses above and a panel for each field below; its format follows from the name.
+def draw(
+    curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth: int | None = None
+) -> None:
+    """Writes the picture, losses above and a panel for each field below; its format follows from
+    the name.
 
     Args:
         fields: of records, to draw below.
@@ -260,9 +295,13 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
     names = [drawable(curve.name, number) for number, curve in enumerate(curves, 1)]
     height = 5 + 2 * len(fields)
     figure, all_axes = pyplot.subplots(
-        1 + len(fields), figsize=(8, height), layout="constrained", sharex=True, squeeze=False,
+        1 + len(fields),
+        figsize=(8, height),
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
         height_ratios=[5, *[2] * len(fields)],
-    )  # fmt: skip
+    )
     axes, *panels = all_axes[:, 0]
     for number, (name, curve) in enumerate(zip(names, curves)):
         color, width = (
@@ -274,14 +313,25 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
             axes.plot(*zip(*curve.train), color=color, alpha=0.25, linewidth=width)
         shown = smoothed(curve.train, mean_of)
         axes.plot(*zip(*shown), color=color, alpha=0.6, linewidth=width, label=f"{name}, training")
-        for (field, points), style in zip(sorted(curve.valid.items()), cycle(("-", "--", ":", "-."))):
+        for (field, points), style in zip(
+            sorted(curve.valid.items()), cycle(("-", "--", ":", "-."))
+        ):
             label = f"{name}, validation{of_set(field)}"
             few = len(points) < 10  # straight lines between few points would look like a curve
-            axes.plot(*zip(*points), color=color, linestyle="none" if few else style, marker="o", markersize=4 + width,
-                      markeredgecolor="black", label=label)  # fmt: skip
+            axes.plot(
+                *zip(*points),
+                color=color,
+                linestyle="none" if few else style,
+                marker="o",
+                markersize=4 + width,
+                markeredgecolor="black",
+                label=label,
+            )
         for panel, field in zip(panels, fields):
             if points := curve.fields.get(field, []):
-                panel.plot(*zip(*smoothed(points, mean_of)), color=color, alpha=0.6, linewidth=width)
+                panel.plot(
+                    *zip(*smoothed(points, mean_of)), color=color, alpha=0.6, linewidth=width
+                )
     axes.set(ylabel="loss (nats per token)")
     for panel, field in zip(panels, fields):
         panel.set(ylabel=field)

@@ -1,4 +1,5 @@
-"""Many layouts of one model as plots: throughput and memory over GPUs and micro-batch, and a heat map of tp and pp."""
+"""Many layouts of one model as plots: throughput and memory over GPUs and micro-batch, and a heat
+map of tp and pp."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 AXES = ("tp", "cp", "pp", "ep", "zero")
 
 
-def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, count: int) -> list[dict[str, Any]]:
+def planned(
+    overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, count: int
+) -> list[dict[str, Any]]:
     """Returns the fastest layouts that fit on each number of GPUs, one record a layout.
 
     Args:
@@ -28,7 +31,8 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
         count: layouts on each number of ranks.
 
     Raises:
-        ConfigError: an override is wrong, or admits no layout of a number of ranks, where there is none of the others.
+        ConfigError: an override is wrong, or admits no layout of a number of ranks, where there is
+            none of the others.
         ValueError: no layout fits on any of them.
     """
     records: list[dict[str, Any]] = []
@@ -36,7 +40,8 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
     with tqdm(worlds, desc="numbers of GPUs", leave=False, disable=None) as bar:
         for world in bar:
             config = unplanned_config(overrides, world)
-            from megatron5d.planning.layout_search import LayoutSearch  # seconds, which no refusal waits for
+            # seconds, which no refusal waits for
+            from megatron5d.planning.layout_search import LayoutSearch
 
             search = LayoutSearch(config, world, cluster, fixed=keys_given(overrides))
             candidates = search.candidates(cluster.memory_bytes)
@@ -46,31 +51,45 @@ def planned(overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, c
     if not records:
         for world in refused:
             planned_config(overrides, world)  # says what is wrong
-        raise ValueError(f"no layout fits {cluster.memory_bytes / GIB:.0f} GiB on {', '.join(map(str, worlds))} ranks")
+        raise ValueError(
+            f"no layout fits {cluster.memory_bytes / GIB:.0f} GiB on {', '.join(map(str, worlds))} ranks"
+        )
     return records
 
 
 def _record(search: LayoutSearch, candidate: Candidate, world: int) -> dict[str, Any]:
     assert candidate.cost is not None
     change = candidate.change
-    parallel = {name: change.get(f"parallel.{name}", getattr(search.config.parallel, name)) for name in AXES}
+    parallel = {
+        name: change.get(f"parallel.{name}", getattr(search.config.parallel, name)) for name in AXES
+    }
     return {
-        "world": world, **parallel, "mbs": change.get("train.mbs", search.config.train.mbs),
-        "tokens_per_s_per_gpu": candidate.cost.tokens_per_s_per_gpu, "mfu": candidate.cost.mfu,
+        "world": world,
+        **parallel,
+        "mbs": change.get("train.mbs", search.config.train.mbs),
+        "tokens_per_s_per_gpu": candidate.cost.tokens_per_s_per_gpu,
+        "mfu": candidate.cost.mfu,
         "memory_gib": candidate.needed / GIB,
-    }  # fmt: skip
+    }
 
 
 def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Returns one record a run: its ranks, and what its log says of throughput and memory at the end. Raises
+    """Returns one record a run: its ranks, and what its log says of throughput and memory at the
+    end. Raises
     ValueError: a log holds no step."""
     records = []
     for log in logs:
         run = read_run(log)
         last = {field: points[-1][1] for field, points in run["fields"].items()}
-        records.append({"name": run["name"], "world": run["world"], "mfu": last.get("mfu"),
-                        "tokens_per_s_per_gpu": last.get("tokens_per_s_per_gpu"),
-                        "memory_gib": last["memory_gb"] * 1e9 / GIB if "memory_gb" in last else None})  # fmt: skip
+        records.append(
+            {
+                "name": run["name"],
+                "world": run["world"],
+                "mfu": last.get("mfu"),
+                "tokens_per_s_per_gpu": last.get("tokens_per_s_per_gpu"),
+                "memory_gib": last["memory_gb"] * 1e9 / GIB if "memory_gb" in last else None,
+            }
+        )
     return records
 
 
@@ -79,11 +98,19 @@ def draw(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
     from matplotlib.figure import Figure
 
     worlds = sorted({record["world"] for record in records})
-    best = [max(_of(records, "world", world), key=lambda each: each["tokens_per_s_per_gpu"]) for world in worlds]
+    best = [
+        max(_of(records, "world", world), key=lambda each: each["tokens_per_s_per_gpu"])
+        for world in worlds
+    ]
     figure = Figure(figsize=(11, 8), layout="constrained")
     (rate, memory), (batch, heat) = figure.subplots(2, 2)
     figure.suptitle(title)
-    rate.plot([each["world"] for each in records], [each["tokens_per_s_per_gpu"] for each in records], ".", color="0.7")
+    rate.plot(
+        [each["world"] for each in records],
+        [each["tokens_per_s_per_gpu"] for each in records],
+        ".",
+        color="0.7",
+    )
     rate.plot(worlds, [each["tokens_per_s_per_gpu"] for each in best], "o-", label="best")
     rate.set(xlabel="GPUs", ylabel="tokens/s a GPU", xscale="log", ylim=(0, None))
     memory.plot(worlds, [each["memory_gib"] for each in best], "o-", color="C1")
@@ -98,17 +125,29 @@ def draw(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
     else:
         last = _of(records, "world", worlds[-1])
         sizes = sorted({each["mbs"] for each in last})
-        top = [max(each["tokens_per_s_per_gpu"] for each in _of(last, "mbs", size)) for size in sizes]
+        top = [
+            max(each["tokens_per_s_per_gpu"] for each in _of(last, "mbs", size)) for size in sizes
+        ]
         batch.bar([str(size) for size in sizes], top, color="C2")
-        batch.set(xlabel=f"micro-batch (train.mbs), {worlds[-1]} GPUs", ylabel="tokens/s a GPU, best")
+        batch.set(
+            xlabel=f"micro-batch (train.mbs), {worlds[-1]} GPUs", ylabel="tokens/s a GPU, best"
+        )
         _heat_map(heat, last, worlds[-1])
     figure.savefig(out, dpi=120)
 
 
 def _heat_map(axes: Any, records: Sequence[dict[str, Any]], world: int) -> None:
     tps, pps = (sorted({record[name] for record in records}) for name in ("tp", "pp"))
-    cells = [[max((100 * each["mfu"] for each in _of(_of(records, "tp", tp), "pp", pp)), default=float("nan"))
-              for tp in tps] for pp in pps]  # fmt: skip
+    cells = [
+        [
+            max(
+                (100 * each["mfu"] for each in _of(_of(records, "tp", tp), "pp", pp)),
+                default=float("nan"),
+            )
+            for tp in tps
+        ]
+        for pp in pps
+    ]
     axes.imshow(cells, aspect="auto", cmap="viridis", origin="lower")
     axes.set_xticks(range(len(tps)), [str(tp) for tp in tps])
     axes.set_yticks(range(len(pps)), [str(pp) for pp in pps])

@@ -1,4 +1,5 @@
-"""The pipeline's step slot by slot, as the simulator times it, under the run's schedule and the other named ones."""
+"""The pipeline's step slot by slot, as the simulator times it, under the run's schedule and the
+other named ones."""
 
 from __future__ import annotations
 
@@ -27,7 +28,17 @@ from megatron5d.train.scheduling.stage_costs import run_costs
 
 MOST_SLOTS = 40_000  # of all timelines of a page together: it stays below 2 MB
 MOST_MOMENTS = 6_000  # of memory over time, of all pipeline ranks together
-STAYING = ("weights", "gradients", "optimizer", "buffers", "inputs", "library", "margin", "symmetric", "outside")
+STAYING = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "inputs",
+    "library",
+    "margin",
+    "symmetric",
+    "outside",
+)
 PASSING = ("activations", "stash", "messages", "units", "workspace")
 TICKS = 100_000  # a makespan; times of slots are integers
 
@@ -36,11 +47,13 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
     """Returns the timelines of a run's schedule and of every named schedule that its layout admits.
 
     Args:
-        cluster: device and network. Where no time is predicted (None, fp32) a forward of one stage takes one unit.
+        cluster: device and network. Where no time is predicted (None, fp32) a forward of one stage
+            takes one unit.
 
     Returns:
-        One entry a schedule, the run's own first: `name`, `bubble` and `makespan` of the pipeline, `idle` by rank,
-        `num_microbatches`, and, as long as the page has room, `slots` (`slots_of`) and `held_bytes` by rank.
+        One entry a schedule, the run's own first: `name`, `bubble` and `makespan` of the pipeline,
+        `idle` by rank, `num_microbatches`, and, as long as the page has room, `slots` (`slots_of`)
+        and `held_bytes` by rank.
     """
     if config.parallel.pp == 1:
         return []
@@ -69,19 +82,24 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
 
 
 def memory_over_time(
-    config: Config, world: int, cluster: Cluster | None, ranks: Mapping[int, RankMemory], walked: list[list[Moment]]
+    config: Config,
+    world: int,
+    cluster: Cluster | None,
+    ranks: Mapping[int, RankMemory],
+    walked: list[list[Moment]],
 ) -> dict[str, Any]:
-    """Returns what every pipeline rank needs over a step, as the forecast walks through it, in the simulator's time.
+    """Returns what every pipeline rank needs over a step, as the forecast walks through it, in the
+    simulator's time.
 
     Args:
         config, world, cluster: as in `pipeline_record`.
         ranks, walked: of the forecast, and its moments.
 
     Returns:
-        `in_seconds`, `makespan`, and `ranks`: of each `staying` (kind -> bytes all the time), `end_of_step` (temporary
-        bytes after the passes), `start` and `end` of its spans in ticks, and `passing`: kind -> bytes at the worst
-        moment of each span. A span is a slot, or what is held from its end until the next; many are merged where
-        the page has no room.
+        `in_seconds`, `makespan`, and `ranks`: of each `staying` (kind -> bytes all the time),
+        `end_of_step` (temporary bytes after the passes), `start` and `end` of its spans in ticks,
+        and `passing`: kind -> bytes at the worst moment of each span. A span is a slot, or what is
+        held from its end until the next; many are merged where the page has no room.
     """
     timed = Timed(config, world, cluster)
     program, _, found = timed.step(config)
@@ -90,17 +108,29 @@ def memory_over_time(
     size = -(-2 * len(found.start) // MOST_MOMENTS)
     records = []
     for rank, moments, first, stop in zip(ranks.values(), walked, edges, edges[1:]):
-        bounds = np.rint(scale * np.stack([found.start[first:stop], found.end[first:stop]], 1)).astype(int).ravel()
+        bounds = (
+            np.rint(scale * np.stack([found.start[first:stop], found.end[first:stop]], 1))
+            .astype(int)
+            .ravel()
+        )
         bounds = np.append(bounds, TICKS).tolist()
         groups = [moments[place : place + size] for place in range(0, len(moments), size)]
-        worst = [_by_kind(max(group, key=lambda moment: moment.total).by_kind()) for group in groups]
-        records.append({
-            "staying": {kind: value for kind in STAYING if (value := getattr(rank, kind))},
-            "end_of_step": rank.end_of_step,
-            "start": bounds[:-1:size],
-            "end": [*bounds[size:-1:size], TICKS],
-            "passing": {kind: values for kind in PASSING if any(values := [each[kind] for each in worst])},
-        })  # fmt: skip
+        worst = [
+            _by_kind(max(group, key=lambda moment: moment.total).by_kind()) for group in groups
+        ]
+        records.append(
+            {
+                "staying": {kind: value for kind in STAYING if (value := getattr(rank, kind))},
+                "end_of_step": rank.end_of_step,
+                "start": bounds[:-1:size],
+                "end": [*bounds[size:-1:size], TICKS],
+                "passing": {
+                    kind: values
+                    for kind in PASSING
+                    if any(values := [each[kind] for each in worst])
+                },
+            }
+        )
     return {"in_seconds": timed.in_seconds, "makespan": found.makespan, "ranks": records}
 
 
@@ -108,7 +138,8 @@ def _by_kind(moment: Peak) -> dict[str, int]:
     return vars(moment) | {"activations": sum(moment.activations.values())}
 
 
-workloads_of, estimator_on = cache(Workloads), cache(Estimator)  # layouts of a report share what is traced
+# layouts of a report share what is traced
+workloads_of, estimator_on = cache(Workloads), cache(Estimator)
 
 
 class Timed:
@@ -125,7 +156,8 @@ class Timed:
         self._workloads = workloads_of(Target(cluster.architecture if cluster else None))
 
     def step(self, config: Config) -> tuple[Program, StageCosts, Simulation]:
-        """Returns the Program of a step, what its passes cost and keep in bytes, and its simulation."""
+        """Returns the Program of a step, what its passes cost and keep in bytes, and its
+        simulation."""
         if self._estimator is not None:
             cost = self._estimator.step(config, self.world)
             return cost.program, cost.costs, cost.simulation
@@ -154,13 +186,21 @@ def _record(name: str, program: Program, found: Simulation, in_seconds: bool) ->
 
 
 def slots_of(program: Program, found: Simulation) -> list[list[list[Any]]]:
-    """Returns for every rank its slots as [start, length, action, second action of an overlapped pair], in ticks."""
+    """Returns for every rank its slots as [start, length, action, second action of an overlapped
+    pair], in ticks."""
     scale = TICKS / found.makespan if found.makespan else 0.0
-    start, end = np.rint(found.start * scale).astype(int).tolist(), np.rint(found.end * scale).astype(int).tolist()
+    start, end = (
+        np.rint(found.start * scale).astype(int).tolist(),
+        np.rint(found.end * scale).astype(int).tolist(),
+    )
     edges = program.table.rank_start.tolist()
     return [
         [
-            [start[index], end[index] - start[index], *(f"{op}{stage}.{microbatch}" for op, stage, microbatch in slot)]
+            [
+                start[index],
+                end[index] - start[index],
+                *(f"{op}{stage}.{microbatch}" for op, stage, microbatch in slot),
+            ]
             for slot, index in zip(line, range(first, stop))
         ]
         for line, first, stop in zip(program.ranks, edges, edges[1:])

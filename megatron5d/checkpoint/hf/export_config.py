@@ -1,6 +1,7 @@
 """Our architecture as a Hugging Face config.json, or the reasons why none fits.
 
-For transformers 5. Version 4 (from 4.46) reads it as well, but computes other positions where they are stretched by
+For transformers 5. Version 4 (from 4.46) reads it as well, but computes other positions where they
+are stretched by
 yarn: it passes over `original_max_position_embeddings`.
 """
 
@@ -22,25 +23,53 @@ from megatron5d.config.schema import ModelConfig, RopeScaling
 
 # The families that are written; a model becomes the first that computes it.
 ARCHITECTURE = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
 _DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Fields that must have these values for a family to compute an architecture.
 _ALL: dict[str, Any] = {
-    "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
-    "attention_causal": True, "attention_gate": False, "qk_norm_all_heads": False, "window_layers": None,
-    "norm_zero_centered": False, "embedding_scale": 1.0, "query_pre_attn_scalar": None, "router_linear_bias": False,
+    "attention": "gqa",
+    "attention_softcap": 0.0,
+    "logit_softcap": 0.0,
+    "attention_sinks": False,
+    "num_mtp_layers": 0,
+    "attention_causal": True,
+    "attention_gate": False,
+    "qk_norm_all_heads": False,
+    "window_layers": None,
+    "norm_zero_centered": False,
+    "embedding_scale": 1.0,
+    "query_pre_attn_scalar": None,
+    "router_linear_bias": False,
     "window_rope_theta": None,
-}  # fmt: skip
+}
 _DECODER = {
-    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False, "block_norm": "pre",
-    "parallel_block": "none", "rotary_percent": 1.0, "shared_expert_gate": False, **_ALL,
-}  # fmt: skip
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "rope_interleaved": False,
+    "block_norm": "pre",
+    "parallel_block": "none",
+    "rotary_percent": 1.0,
+    "shared_expert_gate": False,
+    **_ALL,
+}
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "attention_window": None},
     "mistral": {"qk_norm": False, "qkv_bias": False, "mlp_bias": False},
@@ -63,21 +92,33 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"attention_out_bias": False, "attention_window": None},
 }
 _GPT2 = {
-    "norm": "layernorm", "position": "learned", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True,
-    "mlp_bias": True, "attention_window": None, "block_norm": "pre", "parallel_block": "none", **_ALL,
-}  # fmt: skip
+    "norm": "layernorm",
+    "position": "learned",
+    "qk_norm": False,
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "mlp_bias": True,
+    "attention_window": None,
+    "block_norm": "pre",
+    "parallel_block": "none",
+    **_ALL,
+}
 
 
 def hf_family(config: ModelConfig) -> str:
-    """Returns the family whose transformers code computes this architecture. Raises ValueError: none does; says for
-    each which fields stand in the way."""
+    """Returns the family whose transformers code computes this architecture. Raises ValueError:
+    none does; says for each which fields stand in the way."""
     latent, sparse = config.attention == "mla", config.num_experts > 0
-    families = [f for f in ARCHITECTURE if (f in LATENT) == latent and (latent or (f in SPARSE) == sparse)]
+    families = [
+        f for f in ARCHITECTURE if (f in LATENT) == latent and (latent or (f in SPARSE) == sparse)
+    ]
     obstacles = {family: _obstacles(config, family) for family in families}
     for family, reasons in obstacles.items():
         if not reasons:
             return family
-    lines = "".join(f"\n  {family} cannot hold {', '.join(reasons)}" for family, reasons in obstacles.items())
+    lines = "".join(
+        f"\n  {family} cannot hold {', '.join(reasons)}" for family, reasons in obstacles.items()
+    )
     raise ValueError(f"no Hugging Face family computes model.name = {config.name}:{lines}")
 
 
@@ -86,9 +127,12 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
     wanted = _GPT2 | {"num_kv_heads": config.num_heads}
     if family == "gpt_neox":
         wanted |= {
-            "position": "rope", "rope_interleaved": False, "qkv_bias": config.qkv_bias,
-            "attention_out_bias": config.qkv_bias, "parallel_block": "none",
-        }  # fmt: skip
+            "position": "rope",
+            "rope_interleaved": False,
+            "qkv_bias": config.qkv_bias,
+            "attention_out_bias": config.qkv_bias,
+            "parallel_block": "none",
+        }
         if config.parallel_block != "none":
             wanted["parallel_block"] = "two_norms"
     elif family != "gpt2":
@@ -97,16 +141,23 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
         wanted |= wanted_routing(config, family) if family in SPARSE else {}
     if family in GEMMA:
         wanted |= {
-            "norm_zero_centered": True, "activation": "geglu_tanh", "embedding_scale": config.hidden_size**0.5,
-        }  # fmt: skip
+            "norm_zero_centered": True,
+            "activation": "geglu_tanh",
+            "embedding_scale": config.hidden_size**0.5,
+        }
     if family == "gemma2":
         free = ("query_pre_attn_scalar", "attention_softcap", "logit_softcap")
         wanted |= {field: getattr(config, field) for field in free}
     if family == "gemma3_text":
         free = ("query_pre_attn_scalar", "logit_softcap", "window_rope_theta")
         wanted |= {field: getattr(config, field) for field in free}
-        if config.attention_window and config.window_rope_theta is None and config.rope_scaling.type != "none":
-            wanted["window_rope_theta"] = config.rope_theta  # windows have no stretched positions there
+        if (
+            config.attention_window
+            and config.window_rope_theta is None
+            and config.rope_scaling.type != "none"
+        ):
+            # windows have no stretched positions there
+            wanted["window_rope_theta"] = config.rope_theta
     if family in WINDOW_BY_LAYER:
         wanted["window_layers"] = config.window_layers
     if family in ("deepseek_v3", "glm4_moe"):
@@ -119,10 +170,14 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
         if getattr(config, field) != value
     ]
     if family in ("llama", "gemma2", "gemma3_text") and config.hidden_size % config.num_heads:
-        reasons.append(f"model.num_heads = {config.num_heads}, no divisor of hidden_size = {config.hidden_size}")
+        reasons.append(
+            f"model.num_heads = {config.num_heads}, no divisor of hidden_size = {config.hidden_size}"
+        )
     if family in ("gpt2", "gpt_neox") and config.hidden_size != config.num_heads * config.head_dim:
         width = config.hidden_size / config.num_heads
-        reasons.append(f"model.head_dim = {config.head_dim} (only model.hidden_size / model.num_heads = {width:g})")
+        reasons.append(
+            f"model.head_dim = {config.head_dim} (only model.hidden_size / model.num_heads = {width:g})"
+        )
     if family in ("gpt2", "gpt_neox") and config.activation not in GELU.values():
         reasons.append(f"model.activation = {config.activation!r} (only gelu)")
     return reasons
@@ -135,7 +190,8 @@ def hf_config_from_model(
 
     Args:
         dtype: of the weights beside it: fp64, fp32, bf16 or fp16.
-        tokens: `eos_token_id` and its like, an id or several; without it nothing makes `generate` stop.
+        tokens: `eos_token_id` and its like, an id or several; without it nothing makes `generate`
+            stop.
 
     Returns:
         A dict for `json.dump`, with the rotary settings and the dtype in both spellings.
@@ -177,7 +233,10 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         return fields | ({"hidden_act": "gelu_pytorch_tanh"} if family == "gemma" else {})
     if family == "glm4_moe":
         rotated = {"partial_rotary_factor": config.rotary_percent}
-        fields |= rotated | {"rope_parameters": fields["rope_parameters"] | rotated, "use_qk_norm": config.qk_norm}
+        fields |= rotated | {
+            "rope_parameters": fields["rope_parameters"] | rotated,
+            "use_qk_norm": config.qk_norm,
+        }
         return fields | routing_settings(config, family)
     sliding = config.attention_window is not None
     if family == "qwen3_moe" or family == "mixtral":
@@ -187,11 +246,18 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     windowed = [i for i in range(config.num_layers) if window_of(config, i)]
     fields |= {
         # their code asks for a window even where no layer has one
-        "sliding_window": config.attention_window or (config.max_positions if family in (*GEMMA, "gpt_oss") else None),
-        "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in range(config.num_layers)],
+        "sliding_window": config.attention_window
+        or (config.max_positions if family in (*GEMMA, "gpt_oss") else None),
+        "layer_types": [
+            "sliding_attention" if i in windowed else "full_attention"
+            for i in range(config.num_layers)
+        ],
     }
     if family == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": config.window_rope_theta or config.rope_theta}
+        local = {
+            "rope_type": "default",
+            "rope_theta": config.window_rope_theta or config.rope_theta,
+        }
         kinds = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
         fields |= {"rope_local_base_freq": local["rope_theta"], "rope_parameters": kinds}
     if family in GEMMA:
@@ -203,7 +269,10 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         }
     if family == "gpt_oss":
         return fields | routing_settings(config, family)
-    fields |= {"use_sliding_window": sliding, "max_window_layers": min(windowed, default=config.num_layers)}
+    fields |= {
+        "use_sliding_window": sliding,
+        "max_window_layers": min(windowed, default=config.num_layers),
+    }
     if family == "qwen2_moe":
         return fields | {"qkv_bias": config.qkv_bias} | routing_settings(config, family)
     return fields
@@ -250,7 +319,10 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
         return fields
     fields["original_max_position_embeddings"] = scaling.original_max_positions
     if scaling.type == "llama3":
-        return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        return fields | {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
     fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     if not scaling.truncate:
         fields["truncate"] = False

@@ -1,4 +1,5 @@
-"""Which files of a Hugging Face folder hold what, and what the usual wrong ones are; each tensor's place in ours."""
+"""Which files of a Hugging Face folder hold what, and what the usual wrong ones are; each tensor's
+place in ours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,23 @@ INDEX = "model.safetensors.index.json"
 # What transformers looks for in a folder: weights, settings, tokenizers, templates, adapters.
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "*.gguf")
 _READ = (
-    *WEIGHTS, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
-    "adapter_config.json", "processor_config.json", "preprocessor_config.json",
-)  # fmt: skip
+    *WEIGHTS,
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "adapter_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 _OTHER_WEIGHTS = {
     "pytorch_model*.bin": "a pickle, and pickles are not read here; "
     "save it again with transformers: model.save_pretrained(folder, safe_serialization=True)",
@@ -38,16 +52,22 @@ _BEGINNINGS = {
 
 
 def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
-    """Refuses a folder with files that transformers would read together with new ones. Raises ValueError: there are
-    such files; names them."""
+    """Refuses a folder with files that transformers would read together with new ones. Raises
+    ValueError: there are such files; names them."""
     old = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
     if old:
-        raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
+        raise ValueError(
+            f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new"
+        )
 
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
     """Returns the names that the index places in each file; None = all that the only file holds."""
-    index, single, shards = folder / INDEX, (folder / SINGLE).is_file(), dict[str, list[str] | None]()
+    index, single, shards = (
+        folder / INDEX,
+        (folder / SINGLE).is_file(),
+        dict[str, list[str] | None](),
+    )
     if index.is_file():
         try:
             for name, file in read_json(index)["weight_map"].items():
@@ -57,40 +77,60 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
                 assert names is not None
                 names.append(name)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is damaged, it has no weight_map of tensors and files: {error!r}") from error
+            raise ValueError(
+                f"{index} is damaged, it has no weight_map of tensors and files: {error!r}"
+            ) from error
     parts = {path.name for path in folder.glob("model-*-of-*.safetensors")}
-    if single and (others := sorted((parts | {name for name in shards if (folder / name).is_file()}) - {SINGLE})):
-        raise ValueError(f"{folder} holds {SINGLE} and {others[0]}: two sets of weights; remove the older one")
+    if single and (
+        others := sorted(
+            (parts | {name for name in shards if (folder / name).is_file()}) - {SINGLE}
+        )
+    ):
+        raise ValueError(
+            f"{folder} holds {SINGLE} and {others[0]}: two sets of weights; remove the older one"
+        )
     if single:
         return {SINGLE: None}
     if shards and (stale := sorted(parts - set(shards))):
-        raise ValueError(f"{folder} holds {stale[0]}, which {INDEX} does not name: remove it, it is of another save")
+        raise ValueError(
+            f"{folder} holds {stale[0]}, which {INDEX} does not name: remove it, it is of another save"
+        )
     if shards:
         return shards
     for pattern, told in _OTHER_WEIGHTS.items():
         if found := sorted(folder.glob(pattern)):
-            raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; {found[0].name} is {told}")
+            raise ValueError(
+                f"{folder} has neither {SINGLE} nor {INDEX}; {found[0].name} is {told}"
+            )
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
 def wrong_kind(path: Path) -> str | None:
-    """Returns what a file is instead of what its name says, in words; None where its beginning does not tell."""
+    """Returns what a file is instead of what its name says, in words; None where its beginning does
+    not tell."""
     with path.open("rb") as file:
         head = file.read(64)
     if not head:
         return "empty: download it again"
     return next(
-        (told for begin, told in _BEGINNINGS.items() if head.lstrip(b"\xef\xbb\xbf \n").startswith(begin)), None
+        (
+            told
+            for begin, told in _BEGINNINGS.items()
+            if head.lstrip(b"\xef\xbb\xbf \n").startswith(begin)
+        ),
+        None,
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file of a Hugging Face folder. Raises ValueError: the file holds no JSON, or no
-    object; says which usual wrong file it is."""
+    """Returns the object in a JSON file of a Hugging Face folder. Raises ValueError: the file holds
+    no JSON, or no object; says which usual wrong file it is."""
     try:
         return parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"{path} is {wrong_kind(path) or f'not a file of settings: {error}'}") from error
+        raise ValueError(
+            f"{path} is {wrong_kind(path) or f'not a file of settings: {error}'}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -98,20 +138,26 @@ class Entry:
     """One tensor on disk and its place in ours."""
 
     name: str  # global name of our tensor
-    rows: tuple[int, int]  # (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole
+    # (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole
+    rows: tuple[int, int]
     hf_name: str  # name on disk
     shape: tuple[int, ...]  # shape on disk
-    transposed: bool = False  # on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in]
-    # which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts
+    # on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in] which
+    # expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts
+    transposed: bool = False
     expert: int | None = None
-    wide: bool = False  # at least fp32 on disk and in memory, whatever the model's dtype (a router's bias)
-    # number of heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v
+    # at least fp32 on disk and in memory, whatever the model's dtype (a router's bias) number of
+    # heads whose q, k and v each lie together on disk (GPT-NeoX); None = all q, all k, all v
+    wide: bool = False
     heads: int | None = None
-    interleaved: bool = False  # a stack of experts in which gate and up rows alternate on disk (gpt-oss)
+    # a stack of experts in which gate and up rows alternate on disk (gpt-oss)
+    interleaved: bool = False
 
     @property
     def our_shape(self) -> tuple[int, ...]:
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        shape = (
+            (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        )
         return shape if self.expert is None else (1, *shape)
 
     @property
@@ -121,11 +167,16 @@ class Entry:
         return inner if self.expert is None else (self.expert, *inner)
 
     def ours(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor on disk, or whole experts of a stack, with dims and rows in our order."""
+        """Returns the tensor on disk, or whole experts of a stack, with dims and rows in our
+        order."""
         values = values.transpose(-1, -2) if self.transposed else values
         if self.interleaved:
             return values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-        return values if self.heads is None else values.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        return (
+            values
+            if self.heads is None
+            else values.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        )
 
     def theirs(self, values: torch.Tensor) -> torch.Tensor:
         """Returns our tensor as it is on disk; the inverse of `ours`."""

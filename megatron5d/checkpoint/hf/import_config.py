@@ -1,8 +1,9 @@
-"""A Hugging Face config.json as fields of our ModelConfig, or a refusal that names every option we do not compute.
+"""A Hugging Face config.json as fields of our ModelConfig, or a refusal that names every option we
+do not compute.
 
-Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). What a file leaves
-out has the family's default (families.py). Dropout rates are not part of the function computed at evaluation and are
-passed over.
+Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
+What a file leaves out has the family's default (families.py). Dropout rates are not part of the
+function computed at evaluation and are passed over.
 """
 
 from dataclasses import asdict
@@ -21,8 +22,8 @@ from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """Returns the folder's config.json with the family's defaults filled in.
 
-    Raises ValueError: no config.json or a damaged one, a model_type that is not one of ours, values of another kind
-    than the family's defaults, or two spellings of one key that disagree.
+    Raises ValueError: no config.json or a damaged one, a model_type that is not one of ours, values
+    of another kind than the family's defaults, or two spellings of one key that disagree.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -31,9 +32,12 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             told = "nothing is downloaded here; a model becomes a folder by `hf download NAME --local-dir DIR`"
         raise ValueError(f"{path} does not exist: {told}")
     config = read_json(path)
-    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):  # beside a vision tower
+    # beside a vision tower
+    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
         config = config["text_config"] | {"model_type": "gemma3_text"}
-    family = config["model_type"] = families.RENAMED.get(str(config.get("model_type")), config.get("model_type"))
+    family = config["model_type"] = families.RENAMED.get(
+        str(config.get("model_type")), config.get("model_type")
+    )
     if not isinstance(family, str) or family not in families.DEFAULTS:
         known = ", ".join([*families.DEFAULTS, *families.RENAMED, "gemma3"])
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {known}")
@@ -47,21 +51,34 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Settings that are neither null nor of their default's type; a whole number is a float, too."""
+    """Settings that are neither null nor of their default's type; a whole number is a float,
+    too."""
     kinds = {key: type(value) for key, value in defaults.items() if value is not None}
-    kinds |= {key: list for key in ("layer_types", "mlp_layer_types", "mlp_only_layers") if key in defaults}
+    kinds |= {
+        key: list
+        for key in ("layer_types", "mlp_layer_types", "mlp_only_layers")
+        if key in defaults
+    }
     return [
         f"{key} = {config[key]!r} is no {kind.__name__}"
         for key, kind in kinds.items()
-        if config[key] is not None and type(config[key]) not in ((int, float) if kind is float else (kind,))
+        if config[key] is not None
+        and type(config[key]) not in ((int, float) if kind is float else (kind,))
     ]
 
 
 def _not_positive(config: dict[str, Any]) -> list[str]:
-    """Returns sizes that are no sizes, or that no folder of weights can have: such tables would never end."""
+    """Returns sizes that are no sizes, or that no folder of weights can have: such tables would
+    never end."""
     sizes = (
-        "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "n_embd", "n_head", "n_layer",
-    )  # fmt: skip
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+        "n_embd",
+        "n_head",
+        "n_layer",
+    )
     wrong = [
         f"{key} = {config[key]!r} is no number above 0"
         for key in sizes
@@ -73,7 +90,11 @@ def _not_positive(config: dict[str, Any]) -> list[str]:
     )
     counts = [[(key, config.get(key)) for key in keys] for keys in (experts, layers)]
     (most_experts, e), (most_layers, n) = (
-        max(((key, count) for key, count in found if isinstance(count, int)), key=lambda each: each[1], default=("", 1))
+        max(
+            ((key, count) for key, count in found if isinstance(count, int)),
+            key=lambda each: each[1],
+            default=("", 1),
+        )
         for found in counts
     )
     if max(e, 1) * n > _MOST_TENSORS:
@@ -86,17 +107,18 @@ _MOST_TENSORS = 1_000_000
 
 
 def token_source(config: Config) -> Path | None:
-    """Returns the file or folder that says what the tokens of a run mean; None where its configuration names none."""
+    """Returns the file or folder that says what the tokens of a run mean; None where its
+    configuration names none."""
     named = config.data.tokenizer or config.model.from_hf or config.init.from_hf
     return None if named is None else Path(named)
 
 
 def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what a Hugging Face folder says about the ids of special tokens: in config.json, and in
-    generation_config.json.
+    """Returns what a Hugging Face folder says about the ids of special tokens: in config.json, and
+    in generation_config.json.
 
-    Returns the former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there or, beside a vision
-    tower, in its `text_config`; the whole latter.
+    Returns the former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there or,
+    beside a vision tower, in its `text_config`; the whole latter.
     """
     config, generation = (
         read_json(path) if (path := Path(folder) / name).is_file() else {}
@@ -117,8 +139,9 @@ def end_tokens(folder: str | Path) -> list[int]:
 def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
     """Returns the fields of ModelConfig that compute what the folder's model computes.
 
-    Returns fields of ModelConfig by name, all that describe the function, as plain values like those of a YAML file.
-    Raises ValueError: an unknown family, or options that our model does not compute, all of them named.
+    Returns fields of ModelConfig by name, all that describe the function, as plain values like
+    those of a YAML file. Raises ValueError: an unknown family, or options that our model does not
+    compute, all of them named.
     """
     config = read_hf_config(folder)
     family = config["model_type"]
@@ -130,23 +153,33 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
     fields = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family, _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
-        raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
+        raise ValueError(
+            f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}"
+        )
     same = {ours: config[theirs] for ours, theirs in families.SAME[family].items()}
     return {"name": Path(folder).resolve().name, **same, **fields}
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """Returns `model_config_from_hf` as the typed object. Raises ValueError as it does, or for a wrong type."""
+    """Returns `model_config_from_hf` as the typed object. Raises ValueError as it does, or for a
+    wrong type."""
     return from_dict({"model": model_config_from_hf(folder)}).model
 
 
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns Llama, and what differs by options alone: biases, norms, latents, windows, experts."""
-    hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
+    """Returns Llama, and what differs by options alone: biases, norms, latents, windows,
+    experts."""
+    hidden_size, num_heads, family = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["model_type"],
+    )
     local = _local_rope_base(config, refused) if family == "gemma3_text" else None
     theta, scaling = _rope(config, refused)
     if family == "phi3" and scaling.type != "none":
-        refused.append(f"rope_type = {scaling.type!r}: transformers makes longrope of it, which is not supported")
+        refused.append(
+            f"rope_type = {scaling.type!r}: transformers makes longrope of it, which is not supported"
+        )
     if family in LATENT:
         attention = mla_fields(config, refused)
     else:
@@ -177,14 +210,18 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         **routing_fields(config, refused),
         **(_gemma(config) if family in families.GEMMA else {}),
         **({"window_rope_theta": local if windows["attention_window"] else None} if local else {}),
-        **({"activation": "swiglu_clamped", "attention_sinks": True} if family == "gpt_oss" else {}),
+        **(
+            {"activation": "swiglu_clamped", "attention_sinks": True} if family == "gpt_oss" else {}
+        ),
     }
 
 
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
     fields = {
-        "norm_zero_centered": True, "activation": "geglu_tanh", "embedding_scale": config["hidden_size"] ** 0.5,
-    }  # fmt: skip
+        "norm_zero_centered": True,
+        "activation": "geglu_tanh",
+        "embedding_scale": config["hidden_size"] ** 0.5,
+    }
     if config["model_type"] == "gemma":
         return fields
     return fields | {
@@ -217,7 +254,9 @@ def _gpt2(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 def _neox(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     if hidden_size % num_heads:
-        refused.append(f"hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}")
+        refused.append(
+            f"hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}"
+        )
     theta, scaling = _rope(config, refused)
     head_dim = hidden_size // num_heads
     return {
@@ -260,15 +299,20 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     if config["model_type"] == "gemma3_text":
         slides = [bool((i + 1) % (config["sliding_window_pattern"] or 6)) for i in layers]
     kinds = config["layer_types"] or [
-        "sliding_attention" if window is not None and slides[i] else "full_attention" for i in layers
+        "sliding_attention" if window is not None and slides[i] else "full_attention"
+        for i in layers
     ]
     if len(kinds) != len(layers):
         refused.append(f"layer_types has {len(kinds)} layers, num_hidden_layers = {len(layers)}")
     if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
-        refused.append(f"layer_types has {', '.join(unknown)}: only sliding_attention and full_attention are supported")
+        refused.append(
+            f"layer_types has {', '.join(unknown)}: only sliding_attention and full_attention are supported"
+        )
     windowed = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
     if windowed and window is None:
-        refused.append("layer_types has sliding_attention without a sliding_window; set use_sliding_window to true")
+        refused.append(
+            "layer_types has sliding_attention without a sliding_window; set use_sliding_window to true"
+        )
     return {
         "attention_window": window if windowed else None,
         "window_layers": windowed if 0 < len(windowed) < len(kinds) else None,
@@ -277,9 +321,14 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScaling]:
     """Returns Theta and scaling from either spelling; where a file has both they must agree."""
-    new, old = _flat(config.get("rope_parameters"), refused), _flat(config.get("rope_scaling"), refused)
+    new, old = (
+        _flat(config.get("rope_parameters"), refused),
+        _flat(config.get("rope_scaling"), refused),
+    )
     thetas = [rope.pop("rope_theta", None) for rope in (new, old)] + [config.get("rope_theta")]
-    thetas = [theta for theta in thetas if theta is not None] or [config.get("default_theta", 10000.0)]
+    thetas = [theta for theta in thetas if theta is not None] or [
+        config.get("default_theta", 10000.0)
+    ]
     if any(theta != thetas[0] for theta in thetas):
         refused.append(f"rope_theta is given as {' and as '.join(map(str, thetas))}")
     if not isinstance(thetas[0], (int, float)):
@@ -289,14 +338,25 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
     if new and old and new != old:
         refused.append(f"rope_parameters {new} and rope_scaling {old} disagree")
     rope = new or old
-    if config["model_type"] == "gpt_oss" and not any(config.get(key) for key in ("rope_parameters", "rope_scaling")):
+    if config["model_type"] == "gpt_oss" and not any(
+        config.get(key) for key in ("rope_parameters", "rope_scaling")
+    ):
         rope = families.GPT_OSS_YARN
     kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 and config["model_type"] not in families.PARTLY_ROTATED:
-        refused.append(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1.0 is supported")
+    if (
+        rope.get("partial_rotary_factor", 1.0) != 1.0
+        and config["model_type"] not in families.PARTLY_ROTATED
+    ):
+        refused.append(
+            f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1.0 is supported"
+        )
     if kind == "default":
         return theta, RopeScaling()
-    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
+    needed = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "yarn": (),
+    }
     if kind not in needed:
         refused.append(f"rope_type = {kind!r}: only default, {', '.join(needed)} are supported")
         return theta, RopeScaling()
@@ -304,8 +364,12 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
         refused.append(f"rope_type = {kind!r} without {', '.join(absent)}")
         return theta, RopeScaling()
     if kind != "yarn" and rope.get("mscale_all_dim") and config["model_type"] in LATENT:
-        refused.append(f"mscale_all_dim = {rope['mscale_all_dim']} with rope_type = {kind!r}: only with yarn")
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        refused.append(
+            f"mscale_all_dim = {rope['mscale_all_dim']} with rope_type = {kind!r}: only with yarn"
+        )
+    original = config.get("original_max_position_embeddings") or rope.get(
+        "original_max_position_embeddings"
+    )
     original = original or config["max_position_embeddings"]
     if kind == "linear":
         return theta, RopeScaling(type=kind, factor=float(rope["factor"]))
@@ -316,19 +380,27 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
 
 
 def _local_rope_base(config: dict[str, Any], refused: list[str]) -> float:
-    """Returns the base in Gemma 3's sliding layers, and leaves the other layers' settings in `config`."""
+    """Returns the base in Gemma 3's sliding layers, and leaves the other layers' settings in
+    `config`."""
     by_layer = config.get("rope_parameters") or {}
-    if not isinstance(by_layer, dict) or any(not isinstance(each, dict) for each in by_layer.values()):
-        refused.append(f"rope_parameters = {by_layer!r}: only full_attention's and sliding_attention's are supported")
+    if not isinstance(by_layer, dict) or any(
+        not isinstance(each, dict) for each in by_layer.values()
+    ):
+        refused.append(
+            f"rope_parameters = {by_layer!r}: only full_attention's and sliding_attention's are supported"
+        )
         return 0.0
     if (local := by_layer.get("sliding_attention", {})).get("rope_type", "default") != "default":
-        refused.append(f"rope_type = {local['rope_type']!r} of sliding_attention: only default is supported")
+        refused.append(
+            f"rope_type = {local['rope_type']!r} of sliding_attention: only default is supported"
+        )
     config["rope_parameters"] = by_layer.get("full_attention")
     return local.get("rope_theta") or config["rope_local_base_freq"]
 
 
 def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
-    """Returns one dict of rope settings; transformers 5 may nest one per kind of layer, which must then be equal."""
+    """Returns one dict of rope settings; transformers 5 may nest one per kind of layer, which must
+    then be equal."""
     if not isinstance(rope, dict | None):
         refused.append(f"rope settings {rope!r}: only an object of them is supported")
         return {}

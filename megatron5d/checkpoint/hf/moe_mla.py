@@ -1,8 +1,9 @@
-"""Experts, routers and latent attention in Hugging Face's folders: their settings as ours and back, and their tensors.
+"""Experts, routers and latent attention in Hugging Face's folders: their settings as ours and back,
+and their tensors.
 
-On disk there is one tensor per matrix and expert, which transformers keeps writing although version 5 fuses them in
-memory; folders of fused ones (`save_pretrained(..., save_original_format=False)`, or a bare state dict) are read as
-well. Ours, too, are one stack of all experts per layer.
+On disk there is one tensor per matrix and expert, which transformers keeps writing although version
+5 fuses them in memory; folders of fused ones (`save_pretrained(..., save_original_format=False)`,
+or a bare state dict) are read as well. Ours, too, are one stack of all experts per layer.
 
 The norms of DeepSeek's latents have an epsilon of their own, 1e-6 whatever rms_norm_eps says.
 """
@@ -26,17 +27,26 @@ def mla_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if kv_heads not in (None, heads):
-        refused.append(f"num_key_value_heads = {kv_heads}: only num_attention_heads = {heads} is supported")
+        refused.append(
+            f"num_key_value_heads = {kv_heads}: only num_attention_heads = {heads} is supported"
+        )
     interleaved = config["model_type"] == "deepseek_v2" or config["rope_interleave"]
     fields = {dim: config[dim] for dim in _DIMS}
     fields["latent_norm_eps"] = None if config["rms_norm_eps"] == LATENT_EPS else LATENT_EPS
-    return {"attention": "mla", "num_kv_heads": heads, "rope_interleaved": bool(interleaved), **fields}
+    return {
+        "attention": "mla",
+        "num_kv_heads": heads,
+        "rope_interleaved": bool(interleaved),
+        **fields,
+    }
 
 
 def mla_settings(config: ModelConfig, family: str) -> dict[str, Any]:
     """Returns what config.json says about the attention; `wanted_attention` must hold."""
     settings = {dim: getattr(config, dim) for dim in _DIMS} | {"head_dim": config.qk_rope_head_dim}
-    return settings | ({"rope_interleave": config.rope_interleaved} if family == "deepseek_v3" else {})
+    return settings | (
+        {"rope_interleave": config.rope_interleaved} if family == "deepseek_v3" else {}
+    )
 
 
 def wanted_attention(config: ModelConfig, family: str) -> dict[str, Any]:
@@ -44,9 +54,12 @@ def wanted_attention(config: ModelConfig, family: str) -> dict[str, Any]:
     interleaved = True if family == "deepseek_v2" else config.rope_interleaved
     own = config.latent_norm_eps
     return {
-        "attention": "mla", "rope_interleaved": interleaved, "attention_out_bias": False, "attention_window": None,
+        "attention": "mla",
+        "rope_interleaved": interleaved,
+        "attention_out_bias": False,
+        "attention_window": None,
         "latent_norm_eps": own if (own or config.norm_eps) == LATENT_EPS else LATENT_EPS,
-    }  # fmt: skip
+    }
 
 
 def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
@@ -67,26 +80,40 @@ def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
         ("out.weight", "o_proj", (h, a * dv)),
     ]
     ours, theirs = f"layers.{i}.attention", f"model.layers.{i}.self_attn"
-    return [Entry(f"{ours}.{name}", (0, shape[0]), f"{theirs}.{hf}.weight", shape) for name, hf, shape in parts]
+    return [
+        Entry(f"{ours}.{name}", (0, shape[0]), f"{theirs}.{hf}.weight", shape)
+        for name, hf, shape in parts
+    ]
 
 
 SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "hy_v3", *LATENT)
 LIKE_DEEPSEEK = (*LATENT, "glm4_moe", "dots1", "hy_v3")  # in experts and routers
-# the module on disk that holds router and experts, and the names of an expert's matrices: gate, up, down
+# the module on disk that holds router and experts, and the names of an expert's matrices: gate, up,
+# down
 _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(SPARSE[2:], ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
 # router, its bias and the shared expert below that module
 _BESIDE = dict.fromkeys(SPARSE, ("gate", "gate.e_score_correction_bias", "shared_experts")) | {
-    "qwen2_moe": ("gate", "", "shared_expert"), "hy_v3": ("router.gate", "expert_bias", "shared_mlp"),
-}  # fmt: skip
+    "qwen2_moe": ("gate", "", "shared_expert"),
+    "hy_v3": ("router.gate", "expert_bias", "shared_mlp"),
+}
 FUSED = "experts.gate_up_proj"  # what tells folders of fused experts apart
 _PLAIN: dict[str, Any] = {
-    "moe_ffn_hidden_size": None, "shared_ffn_hidden_size": 0, "first_k_dense": 0, "moe_interval": 1,
-    "moe_layers": None, "router_score": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
-    "num_groups": 1, "top_groups": 1, "group_score": "max", "router_bias": False,
-}  # fmt: skip
+    "moe_ffn_hidden_size": None,
+    "shared_ffn_hidden_size": 0,
+    "first_k_dense": 0,
+    "moe_interval": 1,
+    "moe_layers": None,
+    "router_score": "softmax",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_groups": 1,
+    "top_groups": 1,
+    "group_score": "max",
+    "router_bias": False,
+}
 
 
 def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -105,7 +132,10 @@ def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]
     if family == "qwen3_moe":
         return _qwen3_moe(config, refused)
     if family == "qwen2_moe":
-        shared = {"shared_ffn_hidden_size": config["shared_expert_intermediate_size"], "shared_expert_gate": True}
+        shared = {
+            "shared_ffn_hidden_size": config["shared_expert_intermediate_size"],
+            "shared_expert_gate": True,
+        }
         fields = _qwen3_moe(config, refused)
         return fields | (shared if fields.get("num_experts") else {})
     return _deepseek(config, refused) if family in LIKE_DEEPSEEK else {}
@@ -116,7 +146,9 @@ def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     if not step or step < 1:
         refused.append(f"decoder_sparse_step = {step}: at least 1 is supported")
         return {}
-    sparse = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
+    sparse = [
+        i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0
+    ]
     return {
         **_PLAIN,
         "num_experts": config["num_local_experts"] if sparse else 0,
@@ -135,7 +167,9 @@ def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     regular = sparse == list(layers[min(sparse, default=0) :])
     experts = (config["n_routed_experts"] or 0) if sparse else 0
     if experts and not config["num_experts_per_tok"]:
-        refused.append(f"num_experts_per_tok = {config['num_experts_per_tok']}: at least 1 is supported")
+        refused.append(
+            f"num_experts_per_tok = {config['num_experts_per_tok']}: at least 1 is supported"
+        )
     groups = v3 or config["topk_method"] == "group_limited_greedy"
     inner, shared = config["moe_intermediate_size"], config["n_shared_experts"] or 0
     return {
@@ -161,11 +195,18 @@ def wanted_routing(config: ModelConfig, family: str) -> dict[str, Any]:
     if family in LIKE_DEEPSEEK:
         return _wanted_deepseek(config, family)
     wanted = {
-        "shared_ffn_hidden_size": 0, "router_score": "softmax", "routed_scaling_factor": 1.0,
-        "top_groups": config.num_groups, "router_bias": False, "mlp_bias": False,
-    }  # fmt: skip
+        "shared_ffn_hidden_size": 0,
+        "router_score": "softmax",
+        "routed_scaling_factor": 1.0,
+        "top_groups": config.num_groups,
+        "router_bias": False,
+        "mlp_bias": False,
+    }
     if family == "qwen2_moe":
-        wanted |= {"shared_ffn_hidden_size": config.shared_ffn_hidden_size, "shared_expert_gate": True}
+        wanted |= {
+            "shared_ffn_hidden_size": config.shared_ffn_hidden_size,
+            "shared_expert_gate": True,
+        }
     if family == "gpt_oss":
         wanted |= {"mlp_bias": True, "router_linear_bias": True}
     if family in ("mixtral", "gpt_oss"):
@@ -209,9 +250,15 @@ def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
         "num_experts_per_tok": config.top_k,
         "moe_intermediate_size": inner,
         "decoder_sparse_step": config.moe_interval if regular else 1,
-        "mlp_only_layers": [] if regular else [i for i in range(config.num_layers) if i not in sparse],
+        "mlp_only_layers": []
+        if regular
+        else [i for i in range(config.num_layers) if i not in sparse],
         "norm_topk_prob": config.norm_topk_prob,
-        **({"shared_expert_intermediate_size": config.shared_ffn_hidden_size} if family == "qwen2_moe" else {}),
+        **(
+            {"shared_expert_intermediate_size": config.shared_ffn_hidden_size}
+            if family == "qwen2_moe"
+            else {}
+        ),
     }
 
 
@@ -232,16 +279,28 @@ def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str
     if family == "glm4_moe":
         return settings | {"num_nextn_predict_layers": ahead}
     if family == "deepseek_v3":
-        return settings | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": ahead}
+        return settings | {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": ahead,
+        }
     limited = config.top_groups < config.num_groups
-    return settings | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if limited else "greedy"}
+    return settings | {
+        "scoring_func": "softmax",
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+    }
 
 
 def gpt_oss_entries(config: ModelConfig, i: int) -> list[Entry]:
-    """Lists the router and the experts of a layer, in stacks: `[E, in, out]` on disk, where gate and up alternate."""
+    """Lists the router and the experts of a layer, in stacks: `[E, in, out]` on disk, where gate
+    and up alternate."""
     h, f, e = config.hidden_size, config.expert_hidden_size, config.num_experts
     ours, theirs, rows = f"layers.{i}", f"model.layers.{i}.mlp", (0, e)
-    experts, up, down = f"{ours}.experts", f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
+    experts, up, down = (
+        f"{ours}.experts",
+        f"{theirs}.experts.gate_up_proj",
+        f"{theirs}.experts.down_proj",
+    )
     return [
         Entry(f"{ours}.router.weight", rows, f"{theirs}.router.weight", (e, h)),
         Entry(f"{ours}.router.linear_bias", rows, f"{theirs}.router.bias", (e,)),
@@ -268,18 +327,31 @@ def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -
         router, bias, shared = "gate", "e_score_correction_bias", "shared_experts"
     entries = [Entry(f"{ours}.router.weight", (0, shape[0]), f"{theirs}.{router}.weight", shape)]
     if config.router_bias:
-        entries.append(Entry(f"{ours}.router.bias", (0, shape[0]), f"{theirs}.{bias}", shape[:1], wide=True))
+        entries.append(
+            Entry(f"{ours}.router.bias", (0, shape[0]), f"{theirs}.{bias}", shape[:1], wide=True)
+        )
     if fused:
         entries += [
-            Entry(f"{ours}.experts.up.weight", (0, experts), f"{theirs}.{FUSED}", (experts, 2 * f, h)),
-            Entry(f"{ours}.experts.down.weight", (0, experts), f"{theirs}.experts.down_proj", (experts, h, f)),
+            Entry(
+                f"{ours}.experts.up.weight", (0, experts), f"{theirs}.{FUSED}", (experts, 2 * f, h)
+            ),
+            Entry(
+                f"{ours}.experts.down.weight",
+                (0, experts),
+                f"{theirs}.experts.down_proj",
+                (experts, h, f),
+            ),
         ]
     for e in range(0 if fused else experts):
         expert = f"{theirs}.experts.{e}"
         entries += [
             Entry(f"{ours}.experts.up.weight", (0, f), f"{expert}.{gate}.weight", (f, h), expert=e),
-            Entry(f"{ours}.experts.up.weight", (f, 2 * f), f"{expert}.{up}.weight", (f, h), expert=e),
-            Entry(f"{ours}.experts.down.weight", (0, h), f"{expert}.{down}.weight", (h, f), expert=e),
+            Entry(
+                f"{ours}.experts.up.weight", (f, 2 * f), f"{expert}.{up}.weight", (f, h), expert=e
+            ),
+            Entry(
+                f"{ours}.experts.down.weight", (0, h), f"{expert}.{down}.weight", (h, f), expert=e
+            ),
         ]
     if s := config.shared_ffn_hidden_size:
         if config.shared_expert_gate:

@@ -1,7 +1,9 @@
-"""Safetensors folders as Hugging Face has them: read rectangle by rectangle, written one file at a time.
+"""Safetensors folders as Hugging Face has them: read rectangle by rectangle, written one file at a
+time.
 
-A table of entries says which rows of our tensors are which tensor on disk; tensors missing in the folder or the table
-are errors. FP8 weights as DeepSeek publishes V3 (`w`, and `w_scale_inv` for 128×128 blocks) are read as their values.
+A table of entries says which rows of our tensors are which tensor on disk; tensors missing in the
+folder or the table are errors. FP8 weights as DeepSeek publishes V3 (`w`, and `w_scale_inv` for
+128×128 blocks) are read as their values.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron5d.checkpoint.hf.files import INDEX, SINGLE, WEIGHTS, Entry, check_vacant, weight_files, wrong_kind
+from megatron5d.checkpoint.hf.files import (
+    INDEX,
+    SINGLE,
+    WEIGHTS,
+    Entry,
+    check_vacant,
+    weight_files,
+    wrong_kind,
+)
 from megatron5d.checkpoint.layout import ShardedTensor, overlap
 from megatron5d.topology.shard_spec import ShardSpec
 
@@ -41,7 +51,8 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of one folder, of one file or several. A context manager: the files are open within it.
+    """The tensors of one folder, of one file or several. A context manager: the files are open
+    within it.
 
     Args:
         folder: with model.safetensors, or model.safetensors.index.json and the files that it lists.
@@ -57,16 +68,22 @@ class SafetensorsFolder:
         self._handles: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
         self.scales: dict[str, StoredTensor] = {}  # of the FP8 tensors, by their names
-        self._stray: list[tuple[str, str]] = []  # tensors in files where the index does not place them
+        # tensors in files where the index does not place them
+        self._stray: list[tuple[str, str]] = []
         for file, listed in weight_files(self.folder).items():
             handle = self._handle(file)
             names = set(handle.keys())
             if lacking := sorted(set(listed or ()) - names):
-                raise ValueError(f"{self.folder / INDEX} places {lacking[0]} in {file}, which does not hold it")
-            for name in names if listed is None else listed:  # a copy elsewhere than the index says is a stale one
+                raise ValueError(
+                    f"{self.folder / INDEX} places {lacking[0]} in {file}, which does not hold it"
+                )
+            # a copy elsewhere than the index says is a stale one
+            for name in names if listed is None else listed:
                 view = handle.get_slice(name)
                 self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
-            self._stray += [(name, file) for name in sorted(names - set(names if listed is None else listed))]
+            self._stray += [
+                (name, file) for name in sorted(names - set(names if listed is None else listed))
+            ]
         if unlisted := [(name, file) for name, file in self._stray if name not in self.tensors]:
             name, file = unlisted[0]
             raise ValueError(
@@ -92,7 +109,9 @@ class SafetensorsFolder:
                 self._handles[file] = self._open.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
                 known = wrong_kind(path)
-                raise ValueError(f"{path} is {known or f'not a whole safetensors file: {error}'}") from error
+                raise ValueError(
+                    f"{path} is {known or f'not a whole safetensors file: {error}'}"
+                ) from error
         return self._handles[file]
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -111,8 +130,12 @@ class SafetensorsFolder:
             scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, extent)
         return values.float() * scales
 
-    def _slices(self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
-        return self._handle(file).get_slice(name)[tuple(slice(*ends) for ends in zip(starts, stops))]
+    def _slices(
+        self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]
+    ) -> torch.Tensor:
+        return self._handle(file).get_slice(name)[
+            tuple(slice(*ends) for ends in zip(starts, stops))
+        ]
 
 
 @torch.no_grad()
@@ -130,7 +153,8 @@ def load_shards(
         ignored: regular expressions for stored names that are not weights (masks, rotary tables).
 
     Raises:
-        ValueError: tensors are missing, unexpected, quantised or of another shape; lists all of them.
+        ValueError: tensors are missing, unexpected, quantised or of another shape; lists all of
+            them.
         OSError: a file cannot be opened.
     """
     table = defaultdict(list)
@@ -142,7 +166,9 @@ def load_shards(
         for spec, tensor in held:
             for offset, view in tensor.parts.items():
                 written = sum(_fill(view, offset, entry, stored) for entry in table[spec.name])
-                assert written == view.numel(), f"{spec.name} at {offset}: {written} of {view.numel()} elements written"
+                assert written == view.numel(), (
+                    f"{spec.name} at {offset}: {written} of {view.numel()} elements written"
+                )
 
 
 class Stored(Protocol):
@@ -160,21 +186,32 @@ def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]
     wanted = {entry.hf_name: entry for entry in entries}
     missing = [name for name in wanted if name not in stored.tensors]
     unexpected = [
-        name for name in stored.tensors if name not in wanted and not any(re.search(text, name) for text in ignored)
+        name
+        for name in stored.tensors
+        if name not in wanted and not any(re.search(text, name) for text in ignored)
     ]
     shapes, dtypes = [], []
     for name in (name for name in wanted if name in stored.tensors):
         tensor, shape = stored.tensors[name], wanted[name].shape
         if tensor.shape != shape:
-            shapes.append(f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration")
+            shapes.append(
+                f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration"
+            )
         if name in stored.scales:
             shapes += _misshapen_scales(name, stored)
         elif tensor.dtype not in DTYPES:
             readable = f"{', '.join(DTYPES)}, and {FP8_DTYPE} beside {name}{SCALES}"
             dtypes.append(f"{name}: {tensor.dtype}, readable are {readable}")
-    troubles = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another dtype": dtypes}
+    troubles = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "of another dtype": dtypes,
+    }
     if any(troubles.values()):
-        raise ValueError(f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}")
+        raise ValueError(
+            f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}"
+        )
 
 
 def _misshapen_scales(name: str, stored: Stored) -> list[str]:
@@ -186,15 +223,18 @@ def _misshapen_scales(name: str, stored: Stored) -> list[str]:
 
 
 def unknown_quantisation(config: dict[str, Any]) -> list[str]:
-    """Returns what a config.json says that is not as in the FP8 releases that are read; null is a folder without."""
+    """Returns what a config.json says that is not as in the FP8 releases that are read; null is a
+    folder without."""
     given = config.get("quantization_config")
     if given is None:
         return []
     if not isinstance(given, dict):
         return [f"quantization_config = {given!r}: only an object of settings is supported"]
     if given.get("quant_method") == "mxfp4":
-        return ["quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
-                "model with transformers' Mxfp4Config(dequantize=True) and save it"]  # fmt: skip
+        return [
+            "quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
+            "model with transformers' Mxfp4Config(dequantize=True) and save it"
+        ]
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
     found = {"fmt": "e4m3"} | given
     return [
@@ -220,18 +260,27 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
         reached = 0
         for entry in sorted(table[spec.name], key=lambda entry: entry.our_offset):
             start, stop = (row + per_expert * (entry.expert or 0) for row in entry.rows)
-            shape = (1, stop - start, *spec.shape[2:]) if stacked else (stop - start, *spec.shape[1:])
+            shape = (
+                (1, stop - start, *spec.shape[2:]) if stacked else (stop - start, *spec.shape[1:])
+            )
             if start != reached or entry.our_shape != shape:
-                troubles.append(f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {reached}")
+                troubles.append(
+                    f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {reached}"
+                )
             reached = stop
         if reached != (spec.shape[0] * per_expert if stacked else spec.shape[0]):
-            troubles.append(f"{spec.name} {list(spec.shape)}: the folder's family gives it {reached} rows")
+            troubles.append(
+                f"{spec.name} {list(spec.shape)}: the folder's family gives it {reached} rows"
+            )
     if troubles:
-        raise ValueError(f"the model is not one that this Hugging Face family can hold:{_listing('parts', troubles)}")
+        raise ValueError(
+            f"the model is not one that this Hugging Face family can hold:{_listing('parts', troubles)}"
+        )
 
 
 def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
-    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements."""
+    """Copies the intersection of a stored tensor and a local rectangle; returns its number of
+    elements."""
     shared = overlap(at, view.shape, entry.our_offset, entry.our_shape)
     if shared is None:
         return 0
@@ -241,9 +290,12 @@ def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: Safeten
     shape = tuple(c - a for a, c in zip(begin, end))
     if entry.expert is not None:
         offset, shape = offset[1:], shape[1:]
-    if entry.heads is not None or entry.interleaved:  # rows are scattered on disk: all of them, or of the experts here
+    # rows are scattered on disk: all of them, or of the experts here
+    if entry.heads is not None or entry.interleaved:
         first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.shape[0])
-        whole = stored.read(entry.hf_name, (first, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:]))
+        whole = stored.read(
+            entry.hf_name, (first, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:])
+        )
         places = zip((offset[0] - first, *offset[1:]), shape)
         values = entry.ours(whole)[tuple(slice(o, o + n) for o, n in places)]
     elif entry.transposed:
@@ -259,7 +311,9 @@ _PART = "part-{:05d}-{:05d}.safetensors.tmp"  # rank, number
 
 
 def stored_tensors(
-    entries: Iterable[Entry], read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor], dtype: torch.dtype
+    entries: Iterable[Entry],
+    read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor in the form in which it is stored, computed when it is asked for.
 
@@ -286,8 +340,11 @@ def stored_tensors(
         yield entry.hf_name, entry.theirs(tensor)
 
 
-def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5 << 30) -> int:
-    """Writes tensors in the order given, starting a new file before one would grow beyond the limit.
+def save_folder(
+    folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5 << 30
+) -> int:
+    """Writes tensors in the order given, starting a new file before one would grow beyond the
+    limit.
 
     Args:
         folder: created if it does not exist, for without weights.
@@ -314,8 +371,9 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 def write_parts(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, rank: int = 0
 ) -> tuple[list[tuple[str, list[str]]], int]:
-    """Writes one rank's files of a folder; arguments and errors as in `save_folder`. Returns the name of each file,
-    which is not its last one, and of the tensors in it; total size of these, in bytes."""
+    """Writes one rank's files of a folder; arguments and errors as in `save_folder`. Returns the
+    name of each file, which is not its last one, and of the tensors in it; total size of these, in
+    bytes."""
     parts: list[tuple[str, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = pending_bytes = 0
@@ -324,7 +382,8 @@ def write_parts(
         part = folder / _PART.format(rank, len(parts))
         try:
             part.touch()
-            mode = part.stat().st_mode  # by the user's umask; safetensors makes a file that only its owner reads
+            # by the user's umask; safetensors makes a file that only its owner reads
+            mode = part.stat().st_mode
             save_file(pending, part, metadata={"format": "pt"})
             part.chmod(mode)
         except SafetensorError as error:
@@ -345,7 +404,8 @@ def write_parts(
 
 
 def name_files(folder: Path, parts: Sequence[tuple[str, list[str]]], total_bytes: int) -> None:
-    """Renames the files of all ranks to their final names, which contain their number, and then writes the index."""
+    """Renames the files of all ranks to their final names, which contain their number, and then
+    writes the index."""
     if len(parts) == 1:
         os.replace(folder / parts[0][0], folder / SINGLE)
         return
@@ -354,5 +414,8 @@ def name_files(folder: Path, parts: Sequence[tuple[str, list[str]]], total_bytes
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
         os.replace(folder / part, folder / file)
         weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,8 +1,9 @@
-"""Weights of a Hugging Face folder, into the local parameters of a model of ours or into a checkpoint.
+"""Weights of a Hugging Face folder, into the local parameters of a model of ours or into a
+checkpoint.
 
-Which stored tensor is which of ours, under the names and in the orientations that transformers writes to disk. All
-families rotate as we do, half-split or interleaved, so no row is permuted; GPT-2's Conv1D keeps [in, out] and already
-fuses q, k and v in our order.
+Which stored tensor is which of ours, under the names and in the orientations that transformers
+writes to disk. All families rotate as we do, half-split or interleaved, so no row is permuted;
+GPT-2's Conv1D keeps [in, out] and already fuses q, k and v in our order.
 """
 
 import re
@@ -15,9 +16,24 @@ import torch
 
 from megatron5d.checkpoint.hf.families import DENSE
 from megatron5d.checkpoint.hf.files import Entry
-from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_hf_config, read_model_config
-from megatron5d.checkpoint.hf.moe_mla import FUSED, SPARSE, gpt_oss_entries, mla_entries, moe_entries
-from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, Stored, check_names, load_shards
+from megatron5d.checkpoint.hf.import_config import (
+    model_config_from_hf,
+    read_hf_config,
+    read_model_config,
+)
+from megatron5d.checkpoint.hf.moe_mla import (
+    FUSED,
+    SPARSE,
+    gpt_oss_entries,
+    mla_entries,
+    moe_entries,
+)
+from megatron5d.checkpoint.hf.safetensors_folder import (
+    SafetensorsFolder,
+    Stored,
+    check_names,
+    load_shards,
+)
 from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, lazy_tensor
 from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
@@ -29,43 +45,54 @@ _TEXT = "language_model."  # before the names of a text model that stands beside
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
 
 
-def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, folder: str | Path) -> list[str]:
+def load_hf_weights(
+    parameters: Iterable[torch.Tensor], config: ModelConfig, folder: str | Path
+) -> list[str]:
     """Returns `load_hf_shards` into local parameters that lie here as they are.
 
     Args:
         parameters: local tensors with a ShardSpec, the routers' biases among them.
         config, folder: as in `load_hf_shards`.
     """
-    return load_hf_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], config, folder)
+    return load_hf_shards(
+        [(spec_of(each), sharded_parameter(each)) for each in parameters], config, folder
+    )
 
 
 def load_hf_shards(
-    held: Sequence[tuple[ShardSpec, ShardedTensor]], config: ModelConfig, folder: str | Path, seed: int = 0
+    held: Sequence[tuple[ShardSpec, ShardedTensor]],
+    config: ModelConfig,
+    folder: str | Path,
+    seed: int = 0,
 ) -> list[str]:
     """Fills what this rank holds of a model from a folder of any supported family.
 
-    The model may have a larger vocabulary, a head of its own where the folder's is tied, and blocks of multi-token
-    prediction that the folder lacks (checkpoint/new_parts.py).
+    The model may have a larger vocabulary, a head of its own where the folder's is tied, and blocks
+    of multi-token prediction that the folder lacks (checkpoint/new_parts.py).
 
-    Folders saved from the bare model (GPT-2 on the hub: `wte.weight`) and tied models that also store their head,
-    equal to the embedding, are read as well.
+    Folders saved from the bare model (GPT-2 on the hub: `wte.weight`) and tied models that also
+    store their head, equal to the embedding, are read as well.
 
     Args:
-        held: parameters, or slices of them, and the routers' biases; a bias that the architecture does not have
-            (model.router_bias = false), one that balancing alone uses, becomes zero.
+        held: parameters, or slices of them, and the routers' biases; a bias that the architecture
+            does not have (model.router_bias = false), one that balancing alone uses, becomes zero.
         config: the architecture that they were built from.
         folder: config.json and safetensors files.
         seed: of what the folder lacks.
 
     Returns:
-        Lines for the log: what of the folder is not read, and fields in which `config` computes another function than
-        its config.json, intended when a context is stretched, a mistake otherwise. Empty when the two agree.
+        Lines for the log: what of the folder is not read, and fields in which `config` computes
+        another function than its config.json, intended when a context is stretched, a mistake
+        otherwise. Empty when the two agree.
 
     Raises:
-        ValueError: what is missing, unexpected or misshapen, or a stored head that differs from the embedding.
+        ValueError: what is missing, unexpected or misshapen, or a stored head that differs from the
+            embedding.
     """
     if not config.router_bias:
-        for view in (view for spec, tensor in held if _is_bias(spec) for view in tensor.parts.values()):
+        for view in (
+            view for spec, tensor in held if _is_bias(spec) for view in tensor.parts.values()
+        ):
             view.zero_()
         held = [(spec, tensor) for spec, tensor in held if not _is_bias(spec)]
     with SafetensorsFolder(folder) as stored:
@@ -78,18 +105,24 @@ def load_hf_shards(
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
             return stored.read(at[name].hf_name, offset, shape)
 
-        held = fill_new_parts(held, config, {name: entry.our_shape for name, entry in at.items()}, read, seed)
+        held = fill_new_parts(
+            held, config, {name: entry.our_shape for name, entry in at.items()}, read, seed
+        )
     load_shards(held, entries, folder, ignored)
     return told + config_differences(config, folder)
 
 
-def _rows_here(held: Iterable[tuple[ShardSpec, ShardedTensor]], rows: int) -> dict[str, list[Rectangle]]:
-    """Returns the rectangles of embedding and head that a rank holds, without rows from `rows` on."""
+def _rows_here(
+    held: Iterable[tuple[ShardSpec, ShardedTensor]], rows: int
+) -> dict[str, list[Rectangle]]:
+    """Returns the rectangles of embedding and head that a rank holds, without rows from `rows`
+    on."""
     here: defaultdict[str, list[Rectangle]] = defaultdict(list)
     for spec, tensor in held:
         if spec.name in (EMBEDDING, "head.weight"):
             parts = [
-                (offset, (min(len(view), rows - offset[0]), *view.shape[1:])) for offset, view in tensor.parts.items()
+                (offset, (min(len(view), rows - offset[0]), *view.shape[1:]))
+                for offset, view in tensor.parts.items()
             ]
             here[spec.name] += [(offset, shape) for offset, shape in parts if shape[0] > 0]
     return here
@@ -112,7 +145,9 @@ def _is_bias(spec: ShardSpec) -> bool:
     return spec.name.endswith(".router.bias")
 
 
-def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtype) -> dict[str, LazyTensor]:
+def hf_weights(
+    config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
     """Returns the whole model as a checkpoint takes it, each part read when it is written.
 
     Args:
@@ -128,7 +163,9 @@ def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtyp
     return lazy_weights(entries, stored, dtype)
 
 
-def lazy_weights(entries: Sequence[Entry], stored: Stored, dtype: torch.dtype) -> dict[str, LazyTensor]:
+def lazy_weights(
+    entries: Sequence[Entry], stored: Stored, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
     """Returns the tensors of a table as a checkpoint takes them; arguments as in `hf_weights`."""
     table: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -153,10 +190,15 @@ def _lazy(entries: list[Entry], stored: Stored, dtype: torch.dtype) -> LazyTenso
 def _table(
     config: ModelConfig, stored: SafetensorsFolder, held: Mapping[str, list[Rectangle]]
 ) -> tuple[list[Entry], list[str]]:
-    """Entries and ignored names as this folder spells them; `held` is what this rank has of each parameter."""
+    """Entries and ignored names as this folder spells them; `held` is what this rank has of each
+    parameter."""
     family = read_hf_config(stored.folder)["model_type"]
     fused = any(name.endswith(f".{FUSED}") for name in stored.tensors)
-    entries, ignored, prefix = hf_entries(config, family, fused), list(IGNORED[family]), BASE_PREFIX[family]
+    entries, ignored, prefix = (
+        hf_entries(config, family, fused),
+        list(IGNORED[family]),
+        BASE_PREFIX[family],
+    )
     ignored += [_layer_names(i) for i in prediction_layers(config, stored)]
     for copy in (copy for copy in hf_copies(config) if copy.hf_name in stored.tensors):
         ignored.append(f"^{re.escape(copy.hf_name)}$")
@@ -185,7 +227,8 @@ def _table(
 def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
     """Returns a line for each part of a folder that the model has no use for."""
     counts = {
-        i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in prediction_layers(config, stored)
+        i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors)
+        for i in prediction_layers(config, stored)
     }
     seen = sum(not name.startswith(_TEXT) for name in stored.tensors)
     vision = [f"{stored.folder}: the {seen} tensors of what is not its language model are not read"]
@@ -199,7 +242,9 @@ def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
 def prediction_layers(config: ModelConfig, stored: SafetensorsFolder) -> list[int]:
     """Layers beyond the model's blocks that predict further tokens; only they have an `eh_proj`."""
     found = (re.search(r"(?:^|\.)layers\.(\d+)\.eh_proj\.weight$", name) for name in stored.tensors)
-    return sorted(int(match[1]) for match in found if match and int(match[1]) >= len(blocks(config)))
+    return sorted(
+        int(match[1]) for match in found if match and int(match[1]) >= len(blocks(config))
+    )
 
 
 def _layer_names(i: int) -> str:
@@ -207,15 +252,19 @@ def _layer_names(i: int) -> str:
 
 
 def _same(copy: str, original: Entry, stored: SafetensorsFolder, held: list[Rectangle]) -> bool:
-    """Returns whether a tensor that the folder stores twice is the same both times; each rank looks at its own rows."""
+    """Returns whether a tensor that the folder stores twice is the same both times; each rank looks
+    at its own rows."""
     same = original.hf_name in stored.tensors and stored.tensors[copy].shape == original.shape
     for rectangle in held if same else []:
-        same = same and torch.equal(stored.read(copy, *rectangle), stored.read(original.hf_name, *rectangle))
+        same = same and torch.equal(
+            stored.read(copy, *rectangle), stored.read(original.hf_name, *rectangle)
+        )
     return same
 
 
 def config_differences(config: ModelConfig, folder: str | Path) -> list[str]:
-    """Returns `field: ours, theirs` for every field in which the folder's config.json computes another function."""
+    """Returns `field: ours, theirs` for every field in which the folder's config.json computes
+    another function."""
     theirs = read_model_config(folder)
     passive = {"name", "init_std"} | ({"max_positions"} if config.position == "rope" else set())
     return [
@@ -225,13 +274,18 @@ def config_differences(config: ModelConfig, folder: str | Path) -> list[str]:
     ]
 
 
-# Stored names that carry no weights: rotary tables and causal masks that older versions saved as buffers.
+# Stored names that carry no weights: rotary tables and causal masks that older versions saved as
+# buffers.
 IGNORED = {
     **dict.fromkeys((*DENSE, *SPARSE), (r"(^|\.)rotary_emb\.inv_freq$",)),
     "gpt2": (r"(^|\.)attn\.(masked_)?bias$",),
     "gpt_neox": (r"(^|\.)attention\.(masked_)?bias$", r"(^|\.)rotary_emb\.inv_freq$"),
 }
-BASE_PREFIX = {**dict.fromkeys((*DENSE, *SPARSE), "model."), "gpt2": "transformer.", "gpt_neox": "gpt_neox."}
+BASE_PREFIX = {
+    **dict.fromkeys((*DENSE, *SPARSE), "model."),
+    "gpt2": "transformer.",
+    "gpt_neox": "gpt_neox.",
+}
 HEAD = "lm_head.weight"
 
 
@@ -249,7 +303,12 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
     if family == "gpt2":
         entries = [
             Entry("embedding.weight", (0, v), "transformer.wte.weight", (v, h)),
-            Entry("position_embedding.weight", (0, positions), "transformer.wpe.weight", (positions, h)),
+            Entry(
+                "position_embedding.weight",
+                (0, positions),
+                "transformer.wpe.weight",
+                (positions, h),
+            ),
             *(entry for i in layers for entry in _gpt2_layer(config, i)),
             *_vectors("final_norm", "transformer.ln_f", h, bias=True),
         ]
@@ -267,12 +326,17 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
             *_vectors("final_norm", "model.norm", h, bias=False),
         ]
     if not config.tie_embeddings:
-        entries.append(Entry("head.weight", (0, v), "embed_out.weight" if family == "gpt_neox" else HEAD, (v, h)))
+        entries.append(
+            Entry(
+                "head.weight", (0, v), "embed_out.weight" if family == "gpt_neox" else HEAD, (v, h)
+            )
+        )
     return entries
 
 
 def hf_copies(config: ModelConfig) -> list[Entry]:
-    """Returns further names of embedding and head in folders with DeepSeek-V3's multi-token prediction layers."""
+    """Returns further names of embedding and head in folders with DeepSeek-V3's multi-token
+    prediction layers."""
     shape = (config.vocab_size, config.hidden_size)
     head = "embedding.weight" if config.tie_embeddings else "head.weight"
     return [
@@ -299,7 +363,8 @@ def _vectors(name: str, hf_name: str, size: int, bias: bool) -> list[Entry]:
 
 
 def _stack(name: str, columns: int, bias: bool, parts: list[tuple[str, int]]) -> list[Entry]:
-    """Returns linear layers [out, in] that we keep as one, under each other in the order given as (HF name, rows)."""
+    """Returns linear layers [out, in] that we keep as one, under each other in the order given as
+    (HF name, rows)."""
     entries, start = [], 0
     for hf_name, rows in parts:
         place = (start, start + rows)
@@ -319,18 +384,38 @@ def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> lis
     norms: tuple[tuple[str, str], ...]
     norms = ("attention.norm", "input_layernorm"), ("mlp.norm", "post_attention_layernorm")
     if config.block_norm == "post":
-        norms = ("attention.post_norm", "post_attention_layernorm"), ("mlp.post_norm", "post_feedforward_layernorm")
+        norms = (
+            ("attention.post_norm", "post_attention_layernorm"),
+            ("mlp.post_norm", "post_feedforward_layernorm"),
+        )
     elif config.block_norm == "both":
         norms = (
-            ("attention.norm", "input_layernorm"), ("attention.post_norm", "post_attention_layernorm"),
-            ("mlp.norm", "pre_feedforward_layernorm"), ("mlp.post_norm", "post_feedforward_layernorm"),
-        )  # fmt: skip
+            ("attention.norm", "input_layernorm"),
+            ("attention.post_norm", "post_attention_layernorm"),
+            ("mlp.norm", "pre_feedforward_layernorm"),
+            ("mlp.post_norm", "post_feedforward_layernorm"),
+        )
     second = _mlp(config, *mlp, packed) if not sparse else []
     if sparse:
-        second = gpt_oss_entries(config, i) if family == "gpt_oss" else moe_entries(config, family, i, fused)
-    sinks = [Entry(f"{attention[0]}.sinks", (0, config.num_heads), f"{attention[1]}.sinks", (config.num_heads,))]
+        second = (
+            gpt_oss_entries(config, i)
+            if family == "gpt_oss"
+            else moe_entries(config, family, i, fused)
+        )
+    sinks = [
+        Entry(
+            f"{attention[0]}.sinks",
+            (0, config.num_heads),
+            f"{attention[1]}.sinks",
+            (config.num_heads,),
+        )
+    ]
     return [
-        *(entry for own, hf in norms for entry in _vectors(f"{ours}.{own}", f"{theirs}.{hf}", h, bias=False)),
+        *(
+            entry
+            for own, hf in norms
+            for entry in _vectors(f"{ours}.{own}", f"{theirs}.{hf}", h, bias=False)
+        ),
         *(mla_entries(config, i) if latent else _attention(config, *attention, packed)),
         *(sinks if config.attention_sinks else []),
         *second,
@@ -356,7 +441,11 @@ def _attention(config: ModelConfig, ours: str, theirs: str, packed: bool) -> lis
 
 def _mlp(config: ModelConfig, ours: str, theirs: str, packed: bool) -> list[Entry]:
     h, f = config.hidden_size, config.ffn_hidden_size
-    up = [(f"{theirs}.gate_up_proj", 2 * f)] if packed else [(f"{theirs}.gate_proj", f), (f"{theirs}.up_proj", f)]
+    up = (
+        [(f"{theirs}.gate_up_proj", 2 * f)]
+        if packed
+        else [(f"{theirs}.gate_proj", f), (f"{theirs}.up_proj", f)]
+    )
     return [
         *_stack(f"{ours}.up", h, config.mlp_bias, up),
         *_stack(f"{ours}.down", f, config.mlp_bias, [(f"{theirs}.down_proj", h)]),
@@ -368,7 +457,9 @@ def _gpt2_layer(config: ModelConfig, i: int) -> list[Entry]:
     ours, theirs = f"layers.{i}", f"transformer.h.{i}"
 
     def conv1d(name: str, hf_name: str, rows: int, columns: int) -> list[Entry]:
-        weight = Entry(f"{name}.weight", (0, rows), f"{hf_name}.weight", (columns, rows), transposed=True)
+        weight = Entry(
+            f"{name}.weight", (0, rows), f"{hf_name}.weight", (columns, rows), transposed=True
+        )
         return [weight, Entry(f"{name}.bias", (0, rows), f"{hf_name}.bias", (rows,))]
 
     return [
@@ -390,7 +481,13 @@ def _neox_layer(config: ModelConfig, i: int) -> list[Entry]:
         *_vectors(f"{attention}.norm", f"{theirs}.input_layernorm", h, bias=True),
         *_vectors(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=True),
         *(
-            Entry(f"{attention}.qkv.{name}", (0, 3 * h), f"{qkv}.{name}", shapes[name], heads=config.num_heads)
+            Entry(
+                f"{attention}.qkv.{name}",
+                (0, 3 * h),
+                f"{qkv}.{name}",
+                shapes[name],
+                heads=config.num_heads,
+            )
             for name in names
         ),
         *_stack(f"{attention}.out", h, biased, [(f"{theirs}.attention.dense", h)]),

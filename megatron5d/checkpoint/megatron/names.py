@@ -1,7 +1,8 @@
 """Which tensor of a Megatron-Core GPT model is which of ours, and which argument which key.
 
-One layer and one expert at a time, `decoder.layers.3.mlp.experts.5.linear_fc1.weight`, however a checkpoint stacks
-them. The norm before a linear layer has the name that TransformerEngine's fused modules give it.
+One layer and one expert at a time, `decoder.layers.3.mlp.experts.5.linear_fc1.weight`, however a
+checkpoint stacks them. The norm before a linear layer has the name that TransformerEngine's fused
+modules give it.
 
 Arguments saved with a checkpoint are translated into our architecture and back, or refused by name.
 """
@@ -22,7 +23,8 @@ from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import ModelConfig
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-# Stored names that carry no weights of the model: state of FP8 recipes, rotary tables, multi-token prediction.
+# Stored names that carry no weights of the model: state of FP8 recipes, rotary tables, multi-token
+# prediction.
 IGNORED = (r"\._extra_state$", r"(^|\.)rotary_pos_emb\.", r"^mtp\.")
 # A norm by itself (Megatron-Core's local modules, mixtures), and as part of the next linear layer.
 FUSED = {
@@ -34,11 +36,18 @@ _Shape = tuple[int, ...]
 
 
 def entries(config: ModelConfig) -> list[Entry]:
-    """Returns one entry per tensor of the Megatron model; together they tile every parameter of ours exactly."""
+    """Returns one entry per tensor of the Megatron model; together they tile every parameter of
+    ours exactly."""
     h = config.hidden_size
     table: list[tuple[str, str, _Shape]] = [("embedding.weight", EMBEDDING, (config.vocab_size, h))]
     if config.position == "learned":
-        table.append(("position_embedding.weight", "embedding.position_embeddings.weight", (config.max_positions, h)))
+        table.append(
+            (
+                "position_embedding.weight",
+                "embedding.position_embeddings.weight",
+                (config.max_positions, h),
+            )
+        )
     table += _norm(config, "final_norm", "decoder.final_layernorm.")
     if not config.tie_embeddings:
         table.append(("head.weight", HEAD, (config.vocab_size, h)))
@@ -66,7 +75,11 @@ def _norm(config: ModelConfig, ours: str, theirs: str) -> list[tuple[str, str, _
 def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
     """Yields our name, Megatron's and the shape of every tensor of a layer; of experts for each."""
     h, d, n = config.hidden_size, config.head_dim, config.num_experts
-    q, kv, gates = config.num_heads * d, config.num_kv_heads * d, 2 if config.activation == "swiglu" else 1
+    q, kv, gates = (
+        config.num_heads * d,
+        config.num_kv_heads * d,
+        2 if config.activation == "swiglu" else 1,
+    )
     linear: list[tuple[str, str, _Shape, bool]] = [
         ("attention.qkv", "self_attention.linear_qkv", (q + 2 * kv, h), config.qkv_bias),
         ("attention.out", "self_attention.linear_proj", (h, q), config.attention_out_bias),
@@ -74,7 +87,10 @@ def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
     yield from _norm(config, "attention.norm", FUSED["input_layernorm."])
     yield from _norm(config, "mlp.norm", FUSED["pre_mlp_layernorm."])
     if config.qk_norm:
-        yield from ((f"attention.{x}_norm.weight", f"self_attention.{x}_layernorm.weight", (d,)) for x in "qk")
+        yield from (
+            (f"attention.{x}_norm.weight", f"self_attention.{x}_layernorm.weight", (d,))
+            for x in "qk"
+        )
     mlps = [("mlp", "mlp", config.ffn_hidden_size)]
     if moe:
         yield "router.weight", "mlp.router.weight", (n, h)
@@ -93,7 +109,8 @@ def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
 
 
 def to_our_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
-    """Returns rows of all queries, then keys, then values; Megatron has them by query group. Other tensors stay."""
+    """Returns rows of all queries, then keys, then values; Megatron has them by query group. Other
+    tensors stay."""
     return values[_rows(config)] if _QKV.search(name) else values
 
 
@@ -112,32 +129,61 @@ def _rows(config: ModelConfig) -> Tensor:
 
 # Arguments that change the function: the values that our model computes; absent is always fine.
 COMPUTED: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("rope", "learned_absolute"), "rotary_percent": (1.0,),
-    "normalization": ("RMSNorm", "LayerNorm"), "softmax_type": ("vanilla",), "glu_linear_offset": (0.0,),
-    **dict.fromkeys((
-        "multi_latent_attention", "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "squared_relu",
-        "quick_geglu", "qk_l2_norm", "attention_output_gate", "moe_shared_expert_gate", "moe_apply_probs_on_input",
-        "use_mup",
-    ), (False, None)),
-    **dict.fromkeys((
-        "no_rope_freq", "window_size", "experimental_attention_variant", "heterogeneous_layers_config_path",
-        "heterogeneous_layers_config_encoded_json", "hybrid_layer_pattern", "hybrid_override_pattern",
-        "moe_latent_size", "activation_func_clamp_value",
-    ), (None,)),
-}  # fmt: skip
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "rotary_percent": (1.0,),
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "softmax_type": ("vanilla",),
+    "glu_linear_offset": (0.0,),
+    **dict.fromkeys(
+        (
+            "multi_latent_attention",
+            "apply_layernorm_1p",
+            "apply_residual_connection_post_layernorm",
+            "squared_relu",
+            "quick_geglu",
+            "qk_l2_norm",
+            "attention_output_gate",
+            "moe_shared_expert_gate",
+            "moe_apply_probs_on_input",
+            "use_mup",
+        ),
+        (False, None),
+    ),
+    **dict.fromkeys(
+        (
+            "no_rope_freq",
+            "window_size",
+            "experimental_attention_variant",
+            "heterogeneous_layers_config_path",
+            "heterogeneous_layers_config_encoded_json",
+            "hybrid_layer_pattern",
+            "hybrid_override_pattern",
+            "moe_latent_size",
+            "activation_func_clamp_value",
+        ),
+        (None,),
+    ),
+}
 # Arguments and our fields of the same value, with what an argument that is not saved means.
 _SAME: dict[str, tuple[str, Any]] = {
-    "ffn_hidden_size": ("ffn_hidden_size", None), "kv_channels": ("head_dim", None), "norm_epsilon": ("norm_eps", 1e-5),
-    "rotary_interleaved": ("rope_interleaved", False), "qk_layernorm": ("qk_norm", False),
-    "init_method_std": ("init_std", 0.02), "max_position_embeddings": ("max_positions", None),
-    "num_layers": ("num_layers", None), "hidden_size": ("hidden_size", None),
+    "ffn_hidden_size": ("ffn_hidden_size", None),
+    "kv_channels": ("head_dim", None),
+    "norm_epsilon": ("norm_eps", 1e-5),
+    "rotary_interleaved": ("rope_interleaved", False),
+    "qk_layernorm": ("qk_norm", False),
+    "init_method_std": ("init_std", 0.02),
+    "max_position_embeddings": ("max_positions", None),
+    "num_layers": ("num_layers", None),
+    "hidden_size": ("hidden_size", None),
     "num_attention_heads": ("num_heads", None),
-}  # fmt: skip
+}
 _SAME_MOE: dict[str, tuple[str, Any]] = {
-    "num_experts": ("num_experts", None), "moe_router_topk": ("top_k", 2),
-    "moe_router_score_function": ("router_score", "softmax"), "moe_ffn_hidden_size": ("moe_ffn_hidden_size", None),
+    "num_experts": ("num_experts", None),
+    "moe_router_topk": ("top_k", 2),
+    "moe_router_score_function": ("router_score", "softmax"),
+    "moe_ffn_hidden_size": ("moe_ffn_hidden_size", None),
     "moe_router_enable_expert_bias": ("router_bias", False),
-}  # fmt: skip
+}
 
 
 def model_config_of(args: Namespace, rows: int, vocab_size: int | None = None) -> ModelConfig:
@@ -148,7 +194,8 @@ def model_config_of(args: Namespace, rows: int, vocab_size: int | None = None) -
         vocab_size: tokens; None = as the arguments say, or all rows.
 
     Raises:
-        ValueError: they describe no model, or options that our model does not compute, all of them named.
+        ValueError: they describe no model, or options that our model does not compute, all of them
+            named.
     """
     given = vars(args)
     refused = [
@@ -156,34 +203,54 @@ def model_config_of(args: Namespace, rows: int, vocab_size: int | None = None) -
         for name, values in COMPUTED.items()
         if name in given and given[name] not in values
     ]
-    if vocab_size is None:  # the tokenizer without a vocabulary has one token more, the end of a document
-        vocab_size = (given.get("vocab_size") or rows) + (given.get("tokenizer_type") == "NullTokenizer")
+    # the tokenizer without a vocabulary has one token more, the end of a document
+    if vocab_size is None:
+        vocab_size = (given.get("vocab_size") or rows) + (
+            given.get("tokenizer_type") == "NullTokenizer"
+        )
     if vocab_size > rows:
         refused.append(f"vocab_size = {vocab_size} is more than the {rows} rows of the embedding")
     try:
-        fields = _fields(given, refused) | (_moe_fields(given, refused) if given.get("num_experts") else {})
+        fields = _fields(given, refused) | (
+            _moe_fields(given, refused) if given.get("num_experts") else {}
+        )
         if not refused:
-            return from_dict({"model": {"name": "megatron", "vocab_size": vocab_size, **fields}}).model
+            return from_dict(
+                {"model": {"name": "megatron", "vocab_size": vocab_size, **fields}}
+            ).model
     except (KeyError, TypeError, ZeroDivisionError, ConfigError) as error:
         refused.append(f"the arguments describe no model: {type(error).__name__} {error}")
-    raise ValueError("the saved arguments compute what this model does not:" + "".join(f"\n  {x}" for x in refused))
+    raise ValueError(
+        "the saved arguments compute what this model does not:"
+        + "".join(f"\n  {x}" for x in refused)
+    )
 
 
 def _fields(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     h, heads = given["hidden_size"], given["num_attention_heads"]
-    bias = given["add_bias_linear"] if "add_bias_linear" in given else not given.get("disable_bias_linear", False)
+    bias = (
+        given["add_bias_linear"]
+        if "add_bias_linear" in given
+        else not given.get("disable_bias_linear", False)
+    )
     kind = given.get("position_embedding_type", "learned_absolute")
     rope = kind == "rope" or given.get("use_rotary_position_embeddings", False)
-    norm, factor = given.get("normalization", "LayerNorm"), given.get("rotary_seq_len_interpolation_factor")
+    norm, factor = (
+        given.get("normalization", "LayerNorm"),
+        given.get("rotary_seq_len_interpolation_factor"),
+    )
     scaling: dict[str, Any] = {"type": "linear", "factor": float(factor)} if factor else {}
     if given.get("use_rope_scaling"):  # Llama 3.1, of which only the factor can be set
         scaling = {"type": "llama3", "factor": float(given.get("rope_scaling_factor", 8.0))}
     if given.get("qk_layernorm") and norm != "RMSNorm":
         refused.append(f"qk_layernorm with normalization = {norm!r}: only 'RMSNorm' is supported")
     if bias and given.get("num_experts"):
-        refused.append("add_bias_linear = True with num_experts: only experts without biases are supported")
+        refused.append(
+            "add_bias_linear = True with num_experts: only experts without biases are supported"
+        )
     saved = {field: given.get(name, default) for name, (field, default) in _SAME.items()}
-    fused = bias and given.get("bias_gelu_fusion", True)  # the kernel computes the tanh form of GELU
+    # the kernel computes the tanh form of GELU
+    fused = bias and given.get("bias_gelu_fusion", True)
     gelu = "gelu_tanh" if fused or given.get("openai_gelu") else "gelu"
     return saved | {
         "ffn_hidden_size": saved["ffn_hidden_size"] or 4 * h,
@@ -212,8 +279,10 @@ def _moe_fields(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     before = given.get("moe_router_pre_softmax", False)
     summed = saved["top_k"] // top if limited else 1  # scores of a group
     if summed > 2 or (summed == 2 and softmax and not before):
-        refused.append(f"moe_router_group_topk = {top} with moe_router_topk = {saved['top_k']}: only groups chosen by "
-                       "their best score, or by the sum of their two best scores, are supported")  # fmt: skip
+        refused.append(
+            f"moe_router_group_topk = {top} with moe_router_topk = {saved['top_k']}: only groups chosen by "
+            "their best score, or by the sum of their two best scores, are supported"
+        )
     return saved | {
         "shared_ffn_hidden_size": given.get("moe_shared_expert_intermediate_size") or 0,
         "moe_layers": None if all(pattern) else [i for i, sparse in enumerate(pattern) if sparse],
@@ -226,7 +295,8 @@ def _moe_fields(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None) -> Namespace:
-    """Returns the arguments with which Megatron-LM computes our architecture (`--use-checkpoint-args`).
+    """Returns the arguments with which Megatron-LM computes our architecture
+    (`--use-checkpoint-args`).
 
     Args:
         dtype: of the weights: fp32 or bf16.
@@ -235,49 +305,102 @@ def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None)
     Raises:
         ValueError: Megatron-Core's GPT model does not compute it; names the fields.
     """
-    bias, tanh, learned = model.mlp_bias, model.activation == "gelu_tanh", model.position == "learned"
+    bias, tanh, learned = (
+        model.mlp_bias,
+        model.activation == "gelu_tanh",
+        model.position == "learned",
+    )
     scaling, rms = model.rope_scaling, model.norm == "rmsnorm"
     args = {name: getattr(model, field) for name, (field, _) in _SAME.items()} | {
-        "group_query_attention": model.num_kv_heads != model.num_heads, "num_query_groups": model.num_kv_heads,
-        "max_position_embeddings": model.max_positions if learned else max(model.max_positions, seq_len),
-        "seq_length": seq_len, "position_embedding_type": "learned_absolute" if learned else "rope",
-        "add_position_embedding": learned, "use_rotary_position_embeddings": False, "rotary_percent": 1.0,
-        "rotary_base": int(model.rope_theta), "use_rope_scaling": scaling.type == "llama3",
+        "group_query_attention": model.num_kv_heads != model.num_heads,
+        "num_query_groups": model.num_kv_heads,
+        "max_position_embeddings": model.max_positions
+        if learned
+        else max(model.max_positions, seq_len),
+        "seq_length": seq_len,
+        "position_embedding_type": "learned_absolute" if learned else "rope",
+        "add_position_embedding": learned,
+        "use_rotary_position_embeddings": False,
+        "rotary_percent": 1.0,
+        "rotary_base": int(model.rope_theta),
+        "use_rope_scaling": scaling.type == "llama3",
         "rope_scaling_factor": scaling.factor if scaling.type == "llama3" else 8.0,
-        "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling.type == "linear" else None,
-        "add_bias_linear": bias, "add_qkv_bias": model.qkv_bias and not bias, "swiglu": model.activation == "swiglu",
-        "bias_gelu_fusion": tanh and bias, "openai_gelu": tanh and not bias, "squared_relu": False,
-        "untie_embeddings_and_output_weights": not model.tie_embeddings, "apply_layernorm_1p": False,
-        "normalization": "RMSNorm" if rms else "LayerNorm", "layernorm_epsilon": model.norm_eps,
-        "apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "num_experts": None,
-        "vocab_size": model.vocab_size, "make_vocab_size_divisible_by": 128, "tokenizer_model": tokenizer,
-        "fp16": False, "bf16": dtype == "bf16", "ckpt_format": "torch_dist", "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
-    }  # fmt: skip
+        "rotary_seq_len_interpolation_factor": int(scaling.factor)
+        if scaling.type == "linear"
+        else None,
+        "add_bias_linear": bias,
+        "add_qkv_bias": model.qkv_bias and not bias,
+        "swiglu": model.activation == "swiglu",
+        "bias_gelu_fusion": tanh and bias,
+        "openai_gelu": tanh and not bias,
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": not model.tie_embeddings,
+        "apply_layernorm_1p": False,
+        "normalization": "RMSNorm" if rms else "LayerNorm",
+        "layernorm_epsilon": model.norm_eps,
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_experts": None,
+        "vocab_size": model.vocab_size,
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_model": tokenizer,
+        "fp16": False,
+        "bf16": dtype == "bf16",
+        "ckpt_format": "torch_dist",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    }
     found = Namespace(**args | (_moe_args(model) if model.num_experts else {}))
     back = model_config_of(found, model.vocab_size)
-    passive = {"name", "from_hf", "max_positions", "init_scale_output", "moe_layers", "first_k_dense", "moe_interval"}
+    passive = {
+        "name",
+        "from_hf",
+        "max_positions",
+        "init_scale_output",
+        "moe_layers",
+        "first_k_dense",
+        "moe_interval",
+    }
     passive |= {"rope_theta", "rope_interleaved", "rope_scaling"} if learned else set()
     if not model.num_experts:
-        passive |= {"moe_ffn_hidden_size", "top_k", "norm_topk_prob", "routed_scaling_factor", "router_score"}
+        passive |= {
+            "moe_ffn_hidden_size",
+            "top_k",
+            "norm_topk_prob",
+            "routed_scaling_factor",
+            "router_score",
+        }
     if model.top_groups == model.num_groups:
         passive |= {"num_groups", "top_groups", "group_score"}
     wanted = asdict(replace(model, moe_ffn_hidden_size=model.expert_hidden_size)).items()
-    differing = [f"model.{name} = {value!r} (only {asdict(back)[name]!r})" for name, value in wanted
-                 if name not in passive and asdict(back)[name] != value]  # fmt: skip
+    differing = [
+        f"model.{name} = {value!r} (only {asdict(back)[name]!r})"
+        for name, value in wanted
+        if name not in passive and asdict(back)[name] != value
+    ]
     if differing:
-        raise ValueError(f"Megatron-Core's GPT model does not compute this one: {'; '.join(differing)}")
+        raise ValueError(
+            f"Megatron-Core's GPT model does not compute this one: {'; '.join(differing)}"
+        )
     return found
 
 
 def _moe_args(model: ModelConfig) -> dict[str, Any]:
     sparse, limited = moe_layers(model), model.top_groups < model.num_groups
     return {name: getattr(model, field) for name, (field, _) in _SAME_MOE.items()} | {
-        "moe_layer_freq": 1 if len(sparse) == model.num_layers else [int(i in sparse) for i in range(model.num_layers)],
-        "moe_ffn_hidden_size": model.expert_hidden_size, "moe_grouped_gemm": True,
+        "moe_layer_freq": 1
+        if len(sparse) == model.num_layers
+        else [int(i in sparse) for i in range(model.num_layers)],
+        "moe_ffn_hidden_size": model.expert_hidden_size,
+        "moe_grouped_gemm": True,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
         "moe_router_pre_softmax": model.router_score == "softmax" and not model.norm_topk_prob,
-        "moe_router_topk_scaling_factor": None if model.routed_scaling_factor == 1 else model.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": None
+        if model.routed_scaling_factor == 1
+        else model.routed_scaling_factor,
         "moe_router_num_groups": model.num_groups if limited else None,
-        "moe_router_group_topk": model.top_groups if limited else None, "moe_token_dispatcher_type": "alltoall",
-    }  # fmt: skip
+        "moe_router_group_topk": model.top_groups if limited else None,
+        "moe_token_dispatcher_type": "alltoall",
+    }

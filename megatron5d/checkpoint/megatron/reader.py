@@ -3,8 +3,8 @@
     torch_dist   a folder of DCP, and `common.pt` with what is no tensor
     older        `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of each model-parallel rank
 
-Tensors are read when they are needed. Nothing that a file names is executed: of its classes only known ones are
-admitted, and those become records without behaviour.
+Tensors are read when they are needed. Nothing that a file names is executed: of its classes only
+known ones are admitted, and those become records without behaviour.
 """
 
 from __future__ import annotations
@@ -47,21 +47,40 @@ class _Record:
         pass
 
 
-_ADMITTED: list[Any] = [Namespace] + [(_Record, name) for name in (
-    "megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope", "megatron.core.transformer.enums.AttnMaskType",
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig", "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode", "megatron.core.rerun_state_machine.RerunState",
-    "types.SimpleNamespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "signal.Signals", "_io.BytesIO",
-    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype",
-    "numpy.dtypes.UInt32DType", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "_codecs.encode",
-    *(f"signal.{name}" for name in signal.Signals.__members__),  # as Python 3.10 and older wrote them
-)]  # fmt: skip
+_ADMITTED: list[Any] = [Namespace] + [
+    (_Record, name)
+    for name in (
+        "megatron.core.enums.ModelType",
+        "megatron.core.transformer.enums.AttnBackend",
+        "megatron.core.transformer.enums.CudaGraphScope",
+        "megatron.core.transformer.enums.AttnMaskType",
+        "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+        "megatron.core.rerun_state_machine.RerunDiagnostic",
+        "megatron.core.rerun_state_machine.RerunMode",
+        "megatron.core.rerun_state_machine.RerunState",
+        "types.SimpleNamespace",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+        "signal.Signals",
+        "_io.BytesIO",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.ndarray",
+        "numpy.dtype",
+        "numpy.dtypes.UInt32DType",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        "_codecs.encode",
+        # as Python 3.10 and older wrote them
+        *(f"signal.{name}" for name in signal.Signals.__members__),
+    )
+]
 
 
 @contextmanager
 def _only_admitted() -> Iterator[None]:
-    """Lets torch.load read our stand-ins alone, whatever else this process admits: of one name it takes either."""
+    """Lets torch.load read our stand-ins alone, whatever else this process admits: of one name it
+    takes either."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -73,14 +92,19 @@ def _only_admitted() -> Iterator[None]:
 
 
 def load_inert(path: Path) -> dict[str, Any]:
-    """Returns the dict in a file of torch.save, its tensors mapped from the file. Raises ValueError: it is damaged, or
-    names a class that no checkpoint of Megatron-LM consists of."""
+    """Returns the dict in a file of torch.save, its tensors mapped from the file. Raises
+    ValueError: it is damaged, or names a class that no checkpoint of Megatron-LM consists of."""
     try:
         with _only_admitted():
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        told = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error).splitlines()[0])
-        raise ValueError(f"{path} is refused, since it may run any code when it is opened: {told}") from error
+        told = next(
+            (line.strip() for line in str(error).splitlines() if "GLOBAL" in line),
+            str(error).splitlines()[0],
+        )
+        raise ValueError(
+            f"{path} is refused, since it may run any code when it is opened: {told}"
+        ) from error
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is damaged, or no file of torch.save: {error}") from error
     if not isinstance(found, dict):
@@ -98,7 +122,9 @@ class Source:
 
     def element(self, i: int) -> Source:
         """Returns tensor i of a stack."""
-        return Source(self.shape[1:], self.dtype, lambda at, size: self.read((i, *at), (1, *size))[0])
+        return Source(
+            self.shape[1:], self.dtype, lambda at, size: self.read((i, *at), (1, *size))[0]
+        )
 
     def rows(self, start: int, stop: int) -> Source:
         """Reads some of the rows."""
@@ -139,8 +165,10 @@ COMMON, BACKEND = "common.pt", "metadata.json"
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)$")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)$")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.([^.]+)\.)?(.+)$")
-BUCKETS = "buckets"  # kind of an optimiser's state that lies by buckets of data parallelism, not by parameter
-_HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")  # the gate and up rows under names of their own
+# kind of an optimiser's state that lies by buckets of data parallelism, not by parameter
+BUCKETS = "buckets"
+# the gate and up rows under names of their own
+_HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")
 
 
 class _Reader(Reader):
@@ -153,15 +181,19 @@ class _Reader(Reader):
         return "Copy the checkpoint again"
 
     def _check_save(self, found: Save | None) -> None:
-        """Takes a file of any save: to-megatron's files name theirs, Megatron's none, and no index says which."""
+        """Takes a file of any save: to-megatron's files name theirs, Megatron's none, and no index
+        says which."""
 
 
 def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
-    """Arguments, iteration and tensors of a `torch_dist` folder: weights ("") and what the optimiser keeps, by kind.
-    Raises ValueError: a file is damaged, names what is not admitted, or is of another format."""
+    """Arguments, iteration and tensors of a `torch_dist` folder: weights ("") and what the
+    optimiser keeps, by kind. Raises ValueError: a file is damaged, names what is not admitted, or
+    is of another format."""
     backend = read_json(folder / BACKEND).get("sharded_backend")
     if backend != "torch_dist":
-        raise ValueError(f"{folder / BACKEND}: sharded_backend = {backend!r}: only 'torch_dist' is read")
+        raise ValueError(
+            f"{folder / BACKEND}: sharded_backend = {backend!r}: only 'torch_dist' is read"
+        )
     common, reader = load_inert(folder / COMMON), _Reader(folder)
     kinds: defaultdict[str, dict[str, Source]] = defaultdict(dict)
     for key, saved in reader.tensors().items():
@@ -212,26 +244,39 @@ def _with_joined_halves(sources: dict[str, Source]) -> dict[str, Source]:
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _NUMBERED_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)$")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)$")
-_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")  # TransformerEngine's grouped linear layers
-_ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)$")  # column-parallel
+# TransformerEngine's grouped linear layers
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
+# column-parallel
+_ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)$")
 _COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")  # row-parallel
 
 
 def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
-    """Arguments, iteration and whole weights (kind "") of a folder with a file for each model-parallel rank. Raises
+    """Arguments, iteration and whole weights (kind "") of a folder with a file for each
+    model-parallel rank. Raises
     ValueError: a file is missing or damaged, or the layout is one that is not read."""
-    paths = {match.groups(): path / "model_optim_rng.pt" for path in sorted(folder.iterdir())
-             if (match := _RANK.match(path.name))}  # fmt: skip
+    paths = {
+        match.groups(): path / "model_optim_rng.pt"
+        for path in sorted(folder.iterdir())
+        if (match := _RANK.match(path.name))
+    }
     states = {key: load_inert(path) for key, path in paths.items()}
     first = next(iter(paths))
     args = saved_args(states[first], paths[first])
-    sizes = [getattr(args, f"{dim}_model_parallel_size", 1) or 1 for dim in ("tensor", "pipeline", "expert")]
+    sizes = [
+        getattr(args, f"{dim}_model_parallel_size", 1) or 1
+        for dim in ("tensor", "pipeline", "expert")
+    ]
     tp = getattr(args, "expert_tensor_parallel_size", None) or sizes[0]
     if tp != sizes[0]:
-        raise ValueError(f"{folder}: expert_tensor_parallel_size = {tp}: only tensor_model_parallel_size = {sizes[0]} "
-                         "is read; save it with --ckpt-format torch_dist")  # fmt: skip
+        raise ValueError(
+            f"{folder}: expert_tensor_parallel_size = {tp}: only tensor_model_parallel_size = {sizes[0]} "
+            "is read; save it with --ckpt-format torch_dist"
+        )
     if float(states[first].get("checkpoint_version", 0)) < 3:
-        raise ValueError(f"{paths[first]}: checkpoint_version below 3, of before Megatron-Core, is not read")
+        raise ValueError(
+            f"{paths[first]}: checkpoint_version below 3, of before Megatron-Core, is not read"
+        )
     ranks = {_place(key, sizes): state for key, state in states.items()}
     wanted = {(t, p, e) for t in range(sizes[0]) for p in range(sizes[1]) for e in range(sizes[2])}
     if missing := sorted(wanted - set(ranks)):
@@ -240,24 +285,33 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, S
         )
     whole: dict[str, Source] = {}
     for e in range(sizes[2]):
-        shards = [_stage_tensors([ranks[t, p, e] for p in range(sizes[1])], e, args) for t in range(sizes[0])]
+        shards = [
+            _stage_tensors([ranks[t, p, e] for p in range(sizes[1])], e, args)
+            for t in range(sizes[0])
+        ]
         for name in shards[0]:
             whole.setdefault(name, _joined(name, [shard[name] for shard in shards], args))
     return args, int(states[first].get("iteration", 0)), {"": whole}
 
 
 def _place(key: tuple[str | None, ...], sizes: list[int]) -> tuple[int, int, int]:
-    """Returns tensor, pipeline and expert rank; names leave out the last two where there is only one."""
+    """Returns tensor, pipeline and expert rank; names leave out the last two where there is only
+    one."""
     rest = [int(part) for part in key[1:] if part is not None]
     pipeline = rest.pop(0) if sizes[1] > 1 and rest else 0
     return int(key[0] or 0), pipeline, rest.pop(0) if rest else 0
 
 
-def _stage_tensors(stages: list[dict[str, Any]], expert_rank: int, args: Namespace) -> dict[str, Source]:
-    """Returns one tensor rank's shards; layers are counted through all stages, experts through all ranks."""
+def _stage_tensors(
+    stages: list[dict[str, Any]], expert_rank: int, args: Namespace
+) -> dict[str, Source]:
+    """Returns one tensor rank's shards; layers are counted through all stages, experts through all
+    ranks."""
     found: dict[str, Source] = {}
     chunks = (
-        ["model"] if "model" in stages[0] else [f"model{v}" for v in range(len(stages[0])) if f"model{v}" in stages[0]]
+        ["model"]
+        if "model" in stages[0]
+        else [f"model{v}" for v in range(len(stages[0])) if f"model{v}" in stages[0]]
     )
     first = 0
     for model in (stage[chunk] for chunk in chunks for stage in stages):
@@ -270,32 +324,47 @@ def _stage_tensors(stages: list[dict[str, Any]], expert_rank: int, args: Namespa
     return found
 
 
-def _named(name: str, value: Tensor, first: int, expert_rank: int, args: Namespace) -> dict[str, Source]:
-    """Returns a stored tensor under our spelling of its name; of Megatron's old grouped experts one for each."""
+def _named(
+    name: str, value: Tensor, first: int, expert_rank: int, args: Namespace
+) -> dict[str, Source]:
+    """Returns a stored tensor under our spelling of its name; of Megatron's old grouped experts one
+    for each."""
     match = _NUMBERED_LAYER.match(name)
     if not match:
         return {name: held(value)}
     layer, rest = first + int(match[1]), match[2]
-    experts = (getattr(args, "num_experts", None) or 0) // (getattr(args, "expert_model_parallel_size", 1) or 1)
+    experts = (getattr(args, "num_experts", None) or 0) // (
+        getattr(args, "expert_model_parallel_size", 1) or 1
+    )
     at = expert_rank * experts
     if own := _LOCAL_EXPERT.match(rest):
         rest = f"mlp.experts.{at + int(own[1])}.{own[2]}"
     elif own := _GROUPED.match(rest):
         rest = f"mlp.experts.{at + int(own[2])}.{own[1]}"
     elif rest in ("mlp.experts.weight1", "mlp.experts.weight2"):
-        shape = (experts, args.hidden_size, -1) if rest.endswith("1") else (experts, -1, args.hidden_size)
+        shape = (
+            (experts, args.hidden_size, -1)
+            if rest.endswith("1")
+            else (experts, -1, args.hidden_size)
+        )
         prefix = f"decoder.layers.{layer}.mlp.experts"
         matrices = value.view(shape).transpose(1, 2)  # ours are [out, in]
-        return {f"{prefix}.{at + e}.linear_fc{rest[-1]}.weight": held(matrix) for e, matrix in enumerate(matrices)}
+        return {
+            f"{prefix}.{at + e}.linear_fc{rest[-1]}.weight": held(matrix)
+            for e, matrix in enumerate(matrices)
+        }
     return {layer_name(layer, rest): held(value)}
 
 
 def _joined(name: str, shards: list[Source], args: Namespace) -> Source:
-    """Returns a whole tensor from what the tensor ranks hold; each holds gate rows, then up rows, of its own."""
+    """Returns a whole tensor from what the tensor ranks hold; each holds gate rows, then up rows,
+    of its own."""
     if len(shards) > 1 and _ROWS.search(name):
         if "linear_fc1" in name and getattr(args, "swiglu", False):
             half = shards[0].shape[0] // 2
-            return concatenated([shard.rows(at, at + half) for at in (0, half) for shard in shards], 0)
+            return concatenated(
+                [shard.rows(at, at + half) for at in (0, half) for shard in shards], 0
+            )
         return concatenated(shards, 0)
     return concatenated(shards, 1) if len(shards) > 1 and _COLUMNS.search(name) else shards[0]
 
@@ -310,7 +379,11 @@ def iteration_folder(folder: Path) -> Path:
     tracker = folder / TRACKER
     if tracker.is_file():
         latest = tracker.read_text().strip()
-        folder = folder / ("release" if latest == "release" else f"iter_{int(latest) if latest.isdigit() else 0:07d}")
+        folder = folder / (
+            "release"
+            if latest == "release"
+            else f"iter_{int(latest) if latest.isdigit() else 0:07d}"
+        )
     if (folder / COMMON).is_file() or any(folder.glob("mp_rank_*")):
         return folder
     raise ValueError(
@@ -332,19 +405,25 @@ class MegatronTensors:
         }
 
     def fit(self, config: ModelConfig) -> None:
-        """Leaves out the rows that pad the vocabulary, and an output layer that is the embedding."""
+        """Leaves out the rows that pad the vocabulary, and an output layer that is the
+        embedding."""
         self._config = config
         for name in (EMBEDDING, HEAD):
             if name in self.tensors and self.tensors[name].shape[0] > config.vocab_size:
                 rest = self.tensors[name].shape[1:]
-                self.tensors[name] = StoredTensor("", (config.vocab_size, *rest), self.tensors[name].dtype)
+                self.tensors[name] = StoredTensor(
+                    "", (config.vocab_size, *rest), self.tensors[name].dtype
+                )
         if config.tie_embeddings:
             self.tensors.pop(HEAD, None)
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Reads the rectangle of `shape` at `offset`, whose rows are ordered as ours: of a fused QKV all rows."""
+        """Reads the rectangle of `shape` at `offset`, whose rows are ordered as ours: of a fused
+        QKV all rows."""
         assert self._config is not None
-        return to_our_rows(name, self._sources[name].read(tuple(offset), tuple(shape)), self._config)
+        return to_our_rows(
+            name, self._sources[name].read(tuple(offset), tuple(shape)), self._config
+        )
 
 
 class MegatronCheckpoint(NamedTuple):
@@ -357,12 +436,14 @@ class MegatronCheckpoint(NamedTuple):
 
 
 def open_checkpoint(folder: Path) -> MegatronCheckpoint:
-    """Opens the checkpoint in a folder of one iteration, or with the tracker file. Raises ValueError: it holds no such
-    checkpoint, a damaged one, or one of a format that is not read."""
+    """Opens the checkpoint in a folder of one iteration, or with the tracker file. Raises
+    ValueError: it holds no such checkpoint, a damaged one, or one of a format that is not read."""
     folder = iteration_folder(folder)
     distributed = (folder / COMMON).is_file()
     args, iteration, kinds = (read_distributed if distributed else read_rank_files)(folder)
     if EMBEDDING not in kinds.get("", {}):
-        raise ValueError(f"{folder} holds no {EMBEDDING}: only GPT models of Megatron-Core are read")
+        raise ValueError(
+            f"{folder} holds no {EMBEDDING}: only GPT models of Megatron-Core are read"
+        )
     tensors = {kind: MegatronTensors(folder, sources) for kind, sources in kinds.items()}
     return MegatronCheckpoint(args, iteration, tensors.pop(""), tensors)

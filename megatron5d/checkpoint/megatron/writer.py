@@ -28,9 +28,11 @@ from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.derived import is_moe, moe_layers
 from megatron5d.config.schema import ModelConfig
 
-# A release has no optimiser and starts at iteration 0, which Megatron-LM knows without further flags.
+# A release has no optimiser and starts at iteration 0, which Megatron-LM knows without further
+# flags.
 RELEASE = "release"
-STATES = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # our kinds, and Megatron-Core's
+# our kinds, and Megatron-Core's
+STATES = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _NOTHING = "__0_1.distcp"  # holds the one object that all extra states are
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)$")
 _ALONE = "pre_mlp_layernorm."
@@ -47,9 +49,15 @@ class Training(NamedTuple):
 
 
 def write_checkpoint(
-    out: Path, model: ModelConfig, args: Namespace, read: _Read, dtype: torch.dtype, training: Training | None = None
+    out: Path,
+    model: ModelConfig,
+    args: Namespace,
+    read: _Read,
+    dtype: torch.dtype,
+    training: Training | None = None,
 ) -> Path:
-    """Writes `out/release` or an iteration's folder, and the tracker file, with one layer's tensor in memory at a time.
+    """Writes `out/release` or an iteration's folder, and the tracker file, with one layer's tensor
+    in memory at a time.
 
     Args:
         out: an empty directory; created if it does not exist.
@@ -67,11 +75,15 @@ def write_checkpoint(
     folder.mkdir(parents=True)
     save = Save(uuid.uuid4().hex, 0)
     places = _places(model)
-    tensors: dict[str, ShardedTensor] = {key: _lazy(at, model, read, dtype) for key, at in places.items()}
+    tensors: dict[str, ShardedTensor] = {
+        key: _lazy(at, model, read, dtype) for key, at in places.items()
+    }
     for kind, read_state in (training.read if training else {}).items():
         for key, at in places.items():
             if not next(iter(at.values())).wide:  # of which nothing is kept: no gradient moves them
-                tensors[f"optimizer.state.{STATES[kind]}.{key}"] = _lazy(at, model, read_state, torch.float32)
+                tensors[f"optimizer.state.{STATES[kind]}.{key}"] = _lazy(
+                    at, model, read_state, torch.float32
+                )
     written = write(folder, tensors, 0, save)
     _, metadata, stored = IndexWriter().build([written])
     content = io.BytesIO()
@@ -86,7 +98,11 @@ def write_checkpoint(
     writer.finish(metadata, [stored])
     common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
     torch.save(common | (training.common if training else {}), folder / COMMON)
-    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    versions = {
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     (folder / BACKEND).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
     (out / TRACKER).write_text(str(iteration) if training else RELEASE)
     return folder
@@ -95,16 +111,22 @@ def write_checkpoint(
 def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
     """Returns, by Megatron's key, the tensors that it stacks, by layer or expert or both.
 
-    The norm before a mixture has two names in Megatron-Core: one of its local modules, one of TransformerEngine's.
+    The norm before a mixture has two names in Megatron-Core: one of its local modules, one of
+    TransformerEngine's.
     """
-    # Megatron stacks the tensors of all layers where all have the same; else each layer has keys of its own
+    # Megatron stacks the tensors of all layers where all have the same; else each layer has keys of
+    # its own
     stacked = len(moe_layers(model)) in (0, model.num_layers)
     places: defaultdict[str, dict[_Index, Entry]] = defaultdict(dict)
     for entry in entries(model):
         if not (match := _LAYER.match(entry.hf_name)):
             places[entry.hf_name][()] = entry
             continue
-        prefix, index = ("decoder.layers.", (int(match[1]),)) if stacked else (f"decoder.layers.{match[1]}.", ())
+        prefix, index = (
+            ("decoder.layers.", (int(match[1]),))
+            if stacked
+            else (f"decoder.layers.{match[1]}.", ())
+        )
         if match[2]:
             places[f"{prefix}mlp.experts.experts.{match[3]}"][index + (int(match[2]),)] = entry
             continue
@@ -114,7 +136,9 @@ def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
     return places
 
 
-def _lazy(at: dict[_Index, Entry], model: ModelConfig, read: _Read, dtype: torch.dtype) -> LazyTensor:
+def _lazy(
+    at: dict[_Index, Entry], model: ModelConfig, read: _Read, dtype: torch.dtype
+) -> LazyTensor:
     first = next(iter(at.values()))
     depth, kind = len(next(iter(at))), first.dtype(dtype)
 
@@ -130,11 +154,16 @@ def _lazy(at: dict[_Index, Entry], model: ModelConfig, read: _Read, dtype: torch
 
 
 def _extra_states(places: dict[str, dict[_Index, Entry]]) -> Iterator[str]:
-    """Keys of the state of FP8 recipes, for which every layer of TransformerEngine asks; here it is empty."""
+    """Keys of the state of FP8 recipes, for which every layer of TransformerEngine asks; here it is
+    empty."""
     for key, at in places.items():
         module = key.removesuffix(".weight")
         names = [module] if module != key else []
-        names += [module.replace("linear_qkv", "core_attention")] if module.endswith("linear_qkv") else []
+        names += (
+            [module.replace("linear_qkv", "core_attention")]
+            if module.endswith("linear_qkv")
+            else []
+        )
         sizes = [str(1 + last) for last in max(at)] or ["1"]
         for index in at:
             shard = f"{'.'.join(map(str, index)) or 0}_{'.'.join(sizes)}"

@@ -10,14 +10,21 @@ from megatron5d.config.schema import Config
 
 
 def _checks_in(module: ModuleType) -> Iterator[Check]:
-    """Yields the checks of a file in its order: functions with `@check`, and tuples of checks made from a table."""
+    """Yields the checks of a file in its order: functions with `@check`, and tuples of checks made
+    from a table."""
     for value in vars(module).values():
-        yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Check))
+        yield from (
+            each
+            for each in (value if isinstance(value, tuple) else (value,))
+            if isinstance(each, Check)
+        )
 
 
 # Checks of single values come first: the others may rely on each value being legal by itself.
 CHECKS = tuple(
-    each for module in (values, layout, model, context, training, precision, files) for each in _checks_in(module)
+    each
+    for module in (values, layout, model, context, training, precision, files)
+    for each in _checks_in(module)
 )
 
 
@@ -28,7 +35,8 @@ def run_checks(config: Config, world: int, files: bool = True) -> list[Fault]:
         files: False: checks about files are left out, as for a run that is only planned.
 
     Returns:
-        One fault per failed check. A check that depends on an illegal value or on a failed check is not run.
+        One fault per failed check. A check that depends on an illegal value or on a failed check is
+        not run.
     """
     faults: list[Fault] = []
     illegal: set[str] = set()  # keys whose value is wrong whatever the others are

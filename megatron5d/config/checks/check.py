@@ -17,8 +17,10 @@ class Check:
     """One way in which a configuration cannot run."""
 
     id: str  # kebab-case, unique
-    knobs: tuple[str, ...]  # keys that it depends on; it is not run if one of them has an illegal value by itself
-    # (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other
+    # keys that it depends on; it is not run if one of them has an illegal value by itself
+    knobs: tuple[str, ...]
+    # (config, world) -> yields the fault of a configuration that cannot run, and nothing of any
+    # other
     find: Callable[[Config, int], Faults]
     needs: tuple[str, ...] = ()  # ids of checks; if one of them fails, this one is not run
     local: bool = False
@@ -32,7 +34,8 @@ class Check:
 def check(
     *knobs: str, id: str = "", needs: Sequence[str] = (), local: bool = False
 ) -> Callable[[Callable[[Config, int], Faults]], Check]:
-    """Makes a Check of a function; without an id it is the function's name with hyphens. Arguments as of Check."""
+    """Makes a Check of a function; without an id it is the function's name with hyphens. Arguments
+    as of Check."""
 
     def decorate(find: Callable[[Config, int], Faults]) -> Check:
         return Check(id or find.__name__.replace("_", "-"), knobs, find, tuple(needs), local)
@@ -40,8 +43,11 @@ def check(
     return decorate
 
 
-def divides(part: str, whole: str, id: str, fix: Callable[[Config, int], str] | None = None) -> Check:
-    """Makes the check that the value of one key divides another's; without a fix it is the nearest that does."""
+def divides(
+    part: str, whole: str, id: str, fix: Callable[[Config, int], str] | None = None
+) -> Check:
+    """Makes the check that the value of one key divides another's; without a fix it is the nearest
+    that does."""
 
     @check(whole, part, id=id)
     def find(c: Config, world: int) -> Faults:
@@ -69,7 +75,8 @@ def data_parallel(config: Config, world: int) -> int:
 
 
 def nearest(value: int, legal: Iterable[int]) -> int:
-    """Returns the legal number closest to `value`, of two equally close ones the smaller; 1 where none is legal."""
+    """Returns the legal number closest to `value`, of two equally close ones the smaller; 1 where
+    none is legal."""
     return min(legal, key=lambda candidate: (abs(candidate - value), candidate), default=1)
 
 

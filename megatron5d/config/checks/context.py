@@ -1,7 +1,8 @@
-"""Checks of context parallelism: what each method must divide, where latents can be sent, and which method sends least.
+"""Checks of context parallelism: what each method must divide, where latents can be sent, and which
+method sends least.
 
-The elements that are sent in one attention layer follow in closed form. For each token of a rank, with a query heads
-and g key-value heads (at least one) of a tp rank, and d and dv features:
+The elements that are sent in one attention layer follow in closed form. For each token of a rank,
+with a query heads and g key-value heads (at least one) of a tp rank, and d and dv features:
 
     kv = g·(d+dv)              keys and values, sent by ring and allgather (latents: r+dr instead)
     qo = a·(d+dv)              queries and outputs, sent by ulysses and two_level
@@ -15,8 +16,8 @@ two_level       (qo + G)·(inner-1)/inner + (outer-1)·G               inner the
 latents         inner: qo·(inner-1)/inner + (inner-1)·(r+dr);        inner the same; outer as the ring, twice
                 outer: (outer-1)·inner·(r+dr)
 
-In the ring of two_level, a rank has `inner` times as many tokens of 1/inner of the heads. A ring makes fewer than
-outer-1 hops where a window or documents hide the other blocks.
+In the ring of two_level, a rank has `inner` times as many tokens of 1/inner of the heads. A ring
+makes fewer than outer-1 hops where a window or documents hide the other blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ class Traffic:
     """Elements that one rank sends in one layer's attention for one sequence."""
 
     inner: int = 0  # over cp_inner, forward; the backward is the same
-    outer: int = 0  # over cp_outer, forward; the backward sends them once more, and as many gradients
+    # over cp_outer, forward; the backward sends them once more, and as many gradients
+    outer: int = 0
 
     def num_bytes(self, dtype: str) -> tuple[int, int]:
         """Returns (over cp_inner, over cp_outer), forward and backward together."""
@@ -57,12 +59,14 @@ def head_features(model: ModelConfig) -> int:
 
 
 def latent_features(model: ModelConfig) -> int:
-    """Returns the features of the latent from which all heads' keys and values are projected, r + dr."""
+    """Returns the features of the latent from which all heads' keys and values are projected, r +
+    dr."""
     return model.kv_lora_rank + model.qk_rope_head_dim
 
 
 def traffic(c: Config) -> Traffic:
-    """Returns the elements that one layer's attention sends for one sequence; all divisions must be exact."""
+    """Returns the elements that one layer's attention sends for one sequence; all divisions must be
+    exact."""
     (outer, inner), (a, g) = split_of(c), local_heads(c)
     rows, width = c.train.seq_len // c.parallel.cp, head_features(c.model)
     exchanged = rows * a * width * (inner - 1) // inner
@@ -74,13 +78,15 @@ def traffic(c: Config) -> Traffic:
 
 
 def splits_heads(c: Config, inner: int) -> bool:
-    """Returns whether `inner` ranks can exchange heads: query heads divide, key-value heads divide or are repeated."""
+    """Returns whether `inner` ranks can exchange heads: query heads divide, key-value heads divide
+    or are repeated."""
     a, g = local_heads(c)
     return a % inner == 0 and (g % inner == 0 or inner % g == 0)
 
 
 def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
-    """Returns the sequence length from which on the hops of a ring are hidden by attention; 0 without a ring.
+    """Returns the sequence length from which on the hops of a ring are hidden by attention; 0
+    without a ring.
 
     The bytes of a hop grow with s. The causal attention that overlaps with it takes (s/outer)²·(a/inner)·(d+dv) FLOP:
     half of all pairs, two FLOP for each feature of a key and of a value.
@@ -95,7 +101,8 @@ def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method of context parallelism, and the bytes that a rank sends in one layer, forward and backward."""
+    """A method of context parallelism, and the bytes that a rank sends in one layer, forward and
+    backward."""
 
     method: str  # parallel.cp_method; allgather sends what ring does
     cp_inner: int  # parallel.cp_inner; 1 but for two_level
@@ -105,10 +112,11 @@ class Choice:
 
 
 def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
-    """Returns all methods whose exchange of heads is possible and stays inside a node, the best first.
+    """Returns all methods whose exchange of heads is possible and stays inside a node, the best
+    first.
 
-    The best one sends least between nodes, then least inside a node. Between nodes only blocks of the ring are sent,
-    which overlap with the attention of the previous block.
+    The best one sends least between nodes, then least inside a node. Between nodes only blocks of
+    the ring are sent, which overlap with the attention of the previous block.
 
     Args:
         c: gives model, tp, cp, sequence and precision.
@@ -129,19 +137,30 @@ def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
 
 
 def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
-    """Returns (parallel.cp_method, parallel.cp_inner) of the best of `choices` without parallel.cp_compress_kv."""
-    best = choices(replace(c, parallel=replace(c.parallel, cp_compress_kv=False)), ranks_per_node)[0]
+    """Returns (parallel.cp_method, parallel.cp_inner) of the best of `choices` without
+    parallel.cp_compress_kv."""
+    best = choices(replace(c, parallel=replace(c.parallel, cp_compress_kv=False)), ranks_per_node)[
+        0
+    ]
     return best.method, best.cp_inner
 
 
 def advice(c: Config) -> str:
     """Returns the overrides of `recommended`."""
     method, inner = recommended(c)
-    return f"parallel.cp_method={method}" + (f" parallel.cp_inner={inner}" if method == "two_level" else "")
+    return f"parallel.cp_method={method}" + (
+        f" parallel.cp_inner={inner}" if method == "two_level" else ""
+    )
 
 
-_HEADS = ("parallel.cp_method", "parallel.cp", "parallel.cp_inner", "parallel.tp", "model.num_heads",
-          "model.num_kv_heads")  # fmt: skip
+_HEADS = (
+    "parallel.cp_method",
+    "parallel.cp",
+    "parallel.cp_inner",
+    "parallel.tp",
+    "model.num_heads",
+    "model.num_kv_heads",
+)
 
 
 @check("parallel.cp_inner", "parallel.cp_method")
@@ -164,14 +183,25 @@ def cp_inner_divides_cp(c: Config, world: int) -> Faults:
         )
 
 
-@check("train.seq_len", "parallel.cp", "parallel.sp", "parallel.tp", "parallel.cp_method", "parallel.cp_inner",
-       needs=["cp-inner-divides-cp"])  # fmt: skip
+@check(
+    "train.seq_len",
+    "parallel.cp",
+    "parallel.sp",
+    "parallel.tp",
+    "parallel.cp_method",
+    "parallel.cp_inner",
+    needs=["cp-inner-divides-cp"],
+)
 def sequence_splits_over_cp(c: Config, world: int) -> Faults:
     p, length, (outer, inner) = c.parallel, c.train.seq_len, split_of(c)
     # zigzag makes two chunks per outer rank, sp divides each rank's rows by tp
     cut = lcm(inner * outer * (2 if outer > 1 else 1), p.cp * (p.tp if p.sp else 1))
     if p.cp > 1 and length % cut:
-        zigzag = "two chunks per rank of the ring, so that work is even" if outer > 1 else "one piece per rank"
+        zigzag = (
+            "two chunks per rank of the ring, so that work is even"
+            if outer > 1
+            else "one piece per rank"
+        )
         rows = f", and parallel.sp each rank's rows by parallel.tp = {p.tp}" if p.sp else ""
         yield fault(
             f"train.seq_len = {length} is not divisible by {cut}: parallel.cp = {p.cp} with parallel.cp_method = "
@@ -183,7 +213,9 @@ def sequence_splits_over_cp(c: Config, world: int) -> Faults:
 @check(*_HEADS, needs=["cp-inner-divides-cp"])
 def cp_splits_heads(c: Config, world: int) -> Faults:
     m, p, (_, inner), (a, g) = c.model, c.parallel, split_of(c), local_heads(c)
-    split_over_tp = m.num_heads % p.tp == 0 and (m.num_kv_heads % p.tp == 0 or p.tp % m.num_kv_heads == 0)
+    split_over_tp = m.num_heads % p.tp == 0 and (
+        m.num_kv_heads % p.tp == 0 or p.tp % m.num_kv_heads == 0
+    )
     if inner > 1 and split_over_tp and not splits_heads(c, inner):
         two_level = p.cp_method == "two_level"
         legal = [n for n in divisors(p.cp) if splits_heads(c, n)]
@@ -215,8 +247,15 @@ def compress_needs_blocks(c: Config, world: int) -> Faults:
         )
 
 
-@check("parallel.cp_compress_kv", "model.kv_lora_rank", "model.qk_rope_head_dim", "model.qk_nope_head_dim",
-       "model.v_head_dim", *_HEADS, needs=["compress-needs-mla", "cp-inner-divides-cp", "cp-splits-heads"])  # fmt: skip
+@check(
+    "parallel.cp_compress_kv",
+    "model.kv_lora_rank",
+    "model.qk_rope_head_dim",
+    "model.qk_nope_head_dim",
+    "model.v_head_dim",
+    *_HEADS,
+    needs=["compress-needs-mla", "cp-inner-divides-cp", "cp-splits-heads"],
+)
 def compress_saves(c: Config, world: int) -> Faults:
     p = c.parallel
     latents = latent_features(c.model) * split_of(c)[1]  # elements a token

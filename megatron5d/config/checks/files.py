@@ -1,10 +1,13 @@
-"""Checks of files: what the run reads exists, what it writes can be created. Nothing is opened or created here."""
+"""Checks of files: what the run reads exists, what it writes can be created. Nothing is opened or
+created here."""
 
 import os
 import re
 from collections.abc import Callable
 from functools import partial
-from os.path import exists, isdir, isfile, islink, realpath  # unlike pathlib's, they do not raise in closed folders
+
+# unlike pathlib's, they do not raise in closed folders
+from os.path import exists, isdir, isfile, islink, realpath
 from pathlib import Path
 
 from megatron5d.config.checks.check import Check, Faults, check_id, fault
@@ -25,7 +28,8 @@ def _missing_files(entries: list[str]) -> list[str]:
 
 
 def _prefix_meant(missing: list[str]) -> str:
-    """Returns the end of a fix: the prefix of a file that was written with its ending, or what a prefix is."""
+    """Returns the end of a fix: the prefix of a file that was written with its ending, or what a
+    prefix is."""
     for file in (name[: -len(".bin")] for name in missing):
         if file.endswith((".bin", ".idx")) and isfile(file):
             return f"{file[: -len('.bin')]}]"
@@ -33,7 +37,8 @@ def _prefix_meant(missing: list[str]) -> str:
 
 
 def _empty_files(entries: list[str]) -> list[str]:
-    """Returns the .bin files of entries that are empty: a small corpus, for example, has no document to hold out."""
+    """Returns the .bin files of entries that are empty: a small corpus, for example, has no
+    document to hold out."""
     names = [source.prefix + ".bin" for source in map(source_of, entries) if source.is_legal]
     return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
@@ -57,9 +62,13 @@ def _abbreviated(names: list[str]) -> str:
 
 
 def _blend_checks(
-    knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] = list, needs: tuple[str, ...] = ()
+    knob: str,
+    prefix: str = "",
+    read: Callable[[list[str]], list[str]] = list,
+    needs: tuple[str, ...] = (),
 ) -> tuple[Check, ...]:
-    """Makes the checks of a list of data: weights are numbers above 0, files exist and are not empty."""
+    """Makes the checks of a list of data: weights are numbers above 0, files exist and are not
+    empty."""
 
     @check(knob, id=check_id(knob, "-weights"), needs=needs)
     def weights(c: Config, world: int) -> Faults:
@@ -82,7 +91,11 @@ def _blend_checks(
         written = value_of(c, knob)
         entries = read(written)
         if empty := _empty_files(entries):
-            kept = [text for text, entry in zip(written, entries) if source_of(entry).prefix + ".bin" not in empty]
+            kept = [
+                text
+                for text, entry in zip(written, entries)
+                if source_of(entry).prefix + ".bin" not in empty
+            ]
             larger = "[PREFIX of documents, from tools/preprocess.py with more of them or a larger --valid-fraction]"
             yield fault(
                 f"{knob}: {_abbreviated(empty)} holds no token",
@@ -107,7 +120,11 @@ BLEND_CHECKS = (*_blend_checks("data.train"), *_blend_checks("data.valid"))
 @check("data.valid_sets")
 def data_valid_sets_names(c: Config, world: int) -> Faults:
     entries = zip(c.data.valid_sets, named_entries(c.data.valid_sets))
-    nameless = [text for text, (name, entry) in entries if not entry or not re.fullmatch(r"[A-Za-z][\w.-]*", name)]
+    nameless = [
+        text
+        for text, (name, entry) in entries
+        if not entry or not re.fullmatch(r"[A-Za-z][\w.-]*", name)
+    ]
     if nameless:
         yield fault(
             f"data.valid_sets: {_abbreviated(list(map(repr, nameless)))} is no 'name prefix' or 'name weight prefix' "
@@ -130,7 +147,10 @@ def data_valid_sets_once(c: Config, world: int) -> Faults:
 
 
 VALID_SETS_CHECKS = _blend_checks(
-    "data.valid_sets", "NAME ", lambda texts: [entry for _, entry in named_entries(texts)], ("data-valid-sets-names",)
+    "data.valid_sets",
+    "NAME ",
+    lambda texts: [entry for _, entry in named_entries(texts)],
+    ("data-valid-sets-names",),
 )
 _SPLIT = "data.split='\"969,30,1\"'"
 
@@ -147,7 +167,10 @@ def data_split_numbers(c: Config, world: int) -> Faults:
 @check("data.split", "data.train")
 def data_split_trains(c: Config, world: int) -> Faults:
     if (_shares(c.data.split) or [1.0])[0] == 0:
-        yield fault(f"data.split = {c.data.split!r} leaves nothing of data.train to train on", f"{_SPLIT}, or null")
+        yield fault(
+            f"data.split = {c.data.split!r} leaves nothing of data.train to train on",
+            f"{_SPLIT}, or null",
+        )
 
 
 @check("train.eval_every", "data.valid", "data.valid_sets", "data.split")
@@ -192,7 +215,8 @@ def _huggingface_check(knob: str, pattern: str) -> Check:
     def find(c: Config, world: int) -> Faults:
         folder = value_of(c, knob)
         missing = _missing_in(folder, pattern) if folder is not None else None
-        read_already = knob == "init.from_hf" and resumed_progress(c) != {}  # when the run began, which now resumes
+        # when the run began, which now resumes
+        read_already = knob == "init.from_hf" and resumed_progress(c) != {}
         if missing and not read_already:
             yield fault(f"{knob}: {missing}", f"{knob}=DIR with {pattern}, or null")
 
@@ -248,25 +272,33 @@ def _is_there(path: str | Path) -> bool:
 
 
 def _path_in_the_way(name: str, as_folder: bool) -> str | None:
-    """Returns the existing path that prevents `name` from being created or written; None where there is none."""
+    """Returns the existing path that prevents `name` from being created or written; None where
+    there is none."""
     path = Path(name).absolute()
     if _is_there(path) and not (isdir(path) if as_folder else isfile(path)):
-        return str(path)  # also /dev/null: a log is rewritten and renamed, which would replace the device
-    return next((str(parent) for parent in path.parents if _is_there(parent) and not isdir(parent)), None)
+        # also /dev/null: a log is rewritten and renamed, which would replace the device
+        return str(path)
+    return next(
+        (str(parent) for parent in path.parents if _is_there(parent) and not isdir(parent)), None
+    )
 
 
 def _kind(name: str) -> str:
     if islink(name) and not exists(name):
         return f"a link whose target {os.readlink(name)} does not exist"
-    return "a folder" if isdir(name) else "a file" if isfile(name) else "neither a file nor a folder"
+    return (
+        "a folder" if isdir(name) else "a file" if isfile(name) else "neither a file nor a folder"
+    )
 
 
 def _unwritable_folder(name: str) -> str | None:
-    """Returns the folder in which `name` would be created, if this user may not write there; else None."""
+    """Returns the folder in which `name` would be created, if this user may not write there; else
+    None."""
     path = Path(name).absolute()
     there = next(parent for parent in (path, *path.parents) if isdir(parent))
     resolved = there.resolve()
-    kernels = {"/proc", "/sys"} & set(map(str, (resolved, *resolved.parents)))  # root has every permission
+    # root has every permission
+    kernels = {"/proc", "/sys"} & set(map(str, (resolved, *resolved.parents)))
     return None if os.access(there, os.W_OK | os.X_OK) and not kernels else str(there)
 
 
@@ -292,7 +324,14 @@ def _writable_checks(knob: str, kind: str = "folder") -> tuple[Check, Check]:
     return free, allowed
 
 
-WRITTEN = ("checkpoint.dir", "log.dir", "log.wandb.dir", "log.profile", "log.memory_snapshot", "data.cache_dir")
+WRITTEN = (
+    "checkpoint.dir",
+    "log.dir",
+    "log.wandb.dir",
+    "log.profile",
+    "log.memory_snapshot",
+    "data.cache_dir",
+)
 WRITABLE_CHECKS = (
     *_writable_checks("checkpoint.dir"),
     *_writable_checks("log.dir"),
@@ -302,7 +341,8 @@ WRITABLE_CHECKS = (
     *_writable_checks("moe.record", "file"),
     *_writable_checks("log.profile"),
     *_writable_checks("log.memory_snapshot"),
-    _writable_checks("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
+    # where it may not be written, each rank builds its own and says so
+    _writable_checks("data.cache_dir")[0],
 )
 _CHECKPOINT = re.compile(r"step-\d{8,}(\.\w+)?")
 
@@ -314,17 +354,29 @@ def _schedule_file(c: Config) -> str | None:
 
 def _files_of_run(c: Config) -> dict[str, str]:
     """Returns the files that a run reads, or writes beside its log, by path: what they are."""
-    sources = [*c.data.train, *c.data.valid, *(entry for _, entry in named_entries(c.data.valid_sets))]
+    sources = [
+        *c.data.train,
+        *c.data.valid,
+        *(entry for _, entry in named_entries(c.data.valid_sets)),
+    ]
     prefixes = [source.prefix for source in map(source_of, sources) if source.is_legal]
     files = {prefix + ending: "the data" for prefix in prefixes for ending in (".bin", ".idx")}
-    files |= {str(Path(each, "config.json")): "a model" for each in (c.model.from_hf, c.init.from_hf) if each}
+    files |= {
+        str(Path(each, "config.json")): "a model"
+        for each in (c.model.from_hf, c.init.from_hf)
+        if each
+    }
     named = {
-        c.data.tokenizer: "data.tokenizer", _schedule_file(c): "pipeline.schedule", c.moe.replay: "moe.replay",
+        c.data.tokenizer: "data.tokenizer",
+        _schedule_file(c): "pipeline.schedule",
+        c.moe.replay: "moe.replay",
         c.moe.record: "moe.record",
-    }  # fmt: skip
+    }
     files |= {name: what for name, what in named.items() if name}
     if c.checkpoint.dir:
-        files |= {str(Path(c.checkpoint.dir, name)): "checkpoint.dir" for name in ("run.lock", "latest")}
+        files |= {
+            str(Path(c.checkpoint.dir, name)): "checkpoint.dir" for name in ("run.lock", "latest")
+        }
     if c.log.dir:
         files[str(Path(c.log.dir, "config.yaml"))] = "log.dir"
     return {realpath(name): what for name, what in files.items()}
@@ -335,7 +387,9 @@ def paths_apart(c: Config, world: int) -> Faults:
     folders = {knob: Path(realpath(value_of(c, knob))) for knob in WRITTEN if value_of(c, knob)}
     log = Path(realpath(c.log.jsonl)) if c.log.jsonl else None
     for knob, path in {**folders, **({"log.jsonl": log} if log else {})}.items():
-        inside = next((each for each in (path, *path.parents) if _CHECKPOINT.fullmatch(each.name)), None)
+        inside = next(
+            (each for each in (path, *path.parents) if _CHECKPOINT.fullmatch(each.name)), None
+        )
         if inside is not None:
             yield fault(
                 f"{knob} = {value_of(c, knob)} lies in {inside}, a checkpoint, which is written and removed as a whole",
@@ -348,7 +402,10 @@ def paths_apart(c: Config, world: int) -> Faults:
                 f"log.jsonl={c.log.jsonl}/log.jsonl",
             )
     if log is not None and (what := _files_of_run(c).get(str(log))):
-        yield fault(f"log.jsonl = {c.log.jsonl} would replace a file of {what}", f"log.jsonl={c.log.jsonl}.log.jsonl")
+        yield fault(
+            f"log.jsonl = {c.log.jsonl} would replace a file of {what}",
+            f"log.jsonl={c.log.jsonl}.log.jsonl",
+        )
 
 
 @check("checkpoint.resume")

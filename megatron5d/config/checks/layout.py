@@ -49,7 +49,8 @@ def _tensor_parallel_fix(config: Config, world: int) -> str:
 
 
 def _world_fix(c: Config, world: int) -> str:
-    """Returns the value of each axis with which the world would fit, and the numbers of ranks that would."""
+    """Returns the value of each axis with which the world would fit, and the numbers of ranks that
+    would."""
     ways = []
     for name in ("tp", "cp", "pp"):
         size = getattr(c.parallel, name)
@@ -64,7 +65,8 @@ def _world_fix(c: Config, world: int) -> str:
 
 
 def _fewer_stages(c: Config, world: int) -> str:
-    """Returns the override under which every stage has a layer: fewer chunks, and if that is not enough fewer ranks."""
+    """Returns the override under which every stage has a layer: fewer chunks, and if that is not
+    enough fewer ranks."""
     layers = c.model.num_layers
     if c.parallel.pp <= layers:
         return f"parallel.vpp={layers // c.parallel.pp}"
@@ -74,7 +76,8 @@ def _fewer_stages(c: Config, world: int) -> str:
 
 
 def _even_layout(c: Config) -> str:
-    """Returns the layout with as many layers on each stage; the first have one more where they do not divide."""
+    """Returns the layout with as many layers on each stage; the first have one more where they do
+    not divide."""
     num_stages = c.parallel.pp * c.parallel.vpp
     each, more = divmod(c.model.num_layers, num_stages)
     return f"[{','.join(str(each + (stage < more)) for stage in range(num_stages))}]"
@@ -138,7 +141,9 @@ def gbs_holds_whole_micro_batches(c: Config, world: int) -> Faults:
 @check("parallel.sp", "parallel.tp")
 def sp_needs_tp(c: Config, world: int) -> Faults:
     if c.parallel.sp and c.parallel.tp == 1:
-        yield fault("parallel.sp = true cuts activations along tp, and parallel.tp = 1", "parallel.sp=false")
+        yield fault(
+            "parallel.sp = true cuts activations along tp, and parallel.tp = 1", "parallel.sp=false"
+        )
 
 
 @check("parallel.tp_overlap", "parallel.sp")
@@ -151,7 +156,9 @@ def overlap_needs_sp(c: Config, world: int) -> Faults:
         )
 
 
-HEADS_OVER_TP = divides("parallel.tp", "model.num_heads", "heads-split-over-tp", _tensor_parallel_fix)
+HEADS_OVER_TP = divides(
+    "parallel.tp", "model.num_heads", "heads-split-over-tp", _tensor_parallel_fix
+)
 
 
 @check("model.num_kv_heads", "parallel.tp")
@@ -187,14 +194,18 @@ def sequence_splits_over_tp(c: Config, world: int) -> Faults:
 def vpp_needs_pp(c: Config, world: int) -> Faults:
     if c.parallel.vpp > 1 and c.parallel.pp == 1:
         yield fault(
-            f"parallel.vpp = {c.parallel.vpp} cuts a pipeline rank into chunks, and parallel.pp = 1", "parallel.vpp=1"
+            f"parallel.vpp = {c.parallel.vpp} cuts a pipeline rank into chunks, and parallel.pp = 1",
+            "parallel.vpp=1",
         )
 
 
 @check("model.num_layers", *STAGES, "pipeline.layout", "pipeline.balance", "pipeline.schedule")
 def stages_have_layers(c: Config, world: int) -> Faults:
     pipeline, p = c.pipeline, c.parallel
-    chosen = pipeline.layout is not None or (pipeline.schedule, pipeline.balance) == ("auto", "auto")
+    chosen = pipeline.layout is not None or (pipeline.schedule, pipeline.balance) == (
+        "auto",
+        "auto",
+    )
     if not chosen and pipeline.balance in ("auto", "stages") and c.model.num_layers < p.pp * p.vpp:
         yield fault(
             f"model.num_layers = {c.model.num_layers} is fewer than the parallel.pp·vpp = "
@@ -206,7 +217,8 @@ def stages_have_layers(c: Config, world: int) -> Faults:
 @check("pipeline.layout", *STAGES, "model.num_layers")
 def layout_counts_stages(c: Config, world: int) -> Faults:
     layout, pp, vpp = c.pipeline.layout, c.parallel.pp, c.parallel.vpp
-    # parallel.vpp = 1 leaves the chunks to the schedule (zb_v has two): then only pp must divide the stages
+    # parallel.vpp = 1 leaves the chunks to the schedule (zb_v has two): then only pp must divide
+    # the stages
     if layout is not None and (len(layout) % pp if vpp == 1 else len(layout) - pp * vpp):
         yield fault(
             f"pipeline.layout has {len(layout)} stages, parallel.pp·vpp = {pp}·{vpp} = {pp * vpp}",

@@ -1,4 +1,5 @@
-"""Checks of the architecture: heads and positions, latent attention, mixtures of experts and their axes."""
+"""Checks of the architecture: heads and positions, latent attention, mixtures of experts and their
+axes."""
 
 from typing import Any
 
@@ -58,7 +59,9 @@ def experts_chosen_once(c: Config, world: int) -> Faults:
             f"moe.replay = {c.moe.replay} says which experts tokens take, and so does moe.{given[1]}"
             if given[1] != "record"
             else f"moe.replay = {c.moe.replay} is what moe.record = {c.moe.record} would write",
-            " ".join(f"moe.{key}={spelled(None if key == 'record' else False)}" for key in given[1:]),
+            " ".join(
+                f"moe.{key}={spelled(None if key == 'record' else False)}" for key in given[1:]
+            ),
         )
 
 
@@ -79,8 +82,14 @@ def _layers_exist(knob: str, id: str) -> Check:
 MOE_LAYERS = _layers_exist("model.moe_layers", "moe-layers-exist")
 
 
-@check("model.num_experts", "model.num_layers", "model.first_k_dense", "model.moe_interval", "model.moe_layers",
-       needs=["moe-layers-exist"])  # fmt: skip
+@check(
+    "model.num_experts",
+    "model.num_layers",
+    "model.first_k_dense",
+    "model.moe_interval",
+    "model.moe_layers",
+    needs=["moe-layers-exist"],
+)
 def experts_have_layers(c: Config, world: int) -> Faults:
     m = c.model
     if m.num_experts and not moe_layers(m):
@@ -96,7 +105,10 @@ def experts_have_layers(c: Config, world: int) -> Faults:
 def top_k_experts_exist(c: Config, world: int) -> Faults:
     top_k, experts = c.model.top_k, c.model.num_experts
     if 0 < experts < top_k:
-        yield fault(f"model.top_k = {top_k} is more than model.num_experts = {experts}", f"model.top_k={experts}")
+        yield fault(
+            f"model.top_k = {top_k} is more than model.num_experts = {experts}",
+            f"model.top_k={experts}",
+        )
 
 
 GROUPS_OF_EXPERTS = divides("model.num_groups", "model.num_experts", "groups-divide-experts")
@@ -107,12 +119,18 @@ def top_groups_exist(c: Config, world: int) -> Faults:
     chosen, groups = c.model.top_groups, c.model.num_groups
     if chosen > groups:
         yield fault(
-            f"model.top_groups = {chosen} is more than model.num_groups = {groups}", f"model.top_groups={groups}"
+            f"model.top_groups = {chosen} is more than model.num_groups = {groups}",
+            f"model.top_groups={groups}",
         )
 
 
-@check("model.top_groups", "model.num_groups", "model.top_k", "model.num_experts",
-       needs=["groups-divide-experts", "top-groups-exist", "top-k-experts-exist"])  # fmt: skip
+@check(
+    "model.top_groups",
+    "model.num_groups",
+    "model.top_k",
+    "model.num_experts",
+    needs=["groups-divide-experts", "top-groups-exist", "top-k-experts-exist"],
+)
 def top_groups_hold_top_k(c: Config, world: int) -> Faults:
     m, group_size = c.model, c.model.num_experts // c.model.num_groups
     if m.num_experts and m.top_groups * group_size < m.top_k:
@@ -122,7 +140,9 @@ def top_groups_hold_top_k(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.group_score", "model.num_groups", "model.num_experts", needs=["groups-divide-experts"])
+@check(
+    "model.group_score", "model.num_groups", "model.num_experts", needs=["groups-divide-experts"]
+)
 def top2_needs_two(c: Config, world: int) -> Faults:
     experts, groups = c.model.num_experts, c.model.num_groups
     if c.model.group_score == "top2_sum" and experts == groups > 1:
@@ -133,8 +153,15 @@ def top2_needs_two(c: Config, world: int) -> Faults:
         )
 
 
-@check("parallel.ep", "model.num_experts", "parallel.etp", "parallel.tp", "parallel.cp", "parallel.pp",
-       needs=["world-fits"])  # fmt: skip
+@check(
+    "parallel.ep",
+    "model.num_experts",
+    "parallel.etp",
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.pp",
+    needs=["world-fits"],
+)
 def experts_split_over_ep(c: Config, world: int) -> Faults:
     experts, p = c.model.num_experts, c.parallel
     if experts % p.ep:
@@ -166,7 +193,13 @@ def planned_exchange_is_direct(c: Config, world: int) -> Faults:
         )
 
 
-@check("parallel.etp", "parallel.tp", "model.moe_ffn_hidden_size", "model.ffn_hidden_size", "model.num_experts")
+@check(
+    "parallel.etp",
+    "parallel.tp",
+    "model.moe_ffn_hidden_size",
+    "model.ffn_hidden_size",
+    "model.num_experts",
+)
 def experts_split_over_etp(c: Config, world: int) -> Faults:
     features, etp = c.model.expert_hidden_size, c.parallel.etp or c.parallel.tp
     if c.model.num_experts and features % etp:
@@ -178,11 +211,15 @@ def experts_split_over_etp(c: Config, world: int) -> Faults:
 
 
 def _other_shared_expert(c: Config, world: int) -> str:
-    return f"model.shared_ffn_hidden_size={multiples(c.model.shared_ffn_hidden_size, c.parallel.tp)}"
+    return (
+        f"model.shared_ffn_hidden_size={multiples(c.model.shared_ffn_hidden_size, c.parallel.tp)}"
+    )
 
 
 SHARED_EXPERT = "model.shared_ffn_hidden_size"
-SHARED_EXPERT_OVER_TP = divides("parallel.tp", SHARED_EXPERT, "shared-expert-splits-over-tp", _other_shared_expert)
+SHARED_EXPERT_OVER_TP = divides(
+    "parallel.tp", SHARED_EXPERT, "shared-expert-splits-over-tp", _other_shared_expert
+)
 
 
 def _balance_with(c: Config, kind: str) -> str:
@@ -209,14 +246,26 @@ def bias_rate_needs_bias(c: Config, world: int) -> Faults:
         )
 
 
-_MLA_DIMS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps")
+_MLA_DIMS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "latent_norm_eps",
+)
 
 
 @check("model.attention", *(f"model.{dim}" for dim in _MLA_DIMS))
 def mla_dims_need_mla(c: Config, world: int) -> Faults:
-    unused = [f"model.{dim}" for dim in _MLA_DIMS if getattr(c.model, dim) != getattr(Config().model, dim)]
+    unused = [
+        f"model.{dim}" for dim in _MLA_DIMS if getattr(c.model, dim) != getattr(Config().model, dim)
+    ]
     if unused and c.model.attention != "mla":
-        yield fault(f"model.attention = {c.model.attention} does not read {', '.join(unused)}", "model.attention=mla")
+        yield fault(
+            f"model.attention = {c.model.attention} does not read {', '.join(unused)}",
+            "model.attention=mla",
+        )
 
 
 @check("model.attention", "model.position")
@@ -233,7 +282,8 @@ def mla_rope_pairs_dims(c: Config, world: int) -> Faults:
     dim = c.model.qk_rope_head_dim
     if c.model.attention == "mla" and dim % 2:
         yield fault(
-            f"model.qk_rope_head_dim = {dim} is odd, and rope rotates pairs", f"model.qk_rope_head_dim={dim + 1}"
+            f"model.qk_rope_head_dim = {dim} is odd, and rope rotates pairs",
+            f"model.qk_rope_head_dim={dim + 1}",
         )
 
 
@@ -248,12 +298,21 @@ def mla_kv_heads(c: Config, world: int) -> Faults:
         )
 
 
-_NOT_IN_MLA = {"qk_norm": False, "qkv_bias": False, "attention_gate": False, "query_pre_attn_scalar": None}
+_NOT_IN_MLA = {
+    "qk_norm": False,
+    "qkv_bias": False,
+    "attention_gate": False,
+    "query_pre_attn_scalar": None,
+}
 
 
 @check("model.attention", *(f"model.{name}" for name in _NOT_IN_MLA))
 def mla_has_no_such_option(c: Config, world: int) -> Faults:
-    options = {f"model.{name}": idle for name, idle in _NOT_IN_MLA.items() if getattr(c.model, name) != idle}
+    options = {
+        f"model.{name}": idle
+        for name, idle in _NOT_IN_MLA.items()
+        if getattr(c.model, name) != idle
+    }
     if c.model.attention == "mla" and options:
         yield fault(
             f"model.attention = mla norms and scales on its own and has no bias on latents: {', '.join(options)}",
@@ -264,9 +323,12 @@ def mla_has_no_such_option(c: Config, world: int) -> Faults:
 KV_HEADS = divides("model.num_kv_heads", "model.num_heads", "kv-heads-divide-heads")
 
 
-_NEEDED = {"qk_norm_all_heads": "qk_norm", "window_layers": "attention_window",
-           "window_rope_theta": "attention_window",
-           "shared_expert_gate": "shared_ffn_hidden_size"}  # fmt: skip
+_NEEDED = {
+    "qk_norm_all_heads": "qk_norm",
+    "window_layers": "attention_window",
+    "window_rope_theta": "attention_window",
+    "shared_expert_gate": "shared_ffn_hidden_size",
+}
 
 
 @check(*(f"model.{name}" for pair in _NEEDED.items() for name in pair))
@@ -299,7 +361,11 @@ def rope_pairs_dims(c: Config, world: int) -> Faults:
     dim, share, rotated = c.model.head_dim, c.model.rotary_percent, c.model.rotary_dim
     if c.model.position == "rope" and c.model.attention == "gqa" and (rotated % 2 or rotated == 0):
         yield fault(
-            (f"model.head_dim = {dim}" if share == 1 else f"model.rotary_percent = {share} of model.head_dim = {dim}")
+            (
+                f"model.head_dim = {dim}"
+                if share == 1
+                else f"model.rotary_percent = {share} of model.head_dim = {dim}"
+            )
             + f" is {rotated if share < 1 else 'odd'}, and model.position = rope rotates pairs",
             f"model.head_dim={dim + 1}" if share == 1 else "model.rotary_percent=1.0",
         )
@@ -337,7 +403,11 @@ def scaling_factor_needs_a_type(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor", "model.rope_scaling.type")
+@check(
+    "model.rope_scaling.low_freq_factor",
+    "model.rope_scaling.high_freq_factor",
+    "model.rope_scaling.type",
+)
 def llama3_scaling_bands(c: Config, world: int) -> Faults:
     scaling = c.model.rope_scaling
     if scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:

@@ -1,4 +1,5 @@
-"""Checks of precision, recomputation and offloading: how recipes, dtypes, matrices and layers must fit together."""
+"""Checks of precision, recomputation and offloading: how recipes, dtypes, matrices and layers must
+fit together."""
 
 import fnmatch
 
@@ -16,15 +17,31 @@ NEED_FP8: dict[str, object] = {
     "precision.fp8_exclude": [],
     "precision.fp8_gather": True,
 }
-MODEL = ("model.num_layers", "model.attention", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
-         "model.num_kv_heads", "model.head_dim", "model.q_lora_rank", "model.num_experts", "model.first_k_dense",
-         "model.moe_interval", "model.moe_layers")  # fmt: skip
+MODEL = (
+    "model.num_layers",
+    "model.attention",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.head_dim",
+    "model.q_lora_rank",
+    "model.num_experts",
+    "model.first_k_dense",
+    "model.moe_interval",
+    "model.moe_layers",
+)
 CHOICE = ("precision.fp8", *NEED_FP8)
 
 
 def _unaligned_dims(c: Config) -> list[str]:
-    """Returns the dims of quantised matrices that are not a multiple of what their GEMMs need, as text."""
-    found = {} if c.model.hidden_size % ROW_BYTES == 0 else {f"model.hidden_size = {c.model.hidden_size}": ROW_BYTES}
+    """Returns the dims of quantised matrices that are not a multiple of what their GEMMs need, as
+    text."""
+    found = (
+        {}
+        if c.model.hidden_size % ROW_BYTES == 0
+        else {f"model.hidden_size = {c.model.hidden_size}": ROW_BYTES}
+    )
     for name in quantised_matrices(c):
         for knobs, (size, ranks) in cut_features(c, name).items():
             of = GROUP if c.precision.fp8 == "blockwise" and ranks > 1 else ROW_BYTES
@@ -70,7 +87,11 @@ def offload_inputs_need_full(c: Config, world: int) -> Faults:
 @check("recompute.offload", "recompute.mode")
 def offload_phases_keep(c: Config, world: int) -> Faults:
     r = c.recompute
-    if r.mode == "full" and (r.num_layers, r.stage_layers) == (None, None) and not {*r.offload} <= {"inputs"}:
+    if (
+        r.mode == "full"
+        and (r.num_layers, r.stage_layers) == (None, None)
+        and not {*r.offload} <= {"inputs"}
+    ):
         yield fault(
             f"recompute.offload = {spelled(r.offload)}, and under recompute.mode = full a layer keeps its input alone",
             "recompute.offload=[inputs], or recompute.mode=selective",
@@ -184,8 +205,15 @@ def fp8_leaves_matrices(c: Config, world: int) -> Faults:
         )
 
 
-@check(*CHOICE, *MODEL, "parallel.tp", "parallel.etp", "model.moe_ffn_hidden_size", "model.shared_ffn_hidden_size",
-       needs=["moe-layers-exist"])  # fmt: skip
+@check(
+    *CHOICE,
+    *MODEL,
+    "parallel.tp",
+    "parallel.etp",
+    "model.moe_ffn_hidden_size",
+    "model.shared_ffn_hidden_size",
+    needs=["moe-layers-exist"],
+)
 def fp8_dims(c: Config, world: int) -> Faults:
     if c.precision.fp8 != "none" and (dims := _unaligned_dims(c)):
         yield fault(

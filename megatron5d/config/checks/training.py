@@ -1,4 +1,5 @@
-"""Checks of the run: batches and the learning rate, what is saved and logged, packages that must be installed."""
+"""Checks of the run: batches and the learning rate, what is saved and logged, packages that must be
+installed."""
 
 from importlib.util import find_spec
 
@@ -7,7 +8,8 @@ from megatron5d.config.checks.layout import MODEL_AXES
 from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress, sample_len
 from megatron5d.config.schema import Config, OptimConfig
 
-MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
+# of a step; each one is several actions of the schedule, which is verified at the start
+MOST_MICRO_BATCHES = 1 << 16
 
 
 @check("precision.grad_dtype", "precision.dtype")
@@ -21,7 +23,8 @@ def grad_dtype_follows_fp64(c: Config, world: int) -> Faults:
 
 
 def _linear_ramp(c: Config) -> tuple[int, int, int]:
-    """Returns (start, increment, length) of a ramp that is given so; of any other, one that changes nothing."""
+    """Returns (start, increment, length) of a ramp that is given so; of any other, one that changes
+    nothing."""
     ramp = c.train.gbs_ramp or []
     if len(ramp) != 3 or ":" in ramp[0]:
         return c.train.gbs, 1, 1
@@ -59,12 +62,17 @@ def ramp_stages_follow(c: Config, world: int) -> Faults:
     else:
         if last != c.train.gbs:
             yield fault(
-                f"train.gbs_ramp ends with {last} sequences, and train.gbs = {c.train.gbs}", f"train.gbs={last}"
+                f"train.gbs_ramp ends with {last} sequences, and train.gbs = {c.train.gbs}",
+                f"train.gbs={last}",
             )
 
 
 @check(
-    "train.gbs_ramp", "train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits", "ramp-stages-follow"]
+    "train.gbs_ramp",
+    "train.gbs",
+    "train.mbs",
+    *MODEL_AXES,
+    needs=["world-fits", "gbs-splits", "ramp-stages-follow"],
 )
 def ramp_splits(c: Config, world: int) -> Faults:
     dp, mbs, ramp = data_parallel(c, world), c.train.mbs, c.train.gbs_ramp
@@ -76,14 +84,19 @@ def ramp_splits(c: Config, world: int) -> Faults:
     if ":" in ramp[0]:
         stages = [word.split(":") for word in " ".join(ramp).split()]
         sizes = f"has batches of {', '.join(size for _, size in stages)}"
-        legal = [f"{begin}:{max(mbs * dp, int(size) // (mbs * dp) * mbs * dp)}" for begin, size in stages]
+        legal = [
+            f"{begin}:{max(mbs * dp, int(size) // (mbs * dp) * mbs * dp)}" for begin, size in stages
+        ]
         fix = f"train.gbs_ramp='{' '.join(legal)}'"
     if behind := resumed_progress(c).get("consumed_samples"):  # another ramp would be another run
         fix = (
             f"fewer data-parallel ranks until {batch_schedule(c)[-1][0]} samples are taken ({behind} are), or "
             f"train.gbs_ramp=null, which continues with {c.train.gbs} sequences"
         )
-    yield fault(f"train.gbs_ramp {sizes}; each batch must be a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp}", fix)
+    yield fault(
+        f"train.gbs_ramp {sizes}; each batch must be a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp}",
+        fix,
+    )
 
 
 @check("train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits"])
@@ -145,11 +158,14 @@ _MUON = ("momentum", "ns_steps", "muon_per_head", "muon_exclude")
 @check("optim.name", *(f"optim.{name}" for name in _MUON))
 def muon_knobs_need_muon(c: Config, world: int) -> Faults:
     unused = {name: getattr(OptimConfig(), name) for name in _MUON}
-    unused = {f"optim.{name}": idle for name, idle in unused.items() if getattr(c.optim, name) != idle}
+    unused = {
+        f"optim.{name}": idle for name, idle in unused.items() if getattr(c.optim, name) != idle
+    }
     if unused and c.optim.name != "muon":
         yield fault(
             f"optim.name = {c.optim.name} does not read {', '.join(unused)}",
-            "optim.name=muon, or " + " ".join(f"{key}={spelled(idle)}" for key, idle in unused.items()),
+            "optim.name=muon, or "
+            + " ".join(f"{key}={spelled(idle)}" for key, idle in unused.items()),
         )
 
 
@@ -224,7 +240,10 @@ def checkpoint_best_is_evaluated(c: Config, world: int) -> Faults:
 def profile_ranks_exist(c: Config, world: int) -> Faults:
     ranks = c.log.profile_ranks
     if not ranks or any(rank not in range(world) for rank in ranks):
-        yield fault(f"log.profile_ranks = {ranks} is no list of ranks from 0 to {world - 1}", "log.profile_ranks=[0]")
+        yield fault(
+            f"log.profile_ranks = {ranks} is no list of ranks from 0 to {world - 1}",
+            "log.profile_ranks=[0]",
+        )
 
 
 @check("log.profile_step", "log.profile", "train.steps", "train.stop_after")
@@ -284,15 +303,29 @@ def tensorboard_installed(c: Config, world: int) -> Faults:
         )
 
 
-@check("train.cuda_graph", "parallel.tp_overlap", "recompute.offload", "data.document_mask", "parallel.cp")
+@check(
+    "train.cuda_graph",
+    "parallel.tp_overlap",
+    "recompute.offload",
+    "data.document_mask",
+    "parallel.cp",
+)
 def graphs_hold_addresses(c: Config, world: int) -> Faults:
     if c.train.cuda_graph == "none":
         return
-    why = "train.cuda_graph = phases replays phases at the addresses at which they were captured, and"
+    why = (
+        "train.cuda_graph = phases replays phases at the addresses at which they were captured, and"
+    )
     if c.parallel.tp_overlap == "fused":
-        yield fault(f"{why} parallel.tp_overlap = fused counts exchanges on the host", "parallel.tp_overlap=chunked")
+        yield fault(
+            f"{why} parallel.tp_overlap = fused counts exchanges on the host",
+            "parallel.tp_overlap=chunked",
+        )
     if c.recompute.offload:
-        yield fault(f"{why} recompute.offload = {spelled(c.recompute.offload)} moves them", "recompute.offload=[]")
+        yield fault(
+            f"{why} recompute.offload = {spelled(c.recompute.offload)} moves them",
+            "recompute.offload=[]",
+        )
     if c.data.document_mask and c.parallel.cp > 1:
         what = f"data.document_mask = true with parallel.cp = {c.parallel.cp} plans each micro-batch on the host"
         yield fault(f"{why} {what}", "data.document_mask=false")

@@ -1,4 +1,5 @@
-"""Checks of single keys: the range of each number, the words of each enumeration, the form of each list."""
+"""Checks of single keys: the range of each number, the words of each enumeration, the form of each
+list."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -76,7 +77,9 @@ WORDS: dict[str, Sequence[str]] = {
     "precision.fp8": ("none", "tensorwise", "blockwise"),
     "precision.grad_dtype": ("fp32", "bf16"),
     "kernels.attention": ("auto", "triton", "cudnn", "fa4"),
-    **dict.fromkeys(("kernels.fp8", "kernels.grouped", "kernels.norm"), ("auto", "triton", "torch")),
+    **dict.fromkeys(
+        ("kernels.fp8", "kernels.grouped", "kernels.norm"), ("auto", "triton", "torch")
+    ),
     "recompute.mode": ("none", "selective", "full"),
     "data.weights": ("size", "equal"),
     "data.order": ("shuffled", "sequential", "megatron"),
@@ -86,8 +89,18 @@ WORDS: dict[str, Sequence[str]] = {
 
 
 # Names of values in other code bases that are not spelled like ours.
-SYNONYMS = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
-            "adam": "adamw", "gelu_new": "gelu_tanh", "silu": "swiglu", "off": "disabled"}  # fmt: skip
+SYNONYMS = {
+    "fp16": "bf16",
+    "half": "bf16",
+    "float16": "bf16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "adam": "adamw",
+    "gelu_new": "gelu_tanh",
+    "silu": "swiglu",
+    "off": "disabled",
+}
 
 
 def _nearest_word(written: str, words: Sequence[str]) -> str | None:
@@ -108,8 +121,13 @@ def _in_range(knob: str, low: int, exclusive: bool = False) -> Check:
         value = value_of(c, knob)
         if value is None or low < value <= most or (value == low and not exclusive):
             return
-        wrong = f"above {most}" if value > low else f"not above {low}" if exclusive else f"below {low}"
-        yield fault(f"{knob} = {value} is {wrong}", f"{knob}={example if exclusive else low if value < low else most}")
+        wrong = (
+            f"above {most}" if value > low else f"not above {low}" if exclusive else f"below {low}"
+        )
+        yield fault(
+            f"{knob} = {value} is {wrong}",
+            f"{knob}={example if exclusive else low if value < low else most}",
+        )
 
     return find
 
@@ -125,7 +143,9 @@ def _one_of(knob: str, words: Sequence[str]) -> Check:
     return find
 
 
-def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]) -> Check:
+def _shape(
+    knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]
+) -> Check:
     @check(knob, id=check_id(knob))
     def find(c: Config, world: int) -> Faults:
         if not legal(c):
@@ -135,13 +155,17 @@ def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callabl
 
 
 def _schedule_is_a_name(c: Config) -> bool:
-    """Returns whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
+    """Returns whether it is a word or file:<path>; train/pipeline_layout.py checks that the
+    schedule exists."""
     kind, colon, path = c.pipeline.schedule.partition(":")
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 
 
 def _are_scales(key: str, c: Config) -> bool:
-    return all(re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?\s+\S+", each) for each in value_of(c, f"optim.{key}"))
+    return all(
+        re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?\s+\S+", each)
+        for each in value_of(c, f"optim.{key}")
+    )
 
 
 def _is_step_or_range(text: str) -> bool:
@@ -151,7 +175,10 @@ def _is_step_or_range(text: str) -> bool:
 
 def _ramp_is_shaped(c: Config) -> bool:
     text = " ".join(c.train.gbs_ramp or ["0:1"])
-    return re.fullmatch(rf"0*[1-9]\d*( 0*[1-9]\d*){{2}}|{STAGE.pattern}( +{STAGE.pattern})*", text) is not None
+    return (
+        re.fullmatch(rf"0*[1-9]\d*( 0*[1-9]\d*){{2}}|{STAGE.pattern}( +{STAGE.pattern})*", text)
+        is not None
+    )
 
 
 def _known_balances(c: Config) -> list[str]:
@@ -168,48 +195,135 @@ def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
 MAX_PREFETCH = 1024  # global batches; more only fill the host's memory
 
 _SHAPES = [
-    _shape("data.prefetch", lambda c: 0 <= c.data.prefetch <= MAX_PREFETCH, f"0 to {MAX_PREFETCH} global batches",
-           lambda c: str(nearest(c.data.prefetch, (0, MAX_PREFETCH)))),
-    _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
-           lambda c: str(nearest(c.parallel.zero, range(4)))),
-    _shape("parallel.order", lambda c: sorted(c.parallel.order) == sorted(AXES), f"each of {alternatives(AXES)} once",
-           lambda c: spelled(AXES)),
-    _shape("pipeline.schedule", _schedule_is_a_name, "the name of a schedule or file:<path>",
-           lambda c: "1f1b"),
-    _shape("pipeline.copies", lambda c: c.pipeline.copies in (1, 2), "1 or 2",
-           lambda c: str(nearest(c.pipeline.copies, (1, 2)))),
-    _shape("pipeline.layout", lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
-           "a list of layer counts, each at least 0", lambda c: "null"),
-    _shape("recompute.parts", lambda c: c.recompute.parts != [] and set(c.recompute.parts) <= set(PARTS),
-           f"a list of {alternatives(PARTS)}", lambda c: spelled(_known(c.recompute.parts, PARTS))),
-    _shape("recompute.offload", lambda c: set(c.recompute.offload) <= set(OFFLOADS),
-           f"a list of {alternatives(OFFLOADS)}", lambda c: spelled(_known(c.recompute.offload, OFFLOADS))),
-    _shape("recompute.stage_layers",
-           lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
-           "a list of layer counts, each at least 0", lambda c: "null"),
-    _shape("train.gbs_ramp", _ramp_is_shaped, '[start gbs, increment, ramp length in sequences], each at least 1,'
-           ' or stages such as "0:8 2B:16"',
-           lambda c: "null"),
-    _shape("checkpoint.keep", lambda c: all(re.fullmatch(r"((last|best):)?\d+|every:[1-9]\d*", each)
-           for each in c.checkpoint.keep.split("+")), "K or last:K, every:N, best:K, joined by +", lambda c: "2"),
-    _shape("checkpoint.hf_export", lambda c: re.fullmatch(r"last|every:[1-9]\d*", c.checkpoint.hf_export or "last")
-           is not None, "every:N, last or null", lambda c: "last"),
-    _shape("data.skip_steps", lambda c: all(map(_is_step_or_range, c.data.skip_steps)),
-           "a list of steps from 1 and of ranges such as 120-169, the lower first", lambda c: "[]"),
-    *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")
-      for key in ("lr_scale", "decay_scale")),
-    _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
-           "two numbers, each at least 0 and below 1", lambda c: spelled(Config().optim.betas)),
-    _shape("optim.momentum", lambda c: 0 <= c.optim.momentum < 1, "at least 0 and below 1",
-           lambda c: "0" if c.optim.momentum < 0 else "0.95"),
-    _shape("log.slow_rank", lambda c: c.log.slow_rank is None or c.log.slow_rank == 0 or c.log.slow_rank > 1,
-           "above 1, 0 or null", lambda c: "1.2" if (c.log.slow_rank or 0) > 0 else "0"),
-    _shape("moe.jitter", lambda c: 0 <= c.moe.jitter < 1, "at least 0 and below 1",
-           lambda c: "0" if c.moe.jitter < 0 else "0.01"),
-    _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
-           and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
-           f"none alone or a list of {alternatives(BALANCES[1:])}", lambda c: spelled(_known_balances(c))),
-]  # fmt: skip
+    _shape(
+        "data.prefetch",
+        lambda c: 0 <= c.data.prefetch <= MAX_PREFETCH,
+        f"0 to {MAX_PREFETCH} global batches",
+        lambda c: str(nearest(c.data.prefetch, (0, MAX_PREFETCH))),
+    ),
+    _shape(
+        "parallel.zero",
+        lambda c: c.parallel.zero in (0, 1, 2, 3),
+        "0, 1, 2 or 3",
+        lambda c: str(nearest(c.parallel.zero, range(4))),
+    ),
+    _shape(
+        "parallel.order",
+        lambda c: sorted(c.parallel.order) == sorted(AXES),
+        f"each of {alternatives(AXES)} once",
+        lambda c: spelled(AXES),
+    ),
+    _shape(
+        "pipeline.schedule",
+        _schedule_is_a_name,
+        "the name of a schedule or file:<path>",
+        lambda c: "1f1b",
+    ),
+    _shape(
+        "pipeline.copies",
+        lambda c: c.pipeline.copies in (1, 2),
+        "1 or 2",
+        lambda c: str(nearest(c.pipeline.copies, (1, 2))),
+    ),
+    _shape(
+        "pipeline.layout",
+        lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
+        "a list of layer counts, each at least 0",
+        lambda c: "null",
+    ),
+    _shape(
+        "recompute.parts",
+        lambda c: c.recompute.parts != [] and set(c.recompute.parts) <= set(PARTS),
+        f"a list of {alternatives(PARTS)}",
+        lambda c: spelled(_known(c.recompute.parts, PARTS)),
+    ),
+    _shape(
+        "recompute.offload",
+        lambda c: set(c.recompute.offload) <= set(OFFLOADS),
+        f"a list of {alternatives(OFFLOADS)}",
+        lambda c: spelled(_known(c.recompute.offload, OFFLOADS)),
+    ),
+    _shape(
+        "recompute.stage_layers",
+        lambda c: (
+            c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0
+        ),
+        "a list of layer counts, each at least 0",
+        lambda c: "null",
+    ),
+    _shape(
+        "train.gbs_ramp",
+        _ramp_is_shaped,
+        "[start gbs, increment, ramp length in sequences], each at least 1,"
+        ' or stages such as "0:8 2B:16"',
+        lambda c: "null",
+    ),
+    _shape(
+        "checkpoint.keep",
+        lambda c: all(
+            re.fullmatch(r"((last|best):)?\d+|every:[1-9]\d*", each)
+            for each in c.checkpoint.keep.split("+")
+        ),
+        "K or last:K, every:N, best:K, joined by +",
+        lambda c: "2",
+    ),
+    _shape(
+        "checkpoint.hf_export",
+        lambda c: (
+            re.fullmatch(r"last|every:[1-9]\d*", c.checkpoint.hf_export or "last") is not None
+        ),
+        "every:N, last or null",
+        lambda c: "last",
+    ),
+    _shape(
+        "data.skip_steps",
+        lambda c: all(map(_is_step_or_range, c.data.skip_steps)),
+        "a list of steps from 1 and of ranges such as 120-169, the lower first",
+        lambda c: "[]",
+    ),
+    *(
+        _shape(
+            f"optim.{key}",
+            partial(_are_scales, key),
+            'a list of "factor glob", factors from 0',
+            lambda c: "[]",
+        )
+        for key in ("lr_scale", "decay_scale")
+    ),
+    _shape(
+        "optim.betas",
+        lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
+        "two numbers, each at least 0 and below 1",
+        lambda c: spelled(Config().optim.betas),
+    ),
+    _shape(
+        "optim.momentum",
+        lambda c: 0 <= c.optim.momentum < 1,
+        "at least 0 and below 1",
+        lambda c: "0" if c.optim.momentum < 0 else "0.95",
+    ),
+    _shape(
+        "log.slow_rank",
+        lambda c: c.log.slow_rank is None or c.log.slow_rank == 0 or c.log.slow_rank > 1,
+        "above 1, 0 or null",
+        lambda c: "1.2" if (c.log.slow_rank or 0) > 0 else "0",
+    ),
+    _shape(
+        "moe.jitter",
+        lambda c: 0 <= c.moe.jitter < 1,
+        "at least 0 and below 1",
+        lambda c: "0" if c.moe.jitter < 0 else "0.01",
+    ),
+    _shape(
+        "moe.balance",
+        lambda c: (
+            all(word in BALANCES for word in c.moe.balance)
+            and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance))
+        ),
+        f"none alone or a list of {alternatives(BALANCES[1:])}",
+        lambda c: spelled(_known_balances(c)),
+    ),
+]
 
 VALUE_CHECKS = (
     *(_in_range(knob, low) for low, knobs in AT_LEAST.items() for knob in knobs.split()),

@@ -1,17 +1,27 @@
-"""Schedules with controllable memory: a V of two chunks whose repeated building block fixes how long activations live.
+"""Schedules with controllable memory: a V of two chunks whose repeated building block fixes how
+long activations live.
 
-Every micro-batch repeats one block of passes (forward and input gradient of two chunks, and their weight gradients) in
-a period of six units. How many units a pass moves from one rank to the next decides how long a rank holds the
-activation, and so its memory. Warm-up and cool-down, where most of the period is idle, are then *squeezed*: every pass
-moves to the earliest idle unit behind what it depends on, unless the rank would hold more than in the steady state.
+Every micro-batch repeats one block of passes (forward and input gradient of two chunks, and their
+weight gradients) in a period of six units. How many units a pass moves from one rank to the next
+decides how long a rank holds the activation, and so its memory. Warm-up and cool-down, where most
+of the period is idle, are then *squeezed*: every pass moves to the earliest idle unit behind what
+it depends on, unless the rank would hold more than in the steady state.
 
-Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory (2405.15362), §3 and §4, whose blocks these are;
-github.com/sail-sg/zero-bubble-pipeline-parallelism, scheduler/zbv_greedy.py, whose order of squeezing is kept.
+Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory (2405.15362), §3 and §4, whose
+    blocks these are;
+github.com/sail-sg/zero-bubble-pipeline-parallelism, scheduler/zbv_greedy.py, whose order of
+squeezing is kept.
 """
 
 from collections.abc import Sequence
 
-from megatron5d.pipeline_parallel.program import Action, Program, Slot, make_program, zigzag_placement
+from megatron5d.pipeline_parallel.program import (
+    Action,
+    Program,
+    Slot,
+    make_program,
+    zigzag_placement,
+)
 from megatron5d.pipeline_parallel.registry import schedule
 
 PERIOD = 6
@@ -32,7 +42,9 @@ def v_half(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     Source: Qi et al. 2024 (2405.15362), §3.2, Table 1.
     """
     p, pause = num_ranks, 3 * (num_ranks % 2 == 0)
-    block = [[2 * r, 3 * p - r - 2, 3 * p + pause + 2 * r - 1, 6 * p + pause - r - 2] for r in range(p)]
+    block = [
+        [2 * r, 3 * p - r - 2, 3 * p + pause + 2 * r - 1, 6 * p + pause - r - 2] for r in range(p)
+    ]
     return _from_block("v_half", block, num_microbatches)
 
 
@@ -40,8 +52,9 @@ def v_half(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     """Returns V-Min: a third of 1F1B's memory, and two thirds of its bubble where F = I = W.
 
-    Bubble 2(p − 1)(F + B)/3 less up to one and a half units of F, B = I + W; activations (p + 1)/3 + 1, rounded down.
-    Nothing slack is left in its period: where F, I and W differ, or a message takes time, every micro-batch waits.
+    Bubble 2(p − 1)(F + B)/3 less up to one and a half units of F, B = I + W; activations (p + 1)/3
+    + 1, rounded down. Nothing slack is left in its period: where F, I and W differ, or a message
+    takes time, every micro-batch waits.
     Source: Qi et al. 2024 (2405.15362), §3.2, Table 1.
     """
     p, pause = num_ranks, 2 * (num_ranks % 3 == 0)
@@ -51,7 +64,9 @@ def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 def _from_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Program:
     """Returns the Program of a block: `[rank][pass]` the units of the first micro-batch."""
-    times = [[[unit + PERIOD * i for i in range(num_microbatches)] for unit in line] for line in block]
+    times = [
+        [[unit + PERIOD * i for i in range(num_microbatches)] for unit in line] for line in block
+    ]
     times = _without_idling(_squeezed([[*line, _weights(line)] for line in times]))
     times = _squeezed([line[:WEIGHT] for line in times])
     times = _without_idling([[*line, _weights(line)] for line in times])
@@ -69,7 +84,8 @@ def _grid(line: list[list[int]]) -> list[int]:
 
 
 def _weights(line: list[list[int]]) -> list[int]:
-    """Returns the units of the weight gradients: the first idle ones behind their input gradients."""
+    """Returns the units of the weight gradients: the first idle ones behind their input
+    gradients."""
     units, pending, grid = [], 0, _grid(line)
     for unit, kind in enumerate(grid):
         pending += kind in (I1, I0)
@@ -80,7 +96,8 @@ def _weights(line: list[list[int]]) -> list[int]:
 
 
 class _Rank:
-    """What one rank does and holds while its passes move; without explicit weight gradients, idle units run them."""
+    """What one rank does and holds while its passes move; without explicit weight gradients, idle
+    units run them."""
 
     def __init__(self, line: list[list[int]]) -> None:
         self.grid, self.weights_move = _grid(line), len(line) > WEIGHT
@@ -131,7 +148,8 @@ def _in_order(times: Times) -> list[tuple[int, int, int, int]]:
 
 
 def _behind(times: Times, rank: int, kind: int, i: int) -> list[int]:
-    """Returns the times of what a pass follows: its own rank's earlier passes, and the neighbour's that sends to it."""
+    """Returns the times of what a pass follows: its own rank's earlier passes, and the neighbour's
+    that sends to it."""
     mine = times[rank]
     found = [mine[kind][i - 1]] if i else []
     if kind == WEIGHT:
@@ -145,7 +163,8 @@ def _behind(times: Times, rank: int, kind: int, i: int) -> list[int]:
 
 
 def _squeezed(times: Times) -> Times:
-    """Returns the times in which passes of warm-up and cool-down have moved to idle units, as the memory admits.
+    """Returns the times in which passes of warm-up and cool-down have moved to idle units, as the
+    memory admits.
 
     Where `times` has no weight gradients, these run in idle units, and only the cool-down moves.
     """
@@ -171,13 +190,16 @@ def _without_idling(times: Times) -> Times:
     free = [0] * len(times)
     for _, rank, kind, i in _in_order(times):
         behind = [] if kind == WEIGHT else _behind(found, rank, kind, i)
-        start = found[rank][kind][i] = max(free[rank], *(1 + unit for unit in behind)) if behind else free[rank]
+        start = found[rank][kind][i] = (
+            max(free[rank], *(1 + unit for unit in behind)) if behind else free[rank]
+        )
         free[rank] = start + 1
     return found
 
 
 def _slots(rank: int, num_ranks: int, line: list[list[int]]) -> list[Slot]:
-    """Returns what a rank runs: passes as timed, weight gradients in idle units, those of chunk 1 first."""
+    """Returns what a rank runs: passes as timed, weight gradients in idle units, those of chunk 1
+    first."""
     stages = rank, 2 * num_ranks - 1 - rank
     slots: list[Slot] = []
     done, weights, pending = [0] * WEIGHT, [0, 0], [0, 0]

@@ -1,7 +1,9 @@
-"""DualPipe and DualPipeV: forward and backward of two micro-batches overlap, so that one hides the other's all-to-all.
+"""DualPipe and DualPipeV: forward and backward of two micro-batches overlap, so that one hides the
+other's all-to-all.
 
-Both have the same eight phases over a chunk 0 that runs away from the rank nearest to the turn and a chunk 1 that
-comes back. In DualPipe the two chunks are two copies of the model in opposite directions; DualPipeV folds one copy.
+Both have the same eight phases over a chunk 0 that runs away from the rank nearest to the turn and
+a chunk 1 that comes back. In DualPipe the two chunks are two copies of the model in opposite
+directions; DualPipeV folds one copy.
 
 Schedules written as phases: a pattern of slots and how often each rank repeats it.
 """
@@ -22,11 +24,14 @@ Phase = tuple[int, str]
 """How often, and the slots in the order in which they run, such as `(3, "F0&B1 F1&B0")`."""
 
 
-def unroll(phases: Iterable[Phase], stages: Sequence[int], microbatches: Sequence[range]) -> list[Slot]:
+def unroll(
+    phases: Iterable[Phase], stages: Sequence[int], microbatches: Sequence[range]
+) -> list[Slot]:
     """Returns the slots that a rank runs.
 
-    In a pattern, `F1` is the next forward of the rank's chunk 1, `I1` and `B1` its next backward, `F0&B1` an
-    overlapped pair, `W1` the oldest deferred weight gradient of chunk 1 and `W` the oldest of any chunk.
+    In a pattern, `F1` is the next forward of the rank's chunk 1, `I1` and `B1` its next backward,
+    `F0&B1` an overlapped pair, `W1` the oldest deferred weight gradient of chunk 1 and `W` the
+    oldest of any chunk.
 
     Args:
         phases: the phases in order. What lies beyond the last micro-batch is left out.
@@ -38,7 +43,9 @@ def unroll(phases: Iterable[Phase], stages: Sequence[int], microbatches: Sequenc
 
     def action(op: str, chunk: int | None) -> Action | None:
         if op == "W":
-            return deferred.pop(next(i for i, (other, _) in enumerate(deferred) if chunk in (None, other)))[1]
+            return deferred.pop(
+                next(i for i, (other, _) in enumerate(deferred) if chunk in (None, other))
+            )[1]
         assert chunk is not None, f"{op} names no chunk"
         counter, own = forwards if op == "F" else backwards, microbatches[chunk]
         index = counter[chunk]
@@ -51,7 +58,8 @@ def unroll(phases: Iterable[Phase], stages: Sequence[int], microbatches: Sequenc
     slots = []
     for times, pattern in phases:
         cells = [
-            [(part[0], int(part[1:]) if part[1:] else None) for part in cell.split("&")] for cell in pattern.split()
+            [(part[0], int(part[1:]) if part[1:] else None) for part in cell.split("&")]
+            for cell in pattern.split()
         ]
         for _ in range(times):
             slots += [[action(*part) for part in cell] for cell in cells]
@@ -63,9 +71,11 @@ def dualpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     """Returns DualPipe: bidirectional, two copies of each stage on mirrored ranks.
 
     Bubble (p/2 − 1)(F&B + B − 3W), B = I + W; activations p + 1; two copies of the parameters.
-    Source: DeepSeek-V3 (2412.19437), §3.2.1, Table 2; phase counts as in github.com/deepseek-ai/DualPipe.
+    Source: DeepSeek-V3 (2412.19437), §3.2.1, Table 2; phase counts as in
+        github.com/deepseek-ai/DualPipe.
 
-    Raises ValueError: an odd number of ranks or of micro-batches, or fewer than two micro-batches per rank.
+    Raises ValueError: an odd number of ranks or of micro-batches, or fewer than two micro-batches
+    per rank.
     """
     if num_ranks % 2:
         raise ValueError(
@@ -84,15 +94,18 @@ def dualpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
         return unroll(phases, (last - rank, rank), ways[::-1])
 
     direction = [0] * half + [1] * half
-    return make_program("dualpipe", mirrored_placement(num_ranks), direction, map(line, range(num_ranks)))
+    return make_program(
+        "dualpipe", mirrored_placement(num_ranks), direction, map(line, range(num_ranks))
+    )
 
 
 @schedule("dualpipe_v", chunks=2)
 def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns DualPipeV: DualPipe cut in half and folded into a V, so that one copy of the parameters is enough.
+    """Returns DualPipeV: DualPipe cut in half and folded into a V, so that one copy of the
+    parameters is enough.
 
-    Bubble as DualPipe's with p counted in stages: (p − 1)(F&B + B − 3W) over half-rank costs on p ranks, B = I + W;
-    activations p + 1/2.
+    Bubble as DualPipe's with p counted in stages: (p − 1)(F&B + B − 3W) over half-rank costs on p
+    ranks, B = I + W; activations p + 1/2.
     Source: github.com/deepseek-ai/DualPipe (DualPipeV); the "cut in half" of Sea AI Lab's analysis.
 
     Raises ValueError: fewer than two micro-batches per rank.
@@ -104,7 +117,9 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
         return unroll(phases, (rank, 2 * num_ranks - 1 - rank), [range(num_microbatches)] * 2)
 
     placement = zigzag_placement(num_ranks)
-    return make_program("dualpipe_v", placement, [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "dualpipe_v", placement, [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
 def _phases(length: int, from_end: int, num_microbatches: int) -> list[Phase]:
@@ -117,7 +132,8 @@ def _phases(length: int, from_end: int, num_microbatches: int) -> list[Phase]:
     """
     to_turn = length - 1 - from_end
     main = num_microbatches - 2 * length + from_end + 1
-    at_turn = [(1, "F0 B1 F1&B0"), (main - 1, "F0&B1 F1&B0")]  # the turn's first F is awaited: it does not wait for a B
+    # the turn's first F is awaited: it does not wait for a B
+    at_turn = [(1, "F0 B1 F1&B0"), (main - 1, "F0&B1 F1&B0")]
     last_backwards = ["B1", "B0"] * (from_end + 1)
     split = from_end + 1
     last_backwards[split:] = [cell.replace("B", "I") for cell in last_backwards[split:]]

@@ -1,6 +1,7 @@
 """One forward, one backward: each rank runs ahead by a number of forwards, then alternates.
 
-All forwards, then all backwards: the simplest schedules, which hold the activations of every micro-batch.
+All forwards, then all backwards: the simplest schedules, which hold the activations of every
+micro-batch.
 """
 
 from megatron5d.pipeline_parallel.program import Action, Program, Slot, loop_placement, make_program
@@ -12,58 +13,75 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int)
     """Returns 1F1B (PipeDream-Flush).
 
     Bubble (p − 1)(F + B); activations p.
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training (2104.04473), §2.2.1.
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training (2104.04473),
+        §2.2.1.
     """
 
     def line(rank: int) -> list[Slot]:
-        return _alternate(*depth_first(rank, num_ranks, num_microbatches, 1), ahead=num_ranks - 1 - rank)
+        return _alternate(
+            *depth_first(rank, num_ranks, num_microbatches, 1), ahead=num_ranks - 1 - rank
+        )
 
-    return make_program("1f1b", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "1f1b", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
 @schedule("interleaved", chunks=2, any_chunks=True)
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns interleaved (depth-first) 1F1B: v chunks a rank, taken in turns by groups of about p micro-batches.
+    """Returns interleaved (depth-first) 1F1B: v chunks a rank, taken in turns by groups of about p
+    micro-batches.
 
     Bubble (p − 1)(F + B)/v where p divides m; activations p(1 + (p − 1)/(pv)).
     Source: Narayanan et al. 2021 (2104.04473), §2.2.2.
     """
 
     def line(rank: int) -> list[Slot]:
-        ahead = (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0] + 2 * (num_ranks - 1 - rank)
+        ahead = (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0] + 2 * (
+            num_ranks - 1 - rank
+        )
         return _alternate(*depth_first(rank, num_ranks, num_microbatches, chunks), ahead)
 
     placement = loop_placement(num_ranks, chunks)
-    return make_program("interleaved", placement, [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "interleaved", placement, [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
 @schedule("interleaved_overlap", chunks=2, any_chunks=True)
 def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     """Returns interleaved 1F1B that overlaps the forward and the backward of its steady state.
 
-    Bubble (p − 1)(F + B)/v where p divides m, and each pair hides the all-to-all of one under the compute of the other.
-    It runs one forward further ahead than `interleaved`, since an overlapped F is done only when its B is: activations
-    p(1 + (p − 1)/(pv)) + 1/v.
-    Source: Megatron-Core's 1F1B with expert all-to-all overlap; Narayanan et al. 2021 (2104.04473) for the order.
+    Bubble (p − 1)(F + B)/v where p divides m, and each pair hides the all-to-all of one under the
+    compute of the other. It runs one forward further ahead than `interleaved`, since an overlapped
+    F is done only when its B is: activations p(1 + (p − 1)/(pv)) + 1/v.
+    Source: Megatron-Core's 1F1B with expert all-to-all overlap; Narayanan et al. 2021 (2104.04473)
+        for the order.
     """
 
     def line(rank: int) -> list[Slot]:
-        ahead = (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0] + 2 * (num_ranks - 1 - rank) + 1
+        ahead = (
+            (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0]
+            + 2 * (num_ranks - 1 - rank)
+            + 1
+        )
         forwards, backwards = depth_first(rank, num_ranks, num_microbatches, chunks)
         ahead = min(ahead, len(forwards))
         pairs: list[Slot] = [(f, b) for f, b in zip(forwards[ahead:], backwards)]
         return [(f,) for f in forwards[:ahead]] + pairs + [(b,) for b in backwards[len(pairs) :]]
 
     placement = loop_placement(num_ranks, chunks)
-    return make_program("interleaved_overlap", placement, [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "interleaved_overlap", placement, [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
     """Returns how many micro-batches go through one chunk before the next chunk's turn.
 
-    Groups hold p micro-batches where p divides m. Otherwise they are as many groups of at least p as there can be, as
-    even as possible and the larger ones first, so that no rank waits for a group shorter than the pipeline. One group
-    where m < p.
+    Groups hold p micro-batches where p divides m. Otherwise they are as many groups of at least p
+    as there can be, as even as possible and the larger ones first, so that no rank waits for a
+    group shorter than the pipeline. One group where m < p.
     """
     rounds = max(1, num_microbatches // num_ranks)
     size, larger = divmod(num_microbatches, rounds)
@@ -73,18 +91,26 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 def depth_first(
     rank: int, num_ranks: int, num_microbatches: int, chunks: int, backward: str = "B"
 ) -> tuple[list[Action], list[Action]]:
-    """Returns the forwards and the backwards of one rank, each in its order: the chunks in turns, group by group."""
+    """Returns the forwards and the backwards of one rank, each in its order: the chunks in turns,
+    group by group."""
     forwards, backwards, first = [], [], 0
     for size in group_sizes(num_ranks, num_microbatches):
         group = range(first, first + size)
-        forwards += [Action("F", chunk * num_ranks + rank, i) for chunk in range(chunks) for i in group]
-        backwards += [Action(backward, chunk * num_ranks + rank, i) for chunk in reversed(range(chunks)) for i in group]
+        forwards += [
+            Action("F", chunk * num_ranks + rank, i) for chunk in range(chunks) for i in group
+        ]
+        backwards += [
+            Action(backward, chunk * num_ranks + rank, i)
+            for chunk in reversed(range(chunks))
+            for i in group
+        ]
         first += size
     return forwards, backwards
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Slot]:
-    """Returns `ahead` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """Returns `ahead` forwards, then a forward and a backward in turns, then the backwards that are
+    left."""
     ahead = min(ahead, len(forwards))
     slots: list[Slot] = [(action,) for action in forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards):
@@ -104,9 +130,11 @@ def gpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("bfs", chunks=2, any_chunks=True)
 def breadth_first(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns the breadth-first schedule: all micro-batches through one chunk before any goes through the next.
+    """Returns the breadth-first schedule: all micro-batches through one chunk before any goes
+    through the next.
 
-    Bubble (p − 1)(F + B)/v where m ≥ p; activations m. It gathers and reduces each chunk's weights once a step.
+    Bubble (p − 1)(F + B)/v where m ≥ p; activations m. It gathers and reduces each chunk's weights
+    once a step.
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (2211.05953), §4.
     """
     return _all_forward("bfs", num_ranks, num_microbatches, chunks)
@@ -115,8 +143,14 @@ def breadth_first(num_ranks: int, num_microbatches: int, chunks: int) -> Program
 def _all_forward(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     def line(rank: int) -> list[Slot]:
         stages = [chunk * num_ranks + rank for chunk in range(chunks)]
-        forward: list[Slot] = [(Action("F", stage, i),) for stage in stages for i in range(num_microbatches)]
-        backward: list[Slot] = [(Action("B", stage, i),) for stage in stages[::-1] for i in range(num_microbatches)]
+        forward: list[Slot] = [
+            (Action("F", stage, i),) for stage in stages for i in range(num_microbatches)
+        ]
+        backward: list[Slot] = [
+            (Action("B", stage, i),) for stage in stages[::-1] for i in range(num_microbatches)
+        ]
         return forward + backward
 
-    return make_program(name, loop_placement(num_ranks, chunks), [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        name, loop_placement(num_ranks, chunks), [0] * num_microbatches, map(line, range(num_ranks))
+    )

@@ -1,11 +1,19 @@
-"""Zero bubble: the backward is split, and weight gradients fill the time in which others would wait.
+"""Zero bubble: the backward is split, and weight gradients fill the time in which others would
+wait.
 
 ZB-V: two chunks a rank laid out as a V, with deferred weight gradients.
 """
 
 from collections import deque
 
-from megatron5d.pipeline_parallel.program import Action, Program, Slot, loop_placement, make_program, zigzag_placement
+from megatron5d.pipeline_parallel.program import (
+    Action,
+    Program,
+    Slot,
+    loop_placement,
+    make_program,
+    zigzag_placement,
+)
 from megatron5d.pipeline_parallel.registry import schedule
 from megatron5d.pipeline_parallel.schedules.dualpipe import unroll
 from megatron5d.pipeline_parallel.schedules.gpipe_and_1f1b import depth_first, group_sizes
@@ -23,15 +31,19 @@ def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
         passes = depth_first(rank, num_ranks, num_microbatches, 1, backward="I")
         return _delay_weights(*passes, ahead=num_ranks - 1 - rank, pending=rank)
 
-    return make_program("zb_h1", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "zb_h1", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
 @schedule("zb_h2")
 def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns ZB-H2: no bubble between a rank's first and last action where F = I = W, for twice 1F1B's memory.
+    """Returns ZB-H2: no bubble between a rank's first and last action where F = I = W, for twice
+    1F1B's memory.
 
-    Bubble (p − 1)(F + B − 3W) with B = I + W, if each rank may step its optimizer without waiting for the others
-    (the paper validates afterwards); otherwise the ranks' shifted starts remain, (p − 1)F. Activations 2p − 1.
+    Bubble (p − 1)(F + B − 3W) with B = I + W, if each rank may step its optimizer without waiting
+    for the others (the paper validates afterwards); otherwise the ranks' shifted starts remain, (p
+    − 1)F. Activations 2p − 1.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (2401.10241), §2.2, Table 1.
     """
 
@@ -39,7 +51,9 @@ def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
         passes = depth_first(rank, num_ranks, num_microbatches, 1, backward="I")
         return _delay_weights(*passes, ahead=2 * (num_ranks - 1 - rank), pending=2 * rank)
 
-    return make_program("zb_h2", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "zb_h2", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
 @schedule("interleaved_zb", chunks=2, any_chunks=True)
@@ -47,7 +61,8 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Progra
     """Returns interleaved 1F1B with deferred weight gradients: ZB-H1's idea on v chunks a rank.
 
     Bubble (p − 1)(F + B − 2W)/v; activations p.
-    Source: Qi et al. 2023 (2401.10241), §2.1, applied to the order of Narayanan et al. 2021 (2104.04473), §2.2.2.
+    Source: Qi et al. 2023 (2401.10241), §2.1, applied to the order of Narayanan et al. 2021
+        (2104.04473), §2.2.2.
     """
 
     def line(rank: int) -> list[Slot]:
@@ -56,11 +71,16 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Progra
         return _delay_weights(*passes, ahead=ahead, pending=rank)
 
     placement = loop_placement(num_ranks, chunks)
-    return make_program("interleaved_zb", placement, [0] * num_microbatches, map(line, range(num_ranks)))
+    return make_program(
+        "interleaved_zb", placement, [0] * num_microbatches, map(line, range(num_ranks))
+    )
 
 
-def _delay_weights(forwards: list[Action], backwards: list[Action], ahead: int, pending: int) -> list[Slot]:
-    """Returns `ahead` forwards, then F and I in turns; after an I the oldest W if more than `pending` of them wait."""
+def _delay_weights(
+    forwards: list[Action], backwards: list[Action], ahead: int, pending: int
+) -> list[Slot]:
+    """Returns `ahead` forwards, then F and I in turns; after an I the oldest W if more than
+    `pending` of them wait."""
     ahead = min(ahead, len(forwards))
     slots: list[Slot] = [(action,) for action in forwards[:ahead]]
     waiting: deque[Action] = deque()
@@ -77,10 +97,11 @@ def _delay_weights(forwards: list[Action], backwards: list[Action], ahead: int, 
 
 @schedule("zb_v", chunks=2)
 def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns ZB-V: no bubble between a rank's first and last action where F = I = W, in 1F1B's memory.
+    """Returns ZB-V: no bubble between a rank's first and last action where F = I = W, in 1F1B's
+    memory.
 
-    What remains is the ranks' shifted starts, (p − 1)F/2. Activations p. Fewer than 2p − 1 micro-batches run the same
-    pattern with the missing ones left out.
+    What remains is the ranks' shifted starts, (p − 1)F/2. Activations p. Fewer than 2p − 1
+    micro-batches run the same pattern with the missing ones left out.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (2401.10241), §6.
     """
 

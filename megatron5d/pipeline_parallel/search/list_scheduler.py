@@ -1,11 +1,12 @@
 """The compiled core of the search: from a policy to a schedule and its makespan, event by event.
 
-Every rank, when free, takes the slot of highest score among what it may run: per stream the next F, I and W in the
-order of the micro-batches, so that channels keep their order by construction. An input whose message is already under
-way counts too: then the rank may rather wait, and decides anew when anything else arrives. A forward that the rank's
-memory does not admit is no candidate.
+Every rank, when free, takes the slot of highest score among what it may run: per stream the next F,
+I and W in the order of the micro-batches, so that channels keep their order by construction. An
+input whose message is already under way counts too: then the rank may rather wait, and decides anew
+when anything else arrives. A forward that the rank's memory does not admit is no candidate.
 
-A policy is the numbers by which a rank decides. They name no micro-batch, so a policy serves pipelines of any size.
+A policy is the numbers by which a rank decides. They name no micro-batch, so a policy serves
+pipelines of any size.
 """
 
 import json
@@ -26,18 +27,21 @@ NEVER = np.inf
 class Streams(NamedTuple):
     """A placement with its costs and memory as the list scheduler reads them.
 
-    A stream is one stage in one direction: its micro-batches pass in order. S streams; R ranks with C streams each.
+    A stream is one stage in one direction: its micro-batches pass in order. S streams; R ranks with
+    C streams each.
     """
 
     rank: np.ndarray  # [S] the holder
-    neighbour: np.ndarray  # [S, 2] the streams of the next stage and of the stage before, -1 where there is none
+    # [S, 2] the streams of the next stage and of the stage before, -1 where there is none
+    neighbour: np.ndarray
     latency: np.ndarray  # [S, 2] of the messages to them
     num_microbatches: np.ndarray  # [S]
     compute: np.ndarray  # [S, 3] time of F, I, W
     a2a: np.ndarray  # [S, 3] all-to-all inside F, I, W
     size: np.ndarray  # [S] activations of one micro-batch
     held_by: np.ndarray  # [R, C] the streams of each rank, the one nearest to the embedding first
-    position: np.ndarray  # [R] where a rank lies between an end (-1) and the middle or turn (1) of its route
+    # [R] where a rank lies between an end (-1) and the middle or turn (1) of its route
+    position: np.ndarray
     cap: np.ndarray  # [R] the most activations a rank may hold
     pairs: np.ndarray  # [3] which of PAIR_OPS may overlap
     num_ranks: int  # of the whole pipeline, of which these may be half
@@ -45,27 +49,34 @@ class Streams(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A rank takes the slot of highest score; C is the number of streams a rank holds. Times are in `Streams.unit`.
+    """A rank takes the slot of highest score; C is the number of streams a rank holds. Times are in
+    `Streams.unit`.
 
-    Three phases: warm-up until a rank's first I; the steady one; cool-down once few forwards are left to it.
+    Three phases: warm-up until a rank's first I; the steady one; cool-down once few forwards are
+    left to it.
 
-    The score of an action is its priority, shifted by where its rank lies, by what the rank ran last, by how long its
-    input has been waiting, by what is in flight or pending, and lowered by the time the rank would idle for it. A pair
-    scores as the better of the two, plus a bonus.
+    The score of an action is its priority, shifted by where its rank lies, by what the rank ran
+    last, by how long its input has been waiting, by what is in flight or pending, and lowered by
+    the time the rank would idle for it. A pair scores as the better of the two, plus a bonus.
     """
 
     priority: np.ndarray  # [3 phases, 3 ops, C]
     slope: np.ndarray  # [3 phases, 3 ops, C] times the rank's position
-    rhythm: np.ndarray  # [3 phases, 3 ops, 3 ops] of an op after another: F I W F I W wastes no latency where it fits
+    # [3 phases, 3 ops, 3 ops] of an op after another: F I W F I W wastes no latency where it fits
+    rhythm: np.ndarray
     age: np.ndarray  # [2] of F and I, per unit of time since the input arrived
-    crowding: np.ndarray  # [C] of F, per micro-batch of one rank's layers between F and W on its stream, over p
-    pressure: np.ndarray  # [3 phases] of W, per micro-batch of one rank's layers between I and W, over p
+    # [C] of F, per micro-batch of one rank's layers between F and W on its stream, over p
+    crowding: np.ndarray
+    # [3 phases] of W, per micro-batch of one rank's layers between I and W, over p
+    pressure: np.ndarray
     idle: np.ndarray  # [3 phases] per unit of time that the rank would wait
     bonus: np.ndarray  # [3 phases, 3 pairs]
-    reserve: np.ndarray  # [2, C] share of the cap that an F leaves free: constant, and times the rank's position
+    # [2, C] share of the cap that an F leaves free: constant, and times the rank's position
+    reserve: np.ndarray
     sticky: np.ndarray  # [2] of F and of I, while its stream is in the middle of a group
     group: np.ndarray  # [2] micro-batches in a group of F and of I, over p
-    ending: np.ndarray  # [1] cool-down begins when a rank has this many forwards left, over p, in micro-batches
+    # [1] cool-down begins when a rank has this many forwards left, over p, in micro-batches
+    ending: np.ndarray
 
 
 class Rules(NamedTuple):
@@ -81,7 +92,9 @@ def rules_of(policy: Policy, streams: Streams) -> Rules:
     num_ranks, along = streams.num_ranks, streams.position[:, None]
     return Rules(
         score=policy.priority + policy.slope * along[:, None, None],
-        limit=streams.cap[:, None] * (1 - np.clip(policy.reserve[0] + policy.reserve[1] * along, 0, 1)) + 1e-9,
+        limit=streams.cap[:, None]
+        * (1 - np.clip(policy.reserve[0] + policy.reserve[1] * along, 0, 1))
+        + 1e-9,
         policy=policy._replace(
             age=policy.age / streams.unit,
             crowding=policy.crowding / num_ranks,
@@ -103,12 +116,15 @@ def shipped_policies(num_streams: int) -> tuple[Policy, ...]:
 def _interpolated(fields: dict[str, list], num_streams: int) -> Policy:
     policy = {name: np.array(field, dtype=float) for name, field in fields.items()}
     given = len(policy["crowding"])
-    wanted = np.linspace(0, given - 1, num_streams) if num_streams > 1 else np.array([(given - 1) / 2])
+    wanted = (
+        np.linspace(0, given - 1, num_streams) if num_streams > 1 else np.array([(given - 1) / 2])
+    )
     below = np.floor(wanted).astype(int)
     above, share = np.minimum(below + 1, given - 1), wanted - below
     for name in ("priority", "slope", "crowding", "reserve"):
         policy[name] = policy[name][..., below] * (1 - share) + policy[name][..., above] * share
-    return Policy(**{name: np.ascontiguousarray(field) for name, field in policy.items()})  # one layout compiles once
+    # one layout compiles once
+    return Policy(**{name: np.ascontiguousarray(field) for name, field in policy.items()})
 
 
 class State(NamedTuple):
@@ -130,8 +146,9 @@ def list_schedule(streams: Streams, rules: Rules, actions: np.ndarray) -> float:
 
     Args:
         streams, rules: the problem, and the policy for it.
-        actions: `[num_actions, 5]` is filled in the order of time with rank, whether it is the second of a pair, op,
-            stream, and the number of its micro-batch within the stream; empty where only the makespan matters.
+        actions: `[num_actions, 5]` is filled in the order of time with rank, whether it is the
+            second of a pair, op, stream, and the number of its micro-batch within the stream; empty
+            where only the makespan matters.
     """
     num_streams, num_ranks = len(streams.rank), len(streams.cap)
     arrival = np.full((2, num_streams, streams.num_microbatches.max()), NEVER)
@@ -149,7 +166,8 @@ def list_schedule(streams: Streams, rules: Rules, actions: np.ndarray) -> float:
 
 @compiled_part
 def _run_events(streams, rules, state, actions):
-    """Lets the rank that decides first decide, until none has anything left; returns the number of actions run."""
+    """Lets the rank that decides first decide, until none has anything left; returns the number of
+    actions run."""
     finished = 0
     while True:
         rank = 0
@@ -172,7 +190,8 @@ def _run_events(streams, rules, state, actions):
 
 @compiled_part
 def _decide(streams, rules, state, rank, now):
-    """Returns when the best slot starts and what it is: op, stream, second op or -1, second stream."""
+    """Returns when the best slot starts and what it is: op, stream, second op or -1, second
+    stream."""
     policy = rules.policy
     phase = 0
     for chunk in range(streams.held_by.shape[1]):
@@ -205,7 +224,8 @@ def _decide(streams, rules, state, rank, now):
 
 @compiled_part
 def _best(streams, rules, state, rank, now, phase, op):
-    """Returns the best score of an op, when its input arrives, and the stream, or -1 where none may run."""
+    """Returns the best score of an op, when its input arrives, and the stream, or -1 where none may
+    run."""
     policy = rules.policy
     best, best_ready, best_stream = -NEVER, NEVER, -1
     for chunk in range(streams.held_by.shape[1]):
@@ -224,10 +244,14 @@ def _best(streams, rules, state, rank, now, phase, op):
             if op == F:
                 if streams.size[stream] > rules.limit[rank, chunk] - state.held[rank]:
                     continue
-                score -= policy.crowding[chunk] * (index - state.done[W, stream]) * streams.size[stream]
+                score -= (
+                    policy.crowding[chunk] * (index - state.done[W, stream]) * streams.size[stream]
+                )
             if index % policy.group[op] != 0:
                 score += policy.sticky[op]
-            score += policy.age[op] * max(0.0, now - ready) - policy.idle[phase] * max(0.0, ready - now)
+            score += policy.age[op] * max(0.0, now - ready) - policy.idle[phase] * max(
+                0.0, ready - now
+            )
         if score > best:
             best, best_ready, best_stream = score, max(now, ready), stream
     return best, best_ready, best_stream

@@ -1,14 +1,18 @@
-"""Local search on a finished Program: what makes the critical path wait is moved out of its way, slot by slot.
+"""Local search on a finished Program: what makes the critical path wait is moved out of its way,
+slot by slot.
 
-The makespan is the longest path through the slots of all ranks. Where a slot on it waits for the slot before it on its
-rank although its input has arrived, one of the two jumps over the other, or over several. Where there is an all-to-all
-to hide, slots on that path also gain a partner, drop theirs, or hand it over. A slot may pass others of its stream:
-then each of them takes the place of the one before it, so all begin sooner or later. Every Program on the way is legal.
+The makespan is the longest path through the slots of all ranks. Where a slot on it waits for the
+slot before it on its rank although its input has arrived, one of the two jumps over the other, or
+over several. Where there is an all-to-all to hide, slots on that path also gain a partner, drop
+theirs, or hand it over. A slot may pass others of its stream: then each of them takes the place of
+the one before it, so all begin sooner or later. Every Program on the way is legal.
 
-A move stays where the makespan gets no longer: as there are many critical paths, sideways steps are what leads on.
-Where no move helps any more, annealing begins: a Program may get longer by less and less, and the shortest is returned.
+A move stays where the makespan gets no longer: as there are many critical paths, sideways steps are
+what leads on. Where no move helps any more, annealing begins: a Program may get longer by less and
+less, and the shortest is returned.
 
-Source: van Laarhoven, Aarts, Lenstra 1992, Job shop scheduling by simulated annealing, for moves on the critical path.
+Source: van Laarhoven, Aarts, Lenstra 1992, Job shop scheduling by simulated annealing, for moves on
+    the critical path.
 """
 
 import numpy as np
@@ -39,14 +43,17 @@ JUMP, PART, GIVE, JOIN = 0, 1, 2, 3
 
 
 @compiled
-def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: float, count: int, heat: float) -> float:
+def try_moves(
+    graph: Graph, run: Run, times: tuple[Times, Times], makespan: float, count: int, heat: float
+) -> float:
     """Tries some moves; returns the makespan, without heat no longer than before.
 
     Args:
         graph, run, makespan: the problem, and the order as it stands.
         times: of that order; and room for those of another.
         count: how many moves.
-        heat: by how much a move that stays may lengthen the makespan: an exponential chance with this mean.
+        heat: by how much a move that stays may lengthen the makespan: an exponential chance with
+            this mean.
     """
     now, trial = times
     for _ in range(count):
@@ -66,7 +73,11 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
             continue
         for k in range(high - low):
             action = run.kept[k]
-            run.order[low + k], run.place[action], run.joined[action] = action, low + k, run.kept_joined[k]
+            run.order[low + k], run.place[action], run.joined[action] = (
+                action,
+                low + k,
+                run.kept_joined[k],
+            )
     return makespan
 
 
@@ -91,7 +102,8 @@ def _slot_stop(run, position):
 
 @compiled_part
 def _critical(graph, run, times, makespan, kind):
-    """Returns the position of a slot on a critical path to which a kind of move applies, drawn evenly, or -1."""
+    """Returns the position of a slot on a critical path to which a kind of move applies, drawn
+    evenly, or -1."""
     rank = _draw(run, len(graph.cap))
     while times.end[run.order[graph.rank_start[rank + 1] - 1]] < makespan - EQUAL:
         rank = (rank + 1) % len(graph.cap)
@@ -100,7 +112,9 @@ def _critical(graph, run, times, makespan, kind):
     while True:
         action = run.order[position]
         begin, first = times.start[action], graph.rank_start[graph.rank[action]]
-        arrival, last = awaited(graph, times, action, run.order[position + 1] if run.joined[action] else -1)
+        arrival, last = awaited(
+            graph, times, action, run.order[position + 1] if run.joined[action] else -1
+        )
         behind = position > first and times.end[run.order[position - 1]] >= begin - EQUAL
         waits = arrival >= begin - EQUAL
         if behind and not waits if kind == JUMP else run.joined[action] == (kind != JOIN):
@@ -157,7 +171,8 @@ def _keep(run, low, high):
 
 @compiled_part
 def _swap(run, window, edges):
-    """Swaps two stretches of a kept window: from the first edge to the second, and from there to the third."""
+    """Swaps two stretches of a kept window: from the first edge to the second, and from there to
+    the third."""
     low, middle, high = edges
     for k in range(high - low):
         action = run.kept[low - window + (middle - low + k) % (high - low)]
@@ -191,7 +206,10 @@ def _join(graph, run, position, first, stop):
 @compiled_part
 def _gains(graph, one, two):
     """Returns whether two actions may overlap and take less time then."""
-    if graph.microbatch[one] == graph.microbatch[two] or not graph.allowed[graph.op[one], graph.op[two]]:
+    if (
+        graph.microbatch[one] == graph.microbatch[two]
+        or not graph.allowed[graph.op[one], graph.op[two]]
+    ):
         return False
     return duration(graph, one, -1) + duration(graph, two, -1) > EQUAL + duration(graph, one, two)
 
@@ -200,7 +218,8 @@ def _gains(graph, one, two):
 def _in_turn(graph, run, low, high):
     """Restores the order of every stream, that of its actions, in a rewritten window.
 
-    So a forward that moves over others of its stream lets each of them begin a place sooner or later.
+    So a forward that moves over others of its stream lets each of them begin a place sooner or
+    later.
     """
     for k in range(low, high):
         early = run.order[k]
@@ -240,22 +259,33 @@ MOVE = 1 / 32
 """What a move counts for beside a list schedule of all actions: it times only those anew that come after it."""
 
 
-def refine(program: Program, problem: Problem, budget: Budget, until: float, seed: int = 0) -> Program:
-    """Returns a Program that is no slower, fits the same memory, and keeps the order of micro-batches in every stream.
+def refine(
+    program: Program, problem: Problem, budget: Budget, until: float, seed: int = 0
+) -> Program:
+    """Returns a Program that is no slower, fits the same memory, and keeps the order of
+    micro-batches in every stream.
 
     Args:
-        program, problem: A legal Program, and its costs, its memory, and which actions may be overlapped anew.
+        program, problem: A legal Program, and its costs, its memory, and which actions may be
+            overlapped anew.
         budget: is used up to the share `until`; a move counts as MOVE evaluations.
         seed: of the random moves.
     """
-    graph, run = graph_of(program, problem.costs, problem.memory, problem.pairs), begin(program, seed)
+    graph, run = (
+        graph_of(program, problem.costs, problem.memory, problem.pairs),
+        begin(program, seed),
+    )
     now, trial = empty_times(graph), empty_times(graph)
     makespan = evaluate(graph, run, trial, now, -1.0, np.inf)
     count = max(1, min(100, ACTIONS // len(run.order)))
     best, order, joined = makespan, run.order.copy(), run.joined.copy()
     unit, idle, begun = float(graph.compute.mean()), 0, until
     while (share := budget.share()) < until:
-        heat = unit * HOT * (COLD / HOT) ** ((share - begun) / (until - begun)) if begun < until else 0.0
+        heat = (
+            unit * HOT * (COLD / HOT) ** ((share - begun) / (until - begun))
+            if begun < until
+            else 0.0
+        )
         makespan = try_moves(graph, run, (now, trial), makespan, count, heat)
         budget.used, idle = budget.used + count * MOVE, idle + count
         if makespan < best - EQUAL:

@@ -1,4 +1,5 @@
-"""Placements by name, and the best named schedule under a memory cap: the search never returns a slower one."""
+"""Placements by name, and the best named schedule under a memory cap: the search never returns a
+slower one."""
 
 import re
 from collections.abc import Collection
@@ -40,9 +41,13 @@ def placement_called(name: str, num_ranks: int) -> Placement:
     """
     found = re.fullmatch(r"mirrored|(loop|zigzag):([1-9]\d*)", name)
     if not found:
-        raise ValueError(f"placement {name!r} is none of loop:<chunks>, zigzag:<chunks>, mirrored; such as loop:4")
+        raise ValueError(
+            f"placement {name!r} is none of loop:<chunks>, zigzag:<chunks>, mirrored; such as loop:4"
+        )
     if name != "mirrored":
-        return (loop_placement if found[1] == "loop" else zigzag_placement)(num_ranks, int(found[2]))
+        return (loop_placement if found[1] == "loop" else zigzag_placement)(
+            num_ranks, int(found[2])
+        )
     if num_ranks % 2:
         raise ValueError(
             f"placement mirrored pairs ranks, but parallel.pp={num_ranks} is odd; set parallel.pp={num_ranks + 1}"
@@ -51,18 +56,24 @@ def placement_called(name: str, num_ranks: int) -> Placement:
 
 
 def called(placement: Placement) -> str:
-    """Returns the name that `placement_called` takes, or the number of chunks where a placement has none."""
+    """Returns the name that `placement_called` takes, or the number of chunks where a placement has
+    none."""
     kind = placement_name(placement).partition(" ")[0]
     return kind if kind == "mirrored" else f"{kind}:{placement.chunks}"
 
 
 def candidates(num_ranks: int, copies: int) -> list[str]:
-    """Returns the names of the default placements that need no more copies and that this number of ranks admits."""
+    """Returns the names of the default placements that need no more copies and that this number of
+    ranks admits."""
     return [name for name in DEFAULT if name != "mirrored" or (copies >= 2 and num_ranks % 2 == 0)]
 
 
 def best_named(
-    pp: int, num_microbatches: int, costs: CostModel, memory: np.ndarray, placements: Collection[str]
+    pp: int,
+    num_microbatches: int,
+    costs: CostModel,
+    memory: np.ndarray,
+    placements: Collection[str],
 ) -> Program | None:
     """Returns the fastest named schedule that fits; None where none does.
 
@@ -79,7 +90,10 @@ def best_named(
         except ValueError:
             return None
         result = simulate(program, stage_costs)
-        fits = called(program.placement) in placements and (result.peak_activations <= memory + 1e-9).all()
+        fits = (
+            called(program.placement) in placements
+            and (result.peak_activations <= memory + 1e-9).all()
+        )
         return (result.makespan, program) if fits else None
 
     few = min(num_microbatches, 4 * pp) if pp * num_microbatches > LARGE else num_microbatches

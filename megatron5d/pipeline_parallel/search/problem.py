@@ -9,17 +9,28 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Placement, Program, Table, program_from_table
-from megatron5d.pipeline_parallel.search.list_scheduler import STUCK, Policy, Streams, list_schedule, rules_of
+from megatron5d.pipeline_parallel.search.list_scheduler import (
+    STUCK,
+    Policy,
+    Streams,
+    list_schedule,
+    rules_of,
+)
 from megatron5d.pipeline_parallel.search.named import PAIRS, called
 
 
 class Budget:
-    """Counts list schedules tried against their number, which repeats exactly, and time, which does not; None = any."""
+    """Counts list schedules tried against their number, which repeats exactly, and time, which does
+    not; None = any."""
 
     def __init__(self, seconds: float | None, evaluations: int | None) -> None:
         if seconds is None and evaluations is None:
-            raise ValueError("seconds=None and evaluations=None: one of them must end the search; set seconds=10")
-        self.seconds, self.limit = (np.inf if most is None else max(most, 1e-9) for most in (seconds, evaluations))
+            raise ValueError(
+                "seconds=None and evaluations=None: one of them must end the search; set seconds=10"
+            )
+        self.seconds, self.limit = (
+            np.inf if most is None else max(most, 1e-9) for most in (seconds, evaluations)
+        )
         self.used, self._start = 0.0, time.monotonic()
 
     @property
@@ -27,7 +38,8 @@ class Budget:
         return time.monotonic() - self._start
 
     def share(self) -> float:
-        """Returns how much of the limit is used up, 1 or more where one is reached; of two limits it is the number."""
+        """Returns how much of the limit is used up, 1 or more where one is reached; of two limits
+        it is the number."""
         by_time = self.elapsed_s / self.seconds
         return max(self.used / self.limit, by_time if self.limit == np.inf or by_time >= 1 else 0.0)
 
@@ -39,7 +51,8 @@ class Problem:
     placement: Placement  # which rank holds which stage
     num_microbatches: int  # of one step, over both directions
     costs: StageCosts  # of every stage
-    memory: np.ndarray  # `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers
+    # `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers
+    memory: np.ndarray
     pairs: Sequence[str] = PAIRS  # which of PAIRS may overlap
     split: int = 0  # which of several ways to deal the layers to stages these costs are of
 
@@ -64,7 +77,8 @@ class Problem:
 
     @property
     def is_folded(self) -> bool:
-        """Whether rank r of half of the ranks stands for rank p − 1 − r and the other direction, too."""
+        """Whether rank r of half of the ranks stands for rank p − 1 − r and the other direction,
+        too."""
         return self.name == "mirrored" and self.num_microbatches % 2 == 0
 
     @cached_property
@@ -75,15 +89,27 @@ class Problem:
         stream = np.arange(num_stages * (1 if self.is_folded else copies))
         stage, holder = stream % num_stages, np.array(placement.route).reshape(-1)[stream]
         rank = np.minimum(holder, num_ranks - 1 - holder) if self.is_folded else holder
-        above, below = np.where(stage < num_stages - 1, stream + 1, -1), np.where(stage > 0, stream - 1, -1)
+        above, below = (
+            np.where(stage < num_stages - 1, stream + 1, -1),
+            np.where(stage > 0, stream - 1, -1),
+        )
         neighbour, late = np.stack([above, below], axis=1), np.broadcast_to(costs.comm, num_stages)
-        held_by = [sorted(np.flatnonzero(rank == r), key=lambda held: held % num_stages) for r in range(rank.max() + 1)]
+        held_by = [
+            sorted(np.flatnonzero(rank == r), key=lambda held: held % num_stages)
+            for r in range(rank.max() + 1)
+        ]
         along = 2 * np.arange(num_ranks) / max(num_ranks - 1, 1) - 1
-        compute, a2a = (np.ascontiguousarray(times[:3, stage].T) for times in (costs.compute, costs.a2a))
+        compute, a2a = (
+            np.ascontiguousarray(times[:3, stage].T) for times in (costs.compute, costs.a2a)
+        )
         return Streams(
             rank=rank,
             neighbour=neighbour,
-            latency=np.where(holder[neighbour] != holder[:, None], late[np.stack([stage, stage - 1], axis=1)], 0.0),
+            latency=np.where(
+                holder[neighbour] != holder[:, None],
+                late[np.stack([stage, stage - 1], axis=1)],
+                0.0,
+            ),
             num_microbatches=np.bincount(self.direction, minlength=copies)[stream // num_stages],
             compute=compute,
             a2a=a2a,
@@ -98,7 +124,9 @@ class Problem:
 
     def makespan(self, policy: Policy) -> float:
         """Returns the makespan under a policy; STUCK or more where the policy gets stuck."""
-        return list_schedule(self.streams, rules_of(policy, self.streams), np.zeros((0, 5), dtype=np.int64))
+        return list_schedule(
+            self.streams, rules_of(policy, self.streams), np.zeros((0, 5), dtype=np.int64)
+        )
 
     def program(self, policy: Policy) -> Program | None:
         """Returns the Program that a policy makes; None where it gets stuck."""

@@ -1,8 +1,9 @@
-"""Search for a Program: a list scheduler by shipped policies, then local search on the best that they make.
+"""Search for a Program: a list scheduler by shipped policies, then local search on the best that
+they make.
 
-The best named schedule that fits is a floor under the search. Results are kept on disk under a hash of the question,
-so that the next run starts at once. Shipped policies are no part of the question: a resumed run keeps its schedule when
-better policies are shipped.
+The best named schedule that fits is a floor under the search. Results are kept on disk under a hash
+of the question, so that the next run starts at once. Shipped policies are no part of the question:
+a resumed run keeps its schedule when better policies are shipped.
 """
 
 import hashlib
@@ -22,7 +23,13 @@ from megatron5d.pipeline_parallel.program import Program, loop_placement, make_p
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.search.list_scheduler import Policy, shipped_policies
 from megatron5d.pipeline_parallel.search.local_search import refine
-from megatron5d.pipeline_parallel.search.named import PAIRS, CostModel, best_named, candidates, placement_called
+from megatron5d.pipeline_parallel.search.named import (
+    PAIRS,
+    CostModel,
+    best_named,
+    candidates,
+    placement_called,
+)
 from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
@@ -55,12 +62,14 @@ class SearchResult:
 
     program: Program  # called `auto`, or by its name where a named schedule is the best
     simulation: Simulation  # what it takes, in the unit of the costs
-    lower_bound: float  # an overhead below which no Program of this placement fits in this many activations
+    # an overhead below which no Program of this placement fits in this many activations
+    lower_bound: float
     placement: str  # name of the placement
     split: int  # which of several ways to deal the layers to stages it is for
     evaluations: int  # list schedules tried
     elapsed_s: float
-    named: tuple[str, float] | None  # the best named schedule that fits, and its makespan; None where none does
+    # the best named schedule that fits, and its makespan; None where none does
+    named: tuple[str, float] | None
 
 
 FORMAT = 2
@@ -77,15 +86,27 @@ def _file_for(folder: Path, problems: Sequence[Problem], limits: Sequence[Any]) 
 
 def _described(problem: Problem) -> bytes:
     """Returns a problem as bytes, equal for two that ask the same."""
-    described = [problem.placement.route, problem.num_microbatches, problem.memory.tolist(), problem.pairs]
-    costs = [np.asarray(getattr(problem.costs, field.name), dtype=float).tobytes() for field in fields(StageCosts)]
+    described = [
+        problem.placement.route,
+        problem.num_microbatches,
+        problem.memory.tolist(),
+        problem.pairs,
+    ]
+    costs = [
+        np.asarray(getattr(problem.costs, field.name), dtype=float).tobytes()
+        for field in fields(StageCosts)
+    ]
     return json.dumps(described).encode() + b"".join(costs)
 
 
 def _store(file: Path, result: SearchResult) -> None:
-    """Writes a result beside its place and renames it: it is there whole or not at all, even if others write it."""
+    """Writes a result beside its place and renames it: it is there whole or not at all, even if
+    others write it."""
     program = result.program
-    content = {name: getattr(result, name) for name in ("placement", "split", "evaluations", "elapsed_s", "named")}
+    content = {
+        name: getattr(result, name)
+        for name in ("placement", "split", "evaluations", "elapsed_s", "named")
+    }
     content |= {"name": program.name, "direction": program.direction, "csv": write_program(program)}
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{id(result):x}")
@@ -96,28 +117,45 @@ def _store(file: Path, result: SearchResult) -> None:
 def _load(file: Path, problems: list[Problem]) -> SearchResult:
     """Returns a result as it was stored."""
     kept = json.loads(file.read_text())
-    problem = next(each for each in problems if (each.name, each.split) == (kept["placement"], kept["split"]))
-    ranks = read_program(kept["csv"], kept["name"], len(problem.memory), problem.num_microbatches).ranks
+    problem = next(
+        each for each in problems if (each.name, each.split) == (kept["placement"], kept["split"])
+    )
+    ranks = read_program(
+        kept["csv"], kept["name"], len(problem.memory), problem.num_microbatches
+    ).ranks
     program = make_program(kept["name"], problem.placement, kept["direction"], ranks)
     named = tuple(kept["named"]) if kept["named"] else None
     return _result(Contender(program, problem), kept["evaluations"], kept["elapsed_s"], named)
 
 
 def search_program(
-    pp: int, num_microbatches: int, splits: Sequence[CostModel], *, memory: float, copies: int = 1,
-    seconds: float | None = 10.0, evaluations: int | None = None, seed: int = 0,
-    placements: Collection[str] | None = None, pairs: Collection[str] = PAIRS, cache: Path | None = None,
-) -> SearchResult:  # fmt: skip
-    """Returns the fastest Program found under a memory cap, never slower than the best named schedule that fits.
+    pp: int,
+    num_microbatches: int,
+    splits: Sequence[CostModel],
+    *,
+    memory: float,
+    copies: int = 1,
+    seconds: float | None = 10.0,
+    evaluations: int | None = None,
+    seed: int = 0,
+    placements: Collection[str] | None = None,
+    pairs: Collection[str] = PAIRS,
+    cache: Path | None = None,
+) -> SearchResult:
+    """Returns the fastest Program found under a memory cap, never slower than the best named
+    schedule that fits.
 
-    The result follows from the arguments alone where `evaluations` ends the search and not `seconds`.
+    The result follows from the arguments alone where `evaluations` ends the search and not
+    `seconds`.
 
     Args:
         pp, num_microbatches: the pipeline, and one step over both directions where there are two.
-        splits: the costs under every way to deal the layers to stages, of which the search chooses one.
+        splits: the costs under every way to deal the layers to stages, of which the search chooses
+            one.
         memory: the most activations a rank may hold, in micro-batches of one rank's layers.
         copies: the most copies of every parameter; 2 admits the bidirectional placement.
-        evaluations: the most list schedules to try (32 moves count as one); None = no limit, 0 = only shipped policies.
+        evaluations: the most list schedules to try (32 moves count as one); None = no limit, 0 =
+            only shipped policies.
         seconds, seed: time limit, None = none; of all chance.
         placements: names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
         pairs, cache: which actions may overlap; folder in which results are kept and found, if any.
@@ -140,8 +178,11 @@ def search_program(
     return result
 
 
-def _fastest(problems: list[Problem], named: Contender | None, budget: Budget, seed: int) -> Contender:
-    """Returns what the local search makes of the fastest Program known, or that where it becomes no faster."""
+def _fastest(
+    problems: list[Problem], named: Contender | None, budget: Budget, seed: int
+) -> Contender:
+    """Returns what the local search makes of the fastest Program known, or that where it becomes no
+    faster."""
     memory = problems[0].memory
     found = [*([named] if named else []), *_list_scheduled(problems, budget)]
     if not found:
@@ -149,16 +190,22 @@ def _fastest(problems: list[Problem], named: Contender | None, budget: Budget, s
             f"no schedule found holds at most {memory.max():g} micro-batches of one rank's layers at parallel.pp="
             f"{len(memory)}; raise the memory (1f1b holds {len(memory)}), or name placements with more chunks"
         )
-    tried, after = sorted(found, key=_makespan)[: TRIED if problems[0].num_actions < LARGE else 1], list[Contender]()
+    tried, after = (
+        sorted(found, key=_makespan)[: TRIED if problems[0].num_actions < LARGE else 1],
+        list[Contender](),
+    )
     for until in [*(TRIAL * (place + 1) for place in range(len(tried))), 1.0]:
         start = tried.pop(0) if tried else min(after, key=_makespan)
-        after.append(Contender(refine(start.program, start.problem, budget, until, seed), start.problem))
+        after.append(
+            Contender(refine(start.program, start.problem, budget, until, seed), start.problem)
+        )
     return min([*found, *after], key=_makespan)  # the first where they tie
 
 
 @keep
 def _compile() -> None:
-    """Compiles everything before the budget's time runs; it takes half a minute where numba has not cached it yet."""
+    """Compiles everything before the budget's time runs; it takes half a minute where numba has not
+    cached it yet."""
     placement = loop_placement(2)
     problem = Problem(placement, 2, Costs().of(placement), np.full(2, 2.0))
     if IS_COMPILED and (program := problem.program(shipped_policies(1)[0])):
@@ -166,9 +213,12 @@ def _compile() -> None:
 
 
 def _problems(pp, num_microbatches, splits, memory, copies, placements, pairs) -> list[Problem]:
-    """Returns a problem for every placement that has these stages and no more copies, and every split that differs."""
+    """Returns a problem for every placement that has these stages and no more copies, and every
+    split that differs."""
     if min(pp, num_microbatches) < 1 or copies not in (1, 2):
-        raise ValueError(f"parallel.pp={pp}, num_microbatches={num_microbatches}, copies={copies}: copies are 1 or 2")
+        raise ValueError(
+            f"parallel.pp={pp}, num_microbatches={num_microbatches}, copies={copies}: copies are 1 or 2"
+        )
     names = list(placements) if placements is not None else candidates(pp, copies)
     problems: dict[bytes, Problem] = {}
     for name in names:
@@ -180,7 +230,14 @@ def _problems(pp, num_microbatches, splits, memory, copies, placements, pairs) -
                 if len(splits) == 1:
                     raise
                 continue  # it has not the layers for these stages; another split has
-            problem = Problem(placement, num_microbatches, stage_costs, np.full(pp, float(memory)), tuple(pairs), split)
+            problem = Problem(
+                placement,
+                num_microbatches,
+                stage_costs,
+                np.full(pp, float(memory)),
+                tuple(pairs),
+                split,
+            )
             problems.setdefault(_described(problem), problem)
     if not problems:
         raise ValueError(f"none of the placements {', '.join(names)} has at most {copies} copies")
@@ -192,7 +249,9 @@ def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Con
     m, memory = problems[0].num_microbatches, problems[0].memory
     for split, costs in enumerate(splits):
         admitted = {problem.placement: problem for problem in problems if problem.split == split}
-        program = best_named(len(memory), m, costs, memory, [problem.name for problem in admitted.values()])
+        program = best_named(
+            len(memory), m, costs, memory, [problem.name for problem in admitted.values()]
+        )
         if program is not None:
             yield Contender(program, admitted[program.placement])
 
@@ -200,7 +259,9 @@ def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Con
 def _list_scheduled(problems: list[Problem], budget: Budget) -> list[Contender]:
     """Returns the fastest Programs that shipped policies make; none where all get stuck."""
     few = min(problems[0].num_microbatches, 4 * len(problems[0].memory))
-    small = [replace(one, num_microbatches=few) if one.num_actions >= LARGE else one for one in problems]
+    small = [
+        replace(one, num_microbatches=few) if one.num_actions >= LARGE else one for one in problems
+    ]
     tried = list[tuple[float, int, Policy]]()
     for policies in zip(*(shipped_policies(problem.num_streams) for problem in problems)):
         for index, policy in enumerate(policies):
@@ -212,9 +273,15 @@ def _list_scheduled(problems: list[Problem], budget: Budget) -> list[Contender]:
     return [Contender(program, problem) for program, problem in programs if program]
 
 
-def _result(best: Contender, evaluations: int, elapsed_s: float, named: tuple[str, float] | None) -> SearchResult:
+def _result(
+    best: Contender, evaluations: int, elapsed_s: float, named: tuple[str, float] | None
+) -> SearchResult:
     """Returns a Program with its figures, after `verify` has accepted it."""
     program, problem, memory = best.program, best.problem, best.problem.memory
     verify(program, memory.tolist(), problem.costs)
-    bound = lower_bound(program.placement, problem.costs, program.num_microbatches, float(memory.max()))
-    return SearchResult(program, best.simulation, bound, problem.name, problem.split, evaluations, elapsed_s, named)
+    bound = lower_bound(
+        program.placement, problem.costs, program.num_microbatches, float(memory.max())
+    )
+    return SearchResult(
+        program, best.simulation, bound, problem.name, problem.split, evaluations, elapsed_s, named
+    )

@@ -1,7 +1,9 @@
-"""The longest path through a Program: when every action begins and ends under a given order of each rank's slots.
+"""The longest path through a Program: when every action begins and ends under a given order of each
+rank's slots.
 
-Positions count the actions of all ranks, rank after rank. Two neighbours run as one slot where the first is `joined`.
-numba compiles these functions where it is installed; without it they run as plain Python.
+Positions count the actions of all ranks, rank after rank. Two neighbours run as one slot where the
+first is `joined`. numba compiles these functions where it is installed; without it they run as
+plain Python.
 """
 
 from collections.abc import Callable, Collection
@@ -26,14 +28,16 @@ IS_COMPILED = _njit is not None
 
 
 def compiled(function: Function, **options: bool) -> Function:
-    """Returns the function, compiled on its first call and cached on disk; it releases the interpreter lock."""
+    """Returns the function, compiled on its first call and cached on disk; it releases the
+    interpreter lock."""
     return function if _njit is None else _njit(cache=True, nogil=True, **options)(function)
 
 
 def compiled_part(function: Function) -> Function:
     """Returns a function that compiled ones call and that allocates no array.
 
-    Without the runtime for allocation, numba counts no references to arrays: four fifths of a list schedule's time.
+    Without the runtime for allocation, numba counts no references to arrays: four fifths of a list
+    schedule's time.
     """
     return compiled(function, _nrt=False)
 
@@ -82,7 +86,9 @@ class Times(NamedTuple):
     cursor: np.ndarray  # [R] its next position
 
 
-def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]) -> Graph:
+def graph_of(
+    program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]
+) -> Graph:
     """Returns what stays of a Program while its slots move; the arguments are those of `refine`."""
     table, (inputs, latencies, outputs, num_values) = program.table, wiring(program, costs.comm)
     op, stage = table.op.astype(np.int64), table.stage
@@ -124,27 +130,36 @@ def begin(program: Program, seed: int) -> Run:
 
 def empty_times(graph: Graph) -> Times:
     """Returns room for the times of one order."""
-    start, end, free, left = (np.zeros(len(sizes)) for sizes in (graph.op, graph.op, graph.cap, graph.cap))
+    start, end, free, left = (
+        np.zeros(len(sizes)) for sizes in (graph.op, graph.op, graph.cap, graph.cap)
+    )
     return Times(start, end, free, left, np.zeros(len(graph.cap), dtype=int))
 
 
 @compiled_part
 def evaluate(graph, run, before, times, since, limit):
-    """Notes when everything happens; returns the makespan, or STUCK where it never ends or must exceed the limit.
+    """Notes when everything happens; returns the makespan, or STUCK where it never ends or must
+    exceed the limit.
 
-    What begins earlier than `since` under the order `before` stays as it is, and is not noted again.
+    What begins earlier than `since` under the order `before` stays as it is, and is not noted
+    again.
     """
     _resume(graph, run, before, times, since)
     ranks, makespan, moving = len(graph.cap), 0.0, True
     while moving:
         moving = False
         for rank in range(ranks):
-            while times.cursor[rank] < graph.rank_start[rank + 1] and _run_slot(graph, run, times, rank):
+            while times.cursor[rank] < graph.rank_start[rank + 1] and _run_slot(
+                graph, run, times, rank
+            ):
                 moving = True
             if times.free[rank] + times.left[rank] > limit:
                 return STUCK
     for rank in range(ranks):
-        makespan = max(makespan, times.free[rank] if times.cursor[rank] == graph.rank_start[rank + 1] else STUCK)
+        makespan = max(
+            makespan,
+            times.free[rank] if times.cursor[rank] == graph.rank_start[rank + 1] else STUCK,
+        )
     return makespan
 
 
@@ -165,7 +180,8 @@ def _resume(graph, run, before, times, since):
 
 @compiled_part
 def _run_slot(graph, run, times, rank):
-    """Runs the next slot of a rank, if all that it waits for has been made; returns whether it has."""
+    """Runs the next slot of a rank, if all that it waits for has been made; returns whether it
+    has."""
     position = times.cursor[rank]
     one = run.order[position]
     two = run.order[position + 1] if run.joined[one] else -1
@@ -184,7 +200,8 @@ def _run_slot(graph, run, times, rank):
 
 @compiled_part
 def awaited(graph, times, one, two):
-    """Returns when the last input of a slot arrives, inf where that is not known, and the action that makes it."""
+    """Returns when the last input of a slot arrives, inf where that is not known, and the action
+    that makes it."""
     arrival, last = 0.0, -1
     for action in (one, two):
         for k in range(2 if action >= 0 else 0):
@@ -207,4 +224,6 @@ def duration(graph, one, two):
 @compiled_part
 def overlapped(compute, a2a, other_compute, other_a2a):
     """Returns the time of two overlapped actions, as `simulate` counts it."""
-    return max(max(compute + other_compute, a2a + other_a2a), max(compute + a2a, other_compute + other_a2a))
+    return max(
+        max(compute + other_compute, a2a + other_a2a), max(compute + a2a, other_compute + other_a2a)
+    )

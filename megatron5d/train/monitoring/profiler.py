@@ -1,7 +1,8 @@
 """Where the time of a step goes, phase by phase, and a trace for the usual viewers: `log.profile`.
 
-Two steps are looked at. In the first one only the clock is read, between phases and nowhere else, so that it takes as
-long as ever; the next is recorded by torch's profiler, which slows the host, with a range for each phase.
+Two steps are looked at. In the first one only the clock is read, between phases and nowhere else,
+so that it takes as long as ever; the next is recorded by torch's profiler, which slows the host,
+with a range for each phase.
 """
 
 import json
@@ -19,7 +20,11 @@ from megatron5d.pipeline_parallel.phase import KINDS, PhaseHooks
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.writers import harmless
 
-GATHERING, BETWEEN, REST = "wait for gathered weights", "between phases: messages, loss", "end: reduction, update"
+GATHERING, BETWEEN, REST = (
+    "wait for gathered weights",
+    "between phases: messages, loss",
+    "end: reduction, update",
+)
 """What a step is besides its phases; the first one under ZeRO alone."""
 
 Mark = tuple[str, str]
@@ -58,7 +63,8 @@ class Laps:
 
 
 class WatchedHooks:
-    """Another one's hooks, with the clock read between them and a range of the profiler around each phase.
+    """Another one's hooks, with the clock read between them and a range of the profiler around each
+    phase.
 
     Args:
         hooks: whose; they work as ever.
@@ -66,7 +72,13 @@ class WatchedHooks:
         ranges: mark phases for torch's profiler.
     """
 
-    def __init__(self, hooks: PhaseHooks, names: Mapping[nn.Module, tuple[str, str]], laps: Laps, ranges: bool) -> None:
+    def __init__(
+        self,
+        hooks: PhaseHooks,
+        names: Mapping[nn.Module, tuple[str, str]],
+        laps: Laps,
+        ranges: bool,
+    ) -> None:
         self._hooks, self._names, self._laps, self._ranges = hooks, names, laps, ranges
         self._running: tuple[str, record_function | None] | None = None
 
@@ -87,7 +99,8 @@ class WatchedHooks:
         self._running = name, span
 
     def after(self, phase: nn.Module, kind: str) -> None:
-        if self._running is not None:  # else, in B, the weight gradients were made in the backward, which is over
+        # else, in B, the weight gradients were made in the backward, which is over
+        if self._running is not None:
             (name, span), self._running = self._running, None
             if span is not None:
                 span.__exit__(None, None, None)
@@ -106,12 +119,15 @@ class Profiler:
         self._folder = None
         left = (train.stop_after or train.steps) - run.progress.step
         if 0 < left <= config.profile_step:
-            say(f"log.profile: too few steps are left ({left}) for log.profile_step = {config.profile_step}")
+            say(
+                f"log.profile: too few steps are left ({left}) for log.profile_step = {config.profile_step}"
+            )
         if run.process.rank in config.profile_ranks:
             self._folder = Path(config.profile)
         phases = set(run.model.phases)
         self._names = {
-            phase: (type(getattr(phase, "phase", phase)).__name__, place)  # `Carrying` wraps those of mtp
+            # `Carrying` wraps those of mtp
+            phase: (type(getattr(phase, "phase", phase)).__name__, place)
             for place, phase in run.model.named_modules()
             if phase in phases
         }
@@ -138,20 +154,28 @@ class Profiler:
         with harmless(f"log.profile = {folder}", self._say):
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(told, indent=1))
-        self._say(f"where the time of step {self._run.progress.step + 1} went on this rank ({path}):\n{table(seconds)}")
+        self._say(
+            f"where the time of step {self._run.progress.step + 1} went on this rank ({path}):\n{table(seconds)}"
+        )
 
     @contextmanager
     def _traced(self, folder: Path) -> Iterator[None]:
         device = self._run.process.device
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+        ]
         with profile(activities=activities) as recorded, self._watched(Laps(device), ranges=True):
             yield
-            self._run.sync.finish_gather()  # gloo tells the profiler when a gather is over, and dies where it has gone
+            # gloo tells the profiler when a gather is over, and dies where it has gone
+            self._run.sync.finish_gather()
         path = self._file(folder, "trace.json.gz")
         with harmless(f"log.profile = {folder}", self._say):
             folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
-            self._say(f"a trace of step {self._run.progress.step + 1}: {path}, for https://ui.perfetto.dev")
+            self._say(
+                f"a trace of step {self._run.progress.step + 1}: {path}, for https://ui.perfetto.dev"
+            )
 
     @contextmanager
     def _watched(self, laps: Laps, ranges: bool) -> Iterator[None]:
@@ -170,10 +194,15 @@ class Profiler:
 
 
 def table(seconds: Mapping[Mark, float]) -> str:
-    """Milliseconds of each kind of phase by pass, then what lies between; shares of the whole step."""
+    """Milliseconds of each kind of phase by pass, then what lies between; shares of the whole
+    step."""
     whole, rest = sum(seconds.values()), (GATHERING, BETWEEN, REST)
-    kinds = sorted({kind for kind, _ in seconds if kind not in rest}, key=lambda kind: -_of(kind, seconds))
-    lines = [f"{'ms':<32}" + "".join(f"{passing:>10}" for passing in KINDS) + f"{'sum':>10}{'share':>8}"]
+    kinds = sorted(
+        {kind for kind, _ in seconds if kind not in rest}, key=lambda kind: -_of(kind, seconds)
+    )
+    lines = [
+        f"{'ms':<32}" + "".join(f"{passing:>10}" for passing in KINDS) + f"{'sum':>10}{'share':>8}"
+    ]
     for kind in kinds:
         each = [seconds.get((kind, passing), 0.0) for passing in KINDS]
         lines.append(_line(kind, sum(each), whole, each))

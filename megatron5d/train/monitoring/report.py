@@ -19,10 +19,18 @@ from megatron5d.model.flops import flops_per_token
 from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.stragglers import SlowRanks
-from megatron5d.train.monitoring.writers import InBackground, JsonLines, ProgressDisplay, Writers, harmless, memory_gb
+from megatron5d.train.monitoring.writers import (
+    InBackground,
+    JsonLines,
+    ProgressDisplay,
+    Writers,
+    harmless,
+    memory_gb,
+)
 from megatron5d.train.step import StepResult
 
-_SMALL = 1e-3  # of all bytes: an axis that carries less carries counts and norms, which nobody predicts
+# of all bytes: an axis that carries less carries counts and norms, which nobody predicts
+_SMALL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -34,13 +42,16 @@ class Prediction:
     mfu: float | None = None
     # for each pipeline rank, the fraction of a step in which it waits; empty = not predicted
     bubble: Sequence[float] = ()
-    sent: Sequence[Mapping[str, int]] = ()  # for each pipeline rank, axis -> bytes that it sends in a step
+    # for each pipeline rank, axis -> bytes that it sends in a step
+    sent: Sequence[Mapping[str, int]] = ()
     memory: Sequence[int] = ()  # for each pipeline rank, bytes that its tensors take at most
     report: Sequence[str] = ()  # lines for the beginning of the log
 
     def record(self, pp_rank: int) -> dict[str, Any]:
         """Returns what stands in every record of a pipeline rank beside what is measured."""
-        found: dict[str, Any] = {"memory_predicted_gb": self.memory[pp_rank] / 1e9 if self.memory else None}
+        found: dict[str, Any] = {
+            "memory_predicted_gb": self.memory[pp_rank] / 1e9 if self.memory else None
+        }
         if self.step_s is not None:
             found |= {"step_time_predicted_s": self.step_s, "mfu_predicted": self.mfu}
         if len(self.bubble) > 1:
@@ -48,8 +59,11 @@ class Prediction:
         return found
 
 
-def compare_step(run: Run, predicted: Prediction, result: StepResult, sent: Mapping[str, int]) -> str | None:
-    """Returns what one step has taken and sent beside what was predicted, as text; None where nothing was.
+def compare_step(
+    run: Run, predicted: Prediction, result: StepResult, sent: Mapping[str, int]
+) -> str | None:
+    """Returns what one step has taken and sent beside what was predicted, as text; None where
+    nothing was.
 
     Args:
         sent: axis -> bytes that this rank has sent in it.
@@ -65,23 +79,29 @@ def compare_step(run: Run, predicted: Prediction, result: StepResult, sent: Mapp
         bubble[pp.rank] = result.bubble * pp.size / process.world
         measured = all_reduce(bubble, run.mesh["world"]).tolist()
         if predicted.bubble:
-            each = ", ".join(f"{found:.1%} ({told:.1%})" for found, told in zip(measured, predicted.bubble))
+            each = ", ".join(
+                f"{found:.1%} ({told:.1%})" for found, told in zip(measured, predicted.bubble)
+            )
             cores = os.cpu_count() or 1
             shared = f"; {process.world} ranks share {cores} core{'' if cores == 1 else 's'}"
             lines.append(
                 f"  bubble by pipeline rank: {each}"
                 + (shared if process.device.type != "cuda" and cores < process.world else "")
             )
-    return "\n".join([f"measured of step {run.progress.step} (predicted):", *lines]) if lines else None
+    return (
+        "\n".join([f"measured of step {run.progress.step} (predicted):", *lines]) if lines else None
+    )
 
 
 def compare_memory(run: Run, predicted: Prediction) -> str | None:
-    """Returns the memory that tensors have taken at most beside what was predicted, as text; None on a CPU.
+    """Returns the memory that tensors have taken at most beside what was predicted, as text; None
+    on a CPU.
 
     Comm: all_reduce over the world of a number for every pipeline rank, on GPUs.
     """
     pp, device = run.mesh["pp"], run.process.device
-    if run.config.log.memory_check == "off" or device.type != "cuda":  # a CPU's allocator counts nothing
+    # a CPU's allocator counts nothing
+    if run.config.log.memory_check == "off" or device.type != "cuda":
         return None
     most = torch.zeros(pp.size, dtype=torch.float64, device=device)
     most[pp.rank] = torch.cuda.max_memory_allocated(device)
@@ -96,9 +116,15 @@ def compare_memory(run: Run, predicted: Prediction) -> str | None:
 def _compared(sent: Mapping[str, int], predicted: Mapping[str, int]) -> str:
     """Returns the bytes of each axis, the one that carries the most first."""
     least = _SMALL * sum(sent.values())
-    axes = [axis for axis in {*sent, *predicted} if max(sent.get(axis, 0), predicted.get(axis, 0)) > least]
+    axes = [
+        axis
+        for axis in {*sent, *predicted}
+        if max(sent.get(axis, 0), predicted.get(axis, 0)) > least
+    ]
     axes.sort(key=lambda axis: (-sent.get(axis, 0), axis))
-    return ", ".join(f"{axis} {_size(sent.get(axis, 0))} ({_size(predicted.get(axis, 0))})" for axis in axes)
+    return ", ".join(
+        f"{axis} {_size(sent.get(axis, 0))} ({_size(predicted.get(axis, 0))})" for axis in axes
+    )
 
 
 def _size(num_bytes: int) -> str:
@@ -121,10 +147,13 @@ class Reporter:
         self.active = run.process.rank == 0
         self._predicted = predicted
         self._slow_ranks = SlowRanks(run)
-        self._steps_here = self._computed = 0  # steps; without those that data.skip_steps leaves out
+        # steps; without those that data.skip_steps leaves out
+        self._steps_here = self._computed = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
-        self._display = ProgressDisplay(config.train.steps, progress.step, self.active and config.log.progress)
+        self._display = ProgressDisplay(
+            config.train.steps, progress.step, self.active and config.log.progress
+        )
         self._losses = deque[float](maxlen=_MEAN_OF)
         self._valid_losses = dict[int, float]()
         self._writers = Writers(self.say)
@@ -146,7 +175,9 @@ class Reporter:
             with harmless(name := f"log.tensorboard = {log.tensorboard}", self.say):
                 self._writers.add(name, TensorBoard(config, progress.step))
         if mode != log.wandb.mode:
-            self.say(f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}")
+            self.say(
+                f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}"
+            )
         if mode != "disabled":
             self._add_wandb(mode)
 
@@ -166,7 +197,9 @@ class Reporter:
         except Exception as error:
             self.say(f"WARNING: {name}: {type(error).__name__}: {error}; the training continues")
             if mode == "online":
-                self.say("Weights & Biases is written offline; send it with `wandb sync DIR/wandb/offline-run-*`")
+                self.say(
+                    "Weights & Biases is written offline; send it with `wandb sync DIR/wandb/offline-run-*`"
+                )
                 self._add_wandb("offline")
             return
         progress.wandb_id = wandb.run_id
@@ -184,18 +217,24 @@ class Reporter:
         self._since = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Stops the clock of a step: evaluation and saving count neither as its time nor as its traffic."""
+        """Stops the clock of a step: evaluation and saving count neither as its time nor as its
+        traffic."""
         self.run.ledger.timing, self._waits = False, self.run.ledger.take_waits()
-        self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
+        self._seconds, self._sent = (
+            time.perf_counter() - self._since,
+            self.run.ledger.bytes_by_axis(),
+        )
         self._slow_ranks.step(self._seconds, self._waits)
 
     def add(self, name: str, value: float) -> None:
         self._pending[name] = value
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Records one step; written every `log.every` steps, at the first and last, and where there is more to tell.
+        """Records one step; written every `log.every` steps, at the first and last, and where there
+        is more to tell.
 
-        Comm: at a record that of SlowRanks; once, after some steps: of `compare_step` and `compare_memory`.
+        Comm: at a record that of SlowRanks; once, after some steps: of `compare_step` and
+            `compare_memory`.
         """
         self._steps_here += 1
         self._computed += result.num_targets > 0
@@ -231,7 +270,10 @@ class Reporter:
 
     def _record(self, result: StepResult, lr: float) -> dict[str, Any]:
         run, config = self.run, self.run.config
-        rate, peak = result.num_targets / self._seconds / run.process.world, self._predicted.peak_tflops
+        rate, peak = (
+            result.num_targets / self._seconds / run.process.world,
+            self._predicted.peak_tflops,
+        )
         record: dict[str, Any] = {
             "step": run.progress.step,
             "loss": result.losses["loss"],
@@ -247,7 +289,9 @@ class Reporter:
         }
         if config.train.z_loss:
             record["z_loss"] = result.losses["z_loss"]
-        record |= {name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")}
+        record |= {
+            name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")
+        }
         if config.optim.on_nonfinite == "skip" or config.optim.skip_norm or config.data.skip_steps:
             record["update_skipped"] = result.skipped is not None
         if config.moe.exchange == "planned":
@@ -280,11 +324,17 @@ class Reporter:
         """Returns what the run has come to: one batch is noise."""
         losses = list(self._losses)
         told = f"finished step {self.run.progress.step}: "
-        told += f"training loss {sum(losses) / len(losses):.4f}" if losses else "no step had a finite loss"
+        told += (
+            f"training loss {sum(losses) / len(losses):.4f}"
+            if losses
+            else "no step had a finite loss"
+        )
         told += f" (mean of the last {len(losses)} steps)" if len(losses) > 1 else ""
         if self._valid_losses:
             best = min(self._valid_losses, key=lambda step: self._valid_losses[step])
             last = max(self._valid_losses)
             told += f", validation loss {self._valid_losses[last]:.4f}"
-            told += "" if best == last else f" (least: {self._valid_losses[best]:.4f} at step {best})"
+            told += (
+                "" if best == last else f" (least: {self._valid_losses[best]:.4f} at step {best})"
+            )
         return told

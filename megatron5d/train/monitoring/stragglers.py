@@ -1,7 +1,8 @@
 """Which rank does its own work more slowly than others that have as much to do: `log.slow_rank`.
 
-One slow machine makes every step of the run longer, for all the others wait for it. What is compared is therefore a
-rank's work: the time of its steps, less its waits for other ranks (`Ledger.take_waits`).
+One slow machine makes every step of the run longer, for all the others wait for it. What is
+compared is therefore a rank's work: the time of its steps, less its waits for other ranks
+(`Ledger.take_waits`).
 """
 
 import gc
@@ -15,13 +16,22 @@ import torch
 
 from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import Config
-from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Sizes, dense_grid, expert_grid, place_of
+from megatron5d.topology.grid import (
+    DENSE_GROUPS,
+    EXPERT_GROUPS,
+    Sizes,
+    dense_grid,
+    expert_grid,
+    place_of,
+)
 from megatron5d.train.build import Run
 
 DEFAULT = 1.2  # on GPUs; on CPUs ranks take turns on cores, and nothing is measured
 TURN_S = 0.2  # a CPU rank that is slower by less may have waited for its turn on a core
 STALL_S = 5.0  # a single step that is longer by as much than those of the peers is told at once
-BEAT_S = 0.25  # between two signs of life; a process that gives none is stopped, swapped out or frozen with its machine
+# between two signs of life; a process that gives none is stopped, swapped out or frozen with its
+# machine
+BEAT_S = 0.25
 RECORDS = 3  # in a row on the other side of the threshold: less is noise
 _NAMED = 8  # of the ranks that become slow at once; a node has as many
 _SHORTEST_S = 1e-6  # of work: a rank that only waits has none
@@ -39,10 +49,12 @@ class SlowRanks:
         self._peers = torch.tensor(peers(run.mesh.sizes, run.config))  # [roles, ranks]
         self.active = self.threshold > 0 and self._peers.shape[1] > 1
         self._slow = torch.zeros(self._world.size, dtype=torch.bool)  # who was named
-        self._in_a_row = torch.zeros(self._world.size, dtype=torch.int64)  # records that contradict this
+        # records that contradict this
+        self._in_a_row = torch.zeros(self._world.size, dtype=torch.int64)
         self._gathered: torch.Tensor | None = None
         self._arrived: torch.cuda.Event | None = None  # when they are on the host
-        self._work_s, self._num_steps = 0.0, -1  # the first step compiles and connects: it says nothing
+        # the first step compiles and connects: it says nothing
+        self._work_s, self._num_steps = 0.0, -1
         self._longest_s, self._longest_step = 0.0, 0
         self._collecting_since = self._collected_s = self._frozen_s = 0.0
         self._ended = threading.Event()
@@ -70,21 +82,24 @@ class SlowRanks:
         self._num_steps += 1
 
     def compare(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns what a record tells, and what is to be said, of the steps between the last two calls; on every
-        rank the same.
+        """Returns what a record tells, and what is to be said, of the steps between the last two
+        calls; on every rank the same.
 
-        Figures of the steps since the last call are on their way until the next one: who read them now would wait for
-        the optimizer's work on the device, outside of all clocks.
+        Figures of the steps since the last call are on their way until the next one: who read them
+        now would wait for the optimizer's work on the device, outside of all clocks.
 
-        Comm: all_reduce over the world of three numbers for every rank, which takes a tree's depth; a gather would
-            take a ring's length; for each rank that is named, of its host's name.
+        Comm: all_reduce over the world of three numbers for every rank, which takes a tree's depth;
+            a gather would take a ring's length; for each rank that is named, of its host's name.
         """
         if self._arrived is not None:
-            self._arrived.synchronize()  # the steps since may all have been skipped, and have waited for nothing
+            # the steps since may all have been skipped, and have waited for nothing
+            self._arrived.synchronize()
         judged = ({}, list[str]()) if self._gathered is None else self.judge(*self._gathered)
         self._gathered = None
         if self.active and self._num_steps > 0:
-            figures = torch.zeros(3, self._world.size, dtype=torch.float64, device=self._run.process.device)
+            figures = torch.zeros(
+                3, self._world.size, dtype=torch.float64, device=self._run.process.device
+            )
             mean = max(self._work_s / self._num_steps, _SHORTEST_S)
             mine = mean, max(self._longest_s, _SHORTEST_S), float(self._longest_step)
             figures[:, self._world.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -95,9 +110,11 @@ class SlowRanks:
             self._work_s, self._num_steps, self._longest_s = 0.0, 0, 0.0
         return judged
 
-    def judge(self, work: torch.Tensor, longest: torch.Tensor, step: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
-        """Returns what a record tells of each rank's work, and what is to be said: who has become slow, who is not,
-        who stood.
+    def judge(
+        self, work: torch.Tensor, longest: torch.Tensor, step: torch.Tensor
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Returns what a record tells of each rank's work, and what is to be said: who has become
+        slow, who is not, who stood.
 
         Args:
             work: fp64 `[world]`, on the host: seconds a step.
@@ -106,20 +123,29 @@ class SlowRanks:
         """
         ratios = self.ratios(work)
         slowest = int(ratios.argmax())
-        contradicts = ((ratios > self.threshold) & (work - work / ratios > self._least_s)) != self._slow
+        contradicts = (
+            (ratios > self.threshold) & (work - work / ratios > self._least_s)
+        ) != self._slow
         self._in_a_row = torch.where(contradicts, self._in_a_row + 1, 0)
         turned = self._in_a_row == RECORDS
         self._slow ^= turned
         self._in_a_row[turned] = 0
-        told = [self._told(torch.where(turned & (self._slow == now))[0].tolist(), ratios, now) for now in (True, False)]
+        told = [
+            self._told(torch.where(turned & (self._slow == now))[0].tolist(), ratios, now)
+            for now in (True, False)
+        ]
         told.append(self._stalled(longest, step))
-        return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}, list(filter(None, told))
+        return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}, list(
+            filter(None, told)
+        )
 
     def _stalled(self, longest: torch.Tensor, step: torch.Tensor) -> str:
         """Returns one long stop, whose mean over some steps and records is soon forgotten."""
         ratios = self.ratios(longest)
         beyond = longest - longest / ratios  # what the peers took
-        ranks = torch.where((ratios > self.threshold) & (beyond > STALL_S) & ~self._slow)[0].tolist()
+        ranks = torch.where((ratios > self.threshold) & (beyond > STALL_S) & ~self._slow)[
+            0
+        ].tolist()
         each = [
             f"{self._who(rank)} took {longest[rank]:.1f} s for step {int(step[rank])}, its peers "
             f"{longest[rank] - beyond[rank]:.1f} s"
@@ -128,9 +154,11 @@ class SlowRanks:
         return f"stalled: {'; '.join(each)}" if each else ""
 
     def ratios(self, work: torch.Tensor) -> torch.Tensor:
-        """Returns fp64 `[world]`: each rank's work over the median of its peers', of whom the busiest is left out.
+        """Returns fp64 `[world]`: each rank's work over the median of its peers', of whom the
+        busiest is left out.
 
-        Of a rank in the upper half this is the median of the others; two ranks are compared with each other.
+        Of a rank in the upper half this is the median of the others; two ranks are compared with
+        each other.
         """
         table = work[self._peers]
         others = table.sort(1).values[:, :-1].quantile(0.5, dim=1, keepdim=True)
@@ -141,12 +169,21 @@ class SlowRanks:
     def _told(self, ranks: list[int], ratios: torch.Tensor, slow: bool) -> str:
         if not ranks:
             return ""
-        each = [f"{self._who(rank)} works {ratios[rank]:.2f} times as long as its peers" for rank in ranks[:_NAMED]]
-        named = "; ".join(each) + (f"; and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+        each = [
+            f"{self._who(rank)} works {ratios[rank]:.2f} times as long as its peers"
+            for rank in ranks[:_NAMED]
+        ]
+        named = "; ".join(each) + (
+            f"; and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        )
         if not slow:
             return f"no longer slow: {named}"
         config = self._run.config
-        why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if config.model.num_experts else ""
+        why = (
+            "; hot experts make ranks slow, too (moe/layer_<i>/load)"
+            if config.model.num_experts
+            else ""
+        )
         if config.parallel.tp_overlap == "fused":  # whose GEMMs wait inside, where no clock is read
             why += "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
         return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
@@ -180,8 +217,8 @@ class SlowRanks:
 
 
 def peers(sizes: Sizes, config: Config) -> list[tuple[int, ...]]:
-    """Returns ranks that have as much to do as each other, all of them: those with the same layers, and the same
-    experts.
+    """Returns ranks that have as much to do as each other, all of them: those with the same layers,
+    and the same experts.
 
     Where nobody else holds the same experts, those with the same layers.
     """

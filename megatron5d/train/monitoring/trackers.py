@@ -1,4 +1,5 @@
-"""Weights & Biases and TensorBoard. Rank 0 alone writes; both are imported only where they are on."""
+"""Weights & Biases and TensorBoard. Rank 0 alone writes; both are imported only where they are
+on."""
 
 import os
 import signal
@@ -23,16 +24,22 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4  # parts of a record in W&B's files
 
 
 def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """Returns what a tracker tells of a run beside its configuration, which goes into `run` of W&B's config."""
+    """Returns what a tracker tells of a run beside its configuration, which goes into `run` of
+    W&B's config."""
     layout = {name: getattr(sizes, name) for name in ("world", "dp", "tp", "cp", "pp", "ep")}
-    about: dict[str, Any] = {"parameters": parameter_count(config.model), "commit": commit(), "versions": versions()}
+    about: dict[str, Any] = {
+        "parameters": parameter_count(config.model),
+        "commit": commit(),
+        "versions": versions(),
+    }
     if capability := capability_here():
         about["kernels"] = names_of(config, capability)
     return {**layout, **about}
 
 
 def wandb_faults(config: Config, world: int) -> list[Fault]:
-    """Returns what keeps W&B from logging in from this node, of rank 0; nobody is asked whether the key is right."""
+    """Returns what keeps W&B from logging in from this node, of rank 0; nobody is asked whether the
+    key is right."""
     if wandb_mode(config.log.wandb.mode) != "online":
         return []
     import wandb
@@ -41,14 +48,24 @@ def wandb_faults(config: Config, world: int) -> list[Fault]:
         from wandb.sdk.lib import wbauth
 
         host = wandb.setup().settings.base_url
-        if wbauth.authenticate_session(host=host, source="pretrain.py", prompt=False, update_session=False):
+        if wbauth.authenticate_session(
+            host=host, source="pretrain.py", prompt=False, update_session=False
+        ):
             return []
         reason = f"no API key for {host}"
     except wandb.errors.AuthenticationError as error:
         reason = str(error)
     except Exception:  # noqa: BLE001 - another version of wandb, which says at the start what it lacks
         return []
-    return [Fault("wandb-key", ("log.wandb.mode",), f"log.wandb.mode = online: {reason}", wandb_ways_out(), local=True)]
+    return [
+        Fault(
+            "wandb-key",
+            ("log.wandb.mode",),
+            f"log.wandb.mode = online: {reason}",
+            wandb_ways_out(),
+            local=True,
+        )
+    ]
 
 
 class Wandb:
@@ -64,7 +81,9 @@ class Wandb:
         Exception: of W&B itself, whose server does not answer, or whose process does not start.
     """
 
-    def __init__(self, config: Config, mode: str, run_id: str | None, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Config, mode: str, run_id: str | None, facts: Mapping[str, Any]
+    ) -> None:
         import wandb  # two seconds to import: only the rank that logs pays
 
         chosen, folder = config.log.wandb, config.log.wandb.dir or config.log.dir
@@ -82,24 +101,34 @@ class Wandb:
                 id=run_id,
                 resume="allow",
                 config={**to_dict(config), "run": dict(facts)},
-                settings=wandb.Settings(silent=mode == "offline", console="off", git_root=str(ROOT)),
+                settings=wandb.Settings(
+                    silent=mode == "offline", console="off", git_root=str(ROOT)
+                ),
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise Refused(f"log.wandb.mode = {mode}: {error} ({wandb_ways_out()})") from error
         self._run.define_metric("tokens")
         self._run.define_metric("loss", step_metric="tokens")
         self._run.define_metric("valid_loss*", step_metric="tokens", summary="min,last")
-        earlier = Path(self._run.settings.wandb_dir).glob(f"offline-run-*-{self._run.id}/run-*.wandb")
-        self.last = max([0, self._run.step - 1, *(step for file in earlier for step in _steps_in(file))])
+        earlier = Path(self._run.settings.wandb_dir).glob(
+            f"offline-run-*-{self._run.id}/run-*.wandb"
+        )
+        self.last = max(
+            [0, self._run.step - 1, *(step for file in earlier for step in _steps_in(file))]
+        )
 
     @property
     def run_id(self) -> str:
         return self._run.id
 
     def write(self, record: dict[str, Any]) -> None:
-        """Sends a record whose step this run does not have yet: W&B takes none back, and keeps no two of a step."""
+        """Sends a record whose step this run does not have yet: W&B takes none back, and keeps no
+        two of a step."""
         if record["step"] > self.last:
-            self._run.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
+            self._run.log(
+                {key: value for key, value in record.items() if value is not None},
+                step=record["step"],
+            )
             self.last = record["step"]
 
     def close(self, code: int) -> None:
@@ -109,7 +138,8 @@ class Wandb:
         self._run.finish(exit_code=code)
 
     def abandon(self) -> None:
-        """Ends W&B's process, which is dead, broken or hangs, so that nothing at the exit waits for it or complains."""
+        """Ends W&B's process, which is dead, broken or hangs, so that nothing at the exit waits for
+        it or complains."""
         import wandb
 
         with suppress(OSError):  # there is no /proc, or the process has just ended
@@ -122,14 +152,18 @@ class Wandb:
 
 def _tags(config: Config, facts: Mapping[str, Any]) -> list[str]:
     """Returns tags to filter runs by: precision, and each dimension that is cut."""
-    cut = [f"{name}{facts[name]}" for name in ("dp", "tp", "cp", "pp", "ep") if facts.get(name, 1) > 1]
+    cut = [
+        f"{name}{facts[name]}" for name in ("dp", "tp", "cp", "pp", "ep") if facts.get(name, 1) > 1
+    ]
     return [config.precision.dtype, *cut]
 
 
 def _steps_in(file: Path) -> Iterator[int]:
-    """Yields the steps that an offline run has really written: a process that was killed takes some with it.
+    """Yields the steps that an offline run has really written: a process that was killed takes some
+    with it.
 
-    The file has LevelDB's framing: blocks of 32 KiB, and records in parts whose type says which they are.
+    The file has LevelDB's framing: blocks of 32 KiB, and records in parts whose type says which
+    they are.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
@@ -146,19 +180,26 @@ def _steps_in(file: Path) -> Iterator[int]:
         if part in (_WHOLE, _LAST):
             with suppress(DecodeError):  # cut off by a kill
                 items = wandb_internal_pb2.Record.FromString(record).history.item  # type: ignore[attr-defined]
-                yield from (int(item.value_json) for item in items if "_step" in (item.key, *item.nested_key))
+                yield from (
+                    int(item.value_json)
+                    for item in items
+                    if "_step" in (item.key, *item.nested_key)
+                )
 
 
 class TensorBoard:
-    """Event files for TensorBoard: every number of a record over the steps, and the configuration as a text.
+    """Event files for TensorBoard: every number of a record over the steps, and the configuration
+    as a text.
 
     Args:
         config: of the run; `log.tensorboard` is the folder.
-        done: steps already done; what an earlier life of the run wrote of later ones is no longer shown.
+        done: steps already done; what an earlier life of the run wrote of later ones is no longer
+            shown.
     """
 
     def __init__(self, config: Config, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a check: the package tensorboard is installed
+        # a check: the package tensorboard is installed
+        from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(config.log.tensorboard, purge_step=done + 1 if done else None)
         self._writer.add_text("config", f"```\n{to_yaml(config)}\n```", done)

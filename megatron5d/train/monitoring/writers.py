@@ -1,4 +1,5 @@
-"""What a run tells about itself: JSON lines and its progress, and how no writer can end it. Rank 0 alone writes."""
+"""What a run tells about itself: JSON lines and its progress, and how no writer can end it. Rank 0
+alone writes."""
 
 import json
 import math
@@ -24,26 +25,33 @@ LINE_EVERY_S = 10.0  # or somewhat more, where progress goes to a file
 
 
 def memory_gb(device: torch.device) -> float:
-    """Returns peak memory of this rank in 10⁹ bytes: on the device, or resident where that is the CPU."""
+    """Returns peak memory of this rank in 10⁹ bytes: on the device, or resident where that is the
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 class JsonLines:
-    """One JSON object a step. Records of steps that a resumed run will do again are taken out first.
+    """One JSON object a step. Records of steps that a resumed run will do again are taken out
+    first.
 
     Args:
-        path: of the file; one that is there already is renamed where the run is new, or where it is no log.
-        done: steps already done; later records are dropped, and so is what is no record: a line cut off by a kill, or
-            the zeros that a loss of power leaves.
+        path: of the file; one that is there already is renamed where the run is new, or where it is
+            no log.
+        done: steps already done; later records are dropped, and so is what is no record: a line cut
+            off by a kill, or the zeros that a loss of power leaves.
     """
 
     def __init__(self, path: str | Path, done: int) -> None:
         self._path = path = Path(path)
         if path.is_dir():
             raise IsADirectoryError(f"log.jsonl = {path} shall be a file, and a folder is there")
-        if path.exists() and path.stat().st_size and (not done or not any(map(self._is_record, self._lines(path)))):
+        if (
+            path.exists()
+            and path.stat().st_size
+            and (not done or not any(map(self._is_record, self._lines(path))))
+        ):
             self._set_aside(path)
         found = self._lines(path)
         kept = [line for line in found if self._step_of(line) <= done]
@@ -59,7 +67,8 @@ class JsonLines:
 
     @staticmethod
     def _set_aside(path: Path) -> None:
-        """Renames the log of another run, or of this one before it started anew, to an unused name."""
+        """Renames the log of another run, or of this one before it started anew, to an unused
+        name."""
         aside, number = path.with_name(f"{path.name}.left"), 1
         while aside.exists():
             number += 1
@@ -89,9 +98,13 @@ class JsonLines:
         return cls._step_of(line) < math.inf
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one line; NaN and infinity, which JSON lacks, become null. Raises OSError: it cannot be written; the
-        file ends with a whole line, and the next call writes this one too."""
-        told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+        """Writes one line; NaN and infinity, which JSON lacks, become null. Raises OSError: it
+        cannot be written; the file ends with a whole line, and the next call writes this one
+        too."""
+        told = {
+            key: None if isinstance(v, float) and not math.isfinite(v) else v
+            for key, v in record.items()
+        }
         self._unwritten.append(json.dumps(told, allow_nan=False).encode() + b"\n")
         self._flush()
 
@@ -119,7 +132,8 @@ class JsonLines:
             raise
 
     def _restore(self) -> None:
-        """Writes the file again, which is still open here though it was removed; one in its place is continued."""
+        """Writes the file again, which is still open here though it was removed; one in its place
+        is continued."""
         replaced = self._path.exists() and self._path.stat().st_size
         file = self._open()
         if not replaced:
@@ -127,7 +141,11 @@ class JsonLines:
             self._append(file, self._file.read())
         with self._file:
             self._file = file
-        print(f"{self._path} was {'replaced' if replaced else 'removed'} under way", file=sys.stderr, flush=True)
+        print(
+            f"{self._path} was {'replaced' if replaced else 'removed'} under way",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def close(self, code: int = 0) -> None:
         """Raises OSError where there is no room for the last records."""
@@ -158,7 +176,8 @@ def harmless(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 class InBackground:
-    """Hands records to a tracker on a thread of its own, so that one that hangs cannot hold up the training.
+    """Hands records to a tracker on a thread of its own, so that one that hangs cannot hold up the
+    training.
 
     Args:
         tracker: whose `write` and `close` may take any time.
@@ -180,7 +199,8 @@ class InBackground:
                 self._error = error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Raises the tracker's own error of an earlier record; TimeoutError where it does not take any."""
+        """Raises the tracker's own error of an earlier record; TimeoutError where it does not take
+        any."""
         self._pass_on(lambda: self._tracker.write(record))
 
     def close(self, code: int) -> None:
@@ -209,8 +229,8 @@ class InBackground:
 class Writers:
     """All writers of a run. None of them ends it: what a writer meets is told once.
 
-    A file of records is tried again with every record, for a disk that is full today has room tomorrow; a tracker that
-    has failed gets nothing more.
+    A file of records is tried again with every record, for a disk that is full today has room
+    tomorrow; a tracker that has failed gets nothing more.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -235,9 +255,15 @@ class Writers:
 
     def _failed(self, name: str, writer: Writer, step: int, error: Exception) -> None:
         again = isinstance(writer, JsonLines)
-        what = "its records are kept and tried again at the next step" if again else "it gets no more records"
+        what = (
+            "its records are kept and tried again at the next step"
+            if again
+            else "it gets no more records"
+        )
         if name not in self._failing:
-            self._say(f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training continues, {what}")
+            self._say(
+                f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training continues, {what}"
+            )
         self._failing.add(name)
         if not again:
             del self._writers[name]
@@ -255,7 +281,8 @@ class Writers:
 
 
 class ProgressDisplay:
-    """How far the steps are, on stderr: a bar on a terminal, and a line every 1, 2, 5, 10, 20 ... steps in a job's log.
+    """How far the steps are, on stderr: a bar on a terminal, and a line every 1, 2, 5, 10, 20 ...
+    steps in a job's log.
 
     Args:
         total: steps of the run.
@@ -266,11 +293,17 @@ class ProgressDisplay:
     def __init__(self, total: int, done: int, enabled: bool) -> None:
         on_terminal = sys.stderr.isatty()
         self._bar = tqdm(
-            total=total, initial=done, disable=not (enabled and on_terminal), unit="step", desc="train", mininterval=0.5
+            total=total,
+            initial=done,
+            disable=not (enabled and on_terminal),
+            unit="step",
+            desc="train",
+            mininterval=0.5,
         )
         self._lines = enabled and not on_terminal
         self._total, self._done = total, done
-        self._first: tuple[int, float] | None = None  # the first step here, slower than others, and when it was over
+        # the first step here, slower than others, and when it was over
+        self._first: tuple[int, float] | None = None
         self._unsaid: str | None = None  # the line of the last step, where there was none
 
     def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
@@ -300,7 +333,8 @@ class ProgressDisplay:
             self._unsaid = None
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar, or plainly without a bar; drops it where stderr is gone or its disk full."""
+        """Prints a line above the bar, or plainly without a bar; drops it where stderr is gone or
+        its disk full."""
         with suppress(OSError):
             self._bar.write(text, file=sys.stderr)
 
@@ -312,7 +346,8 @@ class ProgressDisplay:
 
 
 def round_steps(steps: float) -> int:
-    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: the steps between two lines.
+    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: the steps between
+    two lines.
 
     Steps of two runs can then be compared, which those of a clock cannot.
     """
@@ -321,5 +356,6 @@ def round_steps(steps: float) -> int:
 
 
 def readable(value: float, digits: int) -> str:
-    """Returns a number with some digits behind the point; in powers of ten where a diverged run would fill the line."""
+    """Returns a number with some digits behind the point; in powers of ten where a diverged run
+    would fill the line."""
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

@@ -1,4 +1,5 @@
-"""`pipeline.schedule=auto`: the fastest Program found for this model, on the placements that it admits.
+"""`pipeline.schedule=auto`: the fastest Program found for this model, on the placements that it
+admits.
 
 And what is wrong with the pipeline of a configuration, whatever its schedule.
 """
@@ -63,11 +64,12 @@ class Found:
 
 
 def searched(config: Config, counts: Sequence[int]) -> Found:
-    """Returns the fastest Program for each number of micro-batches, all with one placement and one split of the layers.
+    """Returns the fastest Program for each number of micro-batches, all with one placement and one
+    split of the layers.
 
-    It is kept beside the run's checkpoints (or its log), so that a run that continues does so with the same one. The
-    search ends after `pipeline.evaluations` schedules; only where `pipeline.search_s` ends it earlier does the result
-    depend on the machine.
+    It is kept beside the run's checkpoints (or its log), so that a run that continues does so with
+    the same one. The search ends after `pipeline.evaluations` schedules; only where
+    `pipeline.search_s` ends it earlier does the result depend on the machine.
 
     Args:
         config: model, pipeline and parallel.
@@ -96,13 +98,16 @@ def searched(config: Config, counts: Sequence[int]) -> Found:
             cache=Path(folder) / "schedules" if folder else None,
         )
         if m == counts[-1]:
-            names = [name for name in names if placement_called(name, pp) == results[m].program.placement]
+            names = [
+                name for name in names if placement_called(name, pp) == results[m].program.placement
+            ]
             splits = [splits[results[m].split]]
     return Found(splits[0], {m: result.program for m, result in results.items()}, results)
 
 
 def known_programs(config: Config, counts: Sequence[int]) -> Found:
-    """Returns the best named schedule for each number of micro-batches: what the search is never worse than, at once.
+    """Returns the best named schedule for each number of micro-batches: what the search is never
+    worse than, at once.
 
     Raises:
         ValueError: none fits the memory and the layers.
@@ -131,7 +136,8 @@ def known_programs(config: Config, counts: Sequence[int]) -> Found:
 
 
 def quick_layout(config: Config, world: int, check: bool = True) -> PipelineLayout:
-    """Lays out the pipeline of a run that is only asked about: `auto` takes the best named schedule, unsearched.
+    """Lays out the pipeline of a run that is only asked about: `auto` takes the best named
+    schedule, unsearched.
 
     Args:
         config: a valid configuration.
@@ -145,7 +151,8 @@ def quick_layout(config: Config, world: int, check: bool = True) -> PipelineLayo
 
 
 def searched_layout(config: Config, world: int) -> PipelineLayout:
-    """Lays out the pipeline of a run in one process; `auto` searches, which takes seconds. Raises as `quick_layout`."""
+    """Lays out the pipeline of a run in one process; `auto` searches, which takes seconds. Raises
+    as `quick_layout`."""
     return _layout(config, world, searched)
 
 
@@ -163,7 +170,8 @@ def layout_of(found: Found, world: int) -> PipelineLayout:
 
 
 def agreed_layout(config: Config, process: Process) -> PipelineLayout:
-    """Lays out the pipeline of a run. If a schedule must be searched for, rank 0 does so, and all read what it found.
+    """Lays out the pipeline of a run. If a schedule must be searched for, rank 0 does so, and all
+    read what it found.
 
     Args:
         config: a valid configuration.
@@ -182,22 +190,29 @@ def agreed_layout(config: Config, process: Process) -> PipelineLayout:
             found = searched(config, counts)
             results.update(found.results)
             pipeline = found.config.pipeline
-            texts = [[m, program.name, write_program(program)] for m, program in found.programs.items()]
+            texts = [
+                [m, program.name, write_program(program)] for m, program in found.programs.items()
+            ]
             return [pipeline.split, pipeline.balance, texts]
 
         split, balance, texts = on_rank_0(search)
         config = replace(config, pipeline=replace(config.pipeline, split=split, balance=balance))
-        programs = {m: verified(read_program(text, name, config.parallel.pp, m)) for m, name, text in texts}
+        programs = {
+            m: verified(read_program(text, name, config.parallel.pp, m)) for m, name, text in texts
+        }
         layout = layout_of(Found(config, programs), process.world)
     else:
         layout = pipeline_layout(config, process.world)
     if config.parallel.pp == 1 or process.rank != 0:
         return layout
-    return replace(layout, note=prediction(config, layout.program_of(counts[-1]), results.get(counts[-1])))
+    return replace(
+        layout, note=prediction(config, layout.program_of(counts[-1]), results.get(counts[-1]))
+    )
 
 
 def prediction(config: Config, program: Program, result: SearchResult | None) -> str:
-    """Returns a line for the log: what the schedule is expected to cost, and what the search made of it.
+    """Returns a line for the log: what the schedule is expected to cost, and what the search made
+    of it.
 
     Args:
         config: whose pipeline it is, with the split of the layers that the Program is for.
@@ -211,21 +226,27 @@ def prediction(config: Config, program: Program, result: SearchResult | None) ->
     )
     if result is None:
         return text
-    text += f"; {result.placement}, {result.evaluations:,} schedules tried in {result.elapsed_s:.1f} s"
+    text += (
+        f"; {result.placement}, {result.evaluations:,} schedules tried in {result.elapsed_s:.1f} s"
+    )
     if config.pipeline.layout is None:
         text += f", layers dealt with pipeline.split={config.pipeline.split} pipeline.balance={config.pipeline.balance}"
     if result.named is not None:
         name, makespan = result.named
         text += f", {100 * (makespan / found.makespan - 1):.1f} % faster than {name}, the best named one that fits"
-    return text if find_spec("numba") else f"{text}; without numba, which would try a hundred times as many"
+    return (
+        text
+        if find_spec("numba")
+        else f"{text}; without numba, which would try a hundred times as many"
+    )
 
 
 def _splits(config: Config) -> list[Config]:
-    """Returns the configuration with every way to deal the layers to stages that the search may choose, as it says
-    first.
+    """Returns the configuration with every way to deal the layers to stages that the search may
+    choose, as it says first.
 
-    Who says how, or what the ends count for, leaves to choose only what is evened. Times that `pipeline.costs` gives
-    are those of any split.
+    Who says how, or what the ends count for, leaves to choose only what is evened. Times that
+    `pipeline.costs` gives are those of any split.
     """
     pipeline = config.pipeline
     if pipeline.balance != "auto" or pipeline.layout is not None or pipeline.costs:
@@ -235,7 +256,10 @@ def _splits(config: Config) -> list[Config]:
         ways = [("even", "stages"), ("cost", "stages"), ("cost", "ranks")]
     if pipeline.copies == 2:
         ways += [(ways[-1][0], "late"), (ways[-1][0], "ends")]
-    return [replace(config, pipeline=replace(pipeline, split=split, balance=balance)) for split, balance in ways]
+    return [
+        replace(config, pipeline=replace(pipeline, split=split, balance=balance))
+        for split, balance in ways
+    ]
 
 
 def _placements(config: Config) -> list[str]:
@@ -247,7 +271,10 @@ def _placements(config: Config) -> list[str]:
     pp, vpp = config.parallel.pp, config.parallel.vpp
     usual = candidates(pp, config.pipeline.copies)
     names = usual if vpp == 1 else [f"loop:{vpp}", f"zigzag:{vpp}"]
-    faults = {name: [_why_not(split, placement_called(name, pp)) for split in _splits(config)] for name in names}
+    faults = {
+        name: [_why_not(split, placement_called(name, pp)) for split in _splits(config)]
+        for name in names
+    }
     admitted = [name for name, why_not in faults.items() if None in why_not]
     if not admitted:
         raise ValueError(
@@ -260,7 +287,9 @@ def _placements(config: Config) -> list[str]:
 def _why_not(config: Config, placement: Placement) -> str | None:
     """Returns why the model cannot be laid out so; None where it can."""
     try:
-        shared_parameters(placement, stage_specs(layers_per_stage(config, placement), config.model), config.model)
+        shared_parameters(
+            placement, stage_specs(layers_per_stage(config, placement), config.model), config.model
+        )
     except ValueError as error:
         return str(error)
     return None
@@ -275,7 +304,8 @@ def _cap(config: Config, num_microbatches: int) -> float:
 
 
 def pipeline_faults(config: Config, world: int) -> list[Fault]:
-    """Returns what is wrong with the pipeline of a configuration that passes the checks of config/checks."""
+    """Returns what is wrong with the pipeline of a configuration that passes the checks of
+    config/checks."""
     try:
         run_costs(config)
         quick_layout(config, world)
@@ -287,10 +317,16 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
             batch = int(found[1]) * unit
             knobs.append("train.gbs" if batch == config.train.gbs else "train.gbs_ramp")
             reason = f"{reason} = {knobs[-1]} / (train.mbs·dp) = {batch} / {unit}"
-            fix = (_nearest_batch(config, world) or fix) if batch == config.train.gbs else "train.gbs_ramp=null"
+            fix = (
+                (_nearest_batch(config, world) or fix)
+                if batch == config.train.gbs
+                else "train.gbs_ramp=null"
+            )
         elif config.pipeline.schedule == "dualpipe" and config.parallel.pp % 2:
             fix = _pairs_of_ranks(config, world)
-        elif not fix and config.pipeline.schedule.startswith("file:") and knobs != ["pipeline.costs"]:
+        elif (
+            not fix and config.pipeline.schedule.startswith("file:") and knobs != ["pipeline.costs"]
+        ):
             fix = _nearest_batch(config, world) or (
                 "pipeline.schedule=1f1b, or file:PATH of a program that tools/schedule.py verify accepts"
             )
@@ -301,9 +337,11 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
 
 
 def _reason_and_fix(config: Config, error: ValueError) -> tuple[str, str]:
-    """Splits a message before its last clause, which is the fix; what is said of a Program has none."""
+    """Splits a message before its last clause, which is the fix; what is said of a Program has
+    none."""
     whole, schedule = str(error), config.pipeline.schedule
-    if whole.startswith(schedule.removeprefix("file:")):  # what is said of a program begins with its name, or its path
+    # what is said of a program begins with its name, or its path
+    if whole.startswith(schedule.removeprefix("file:")):
         whole = f"pipeline.schedule = {'file:' if schedule.startswith('file:') else ''}{whole}"
     if isinstance(error, ProgramError) or "; " not in whole:
         return whole, ""
@@ -321,7 +359,8 @@ def _another_schedule(config: Config) -> str:
 
 
 def _nearest_batch(config: Config, world: int) -> str | None:
-    """Returns the override that gives the schedule a number of micro-batches it admits; None where none is near."""
+    """Returns the override that gives the schedule a number of micro-batches it admits; None where
+    none is near."""
     unit, program_of = sequences_at_once(config, world), named_programs(config)
     now = config.train.gbs // unit
     for m in sorted(range(1, now + 4 * config.parallel.pp + 1), key=lambda m: (abs(m - now), m)):
@@ -332,8 +371,8 @@ def _nearest_batch(config: Config, world: int) -> str | None:
 
 
 def _pairs_of_ranks(config: Config, world: int) -> str:
-    """Returns the override of the nearest even pp with which all else can stay, or of a schedule that takes an odd
-    one."""
+    """Returns the override of the nearest even pp with which all else can stay, or of a schedule
+    that takes an odd one."""
     p, now = config.parallel, config.parallel.pp
     sizes = [pp for pp in divisors(world // (p.tp * p.cp)) if pp % 2 == 0]
     for pp in sorted(sizes, key=lambda pp: (abs(pp - now), pp)):

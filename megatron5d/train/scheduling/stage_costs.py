@@ -33,13 +33,16 @@ def run_costs(config: Config) -> Costs | ModelCosts:
 class ModelCosts:
     """Costs of the stages of any placement, in forwards through one rank's share of the layers.
 
-    A GEMM costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
-    and nothing in W; full recompute adds the layers' F to their I, and `recompute.logit_tokens` the head's. What a
-    device sends takes as long as `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several
-    ranks, a token's copies on their way to the experts and back, in F and again in I; between stages, hidden states.
+    A GEMM costs as much in I and in W as in F; attention between queries, keys and values costs
+    twice in I and nothing in W; full recompute adds the layers' F to their I, and
+    `recompute.logit_tokens` the head's. What a device sends takes as long as
+    `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several ranks, a
+    token's copies on their way to the experts and back, in F and again in I; between stages, hidden
+    states.
 
     Args:
-        config: the architecture, train.seq_len, recompute, parallel, precision, and how layers are dealt to stages.
+        config: the architecture, train.seq_len, recompute, parallel, precision, and how layers are
+            dealt to stages.
     """
 
     config: Config
@@ -56,14 +59,22 @@ class ModelCosts:
         held = [spec.blocks(model) for spec in specs]
         layers = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held])
         unit = layers.sum() / placement.num_ranks
-        cores = np.array([sum(core_flops(model, seq_len, window_of(model, i)) for i in mine) / 3 for mine in held])
+        cores = np.array(
+            [
+                sum(core_flops(model, seq_len, window_of(model, i)) for i in mine) / 3
+                for mine in held
+            ]
+        )
         head = np.array([head_flops(model) / 3 if spec.head else 0.0 for spec in specs])
         twice = [self._recomputed(stage, mine) for stage, mine in enumerate(held)]
         again = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in twice])
         again += head if config.recompute.logit_tokens else 0.0
         f = layers + head
         compute = {"F": f, "I": f + cores + again, "W": f - cores, "B": 2 * f + again}
-        sent, sent_again = (np.array([sum(self._sent(i) for i in mine) for mine in lists]) for lists in (held, twice))
+        sent, sent_again = (
+            np.array([sum(self._sent(i) for i in mine) for mine in lists])
+            for lists in (held, twice)
+        )
         a2a = {"F": sent, "I": sent + sent_again, "W": 0 * sent, "B": sent + sent_again}
         share = np.array([len(mine) for mine in held]) * (placement.num_ranks / model.num_layers)
         return StageCosts(
@@ -76,20 +87,31 @@ class ModelCosts:
         )
 
     def _hidden_state(self) -> float:
-        """Returns FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share
-        the FLOPs."""
+        """Returns FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it
+        as they share the FLOPs."""
         config = self.config
-        return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype] * config.pipeline.flops_per_byte
+        return (
+            config.model.hidden_size
+            * ELEMENT_BYTES[config.precision.dtype]
+            * config.pipeline.flops_per_byte
+        )
 
     def _sent(self, block: int) -> float:
-        """Returns the same of a token's copies to the experts of a block and back; those of this rank's own stay."""
+        """Returns the same of a token's copies to the experts of a block and back; those of this
+        rank's own stay."""
         model, ep = self.config.model, self.config.parallel.ep
-        return 2 * model.top_k * (1 - 1 / ep) * self._hidden_state() if is_moe(model, block) else 0.0
+        return (
+            2 * model.top_k * (1 - 1 / ep) * self._hidden_state() if is_moe(model, block) else 0.0
+        )
 
     def _recomputed(self, stage: int, held: Sequence[int]) -> Sequence[int]:
         """Blocks whose forward the backward of a stage, which holds these, runs again."""
         recompute = self.config.recompute
-        count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+        count = (
+            recompute.num_layers
+            if recompute.stage_layers is None
+            else recompute.stage_layers[stage]
+        )
         return held[:count] if recompute.mode == "full" else ()
 
 
@@ -122,7 +144,13 @@ class LayerCosts:
             ValueError: fewer layers than ranks, or with `stages` than stages.
         """
         unit = self.num_layers / placement.num_ranks
-        return split_layers(self.balance, [1.0] * self.num_layers, placement, self.embedding * unit, self.head * unit)
+        return split_layers(
+            self.balance,
+            [1.0] * self.num_layers,
+            placement,
+            self.embedding * unit,
+            self.head * unit,
+        )
 
     def of(self, placement: Placement) -> StageCosts:
         """Returns the costs of every stage; raises as `layout`."""

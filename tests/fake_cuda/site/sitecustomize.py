@@ -1,6 +1,8 @@
-"""Where the program looks at numbers that kernels would have computed, it is given some that they could have been.
+"""Where the program looks at numbers that kernels would have computed, it is given some that they
+could have been.
 
-Python imports this file on its start (`../run.py`). Everything else of the program is left as it is.
+Python imports this file on its start (`../run.py`). Everything else of the program is left as it
+is.
 """
 
 import ctypes
@@ -25,7 +27,8 @@ def lively_steps(step):
     accumulate, steps = step.Trainer.accumulate, Counter()
 
     def accumulated(self, *args):
-        """From the second step on nothing is compiled, which would hold up all ranks; the host's waits are told."""
+        """From the second step on nothing is compiled, which would hold up all ranks; the host's
+        waits are told."""
         from triton import knobs
 
         steps[self] += 1
@@ -34,7 +37,10 @@ def lively_steps(step):
         waits = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"]).fake_cuda_host_waits
         before = waits()
         sums = accumulate(self, *args)
-        print(f"step {steps[self]}: the host waited {waits() - before} times in forward and backward", file=sys.stderr)
+        print(
+            f"step {steps[self]}: the host waited {waits() - before} times in forward and backward",
+            file=sys.stderr,
+        )
         return sums
 
     step.Trainer.accumulate = accumulated

@@ -1,4 +1,5 @@
-"""Kernels run interpreted, emulated or on a GPU; each place has processes of its own (`../test_in_processes.py`)."""
+"""Kernels run interpreted, emulated or on a GPU; each place has processes of its own
+(`../test_in_processes.py`)."""
 
 import os
 import re
@@ -8,7 +9,9 @@ import torch
 
 from megatron5d.kernels import choice, tuning
 
-PLACE = os.environ.get("MEGATRON5D_KERNELS", "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "")
+PLACE = os.environ.get(
+    "MEGATRON5D_KERNELS", "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+)
 collect_ignore = []
 if PLACE == "interpreter":
     from kernel_lab.interpreter_checks import install_checks
@@ -36,27 +39,37 @@ OF_ONE_GPU = re.compile(rb"mma|cp\.async\.bulk|tcgen05|tensormap|redux\.sync\.[\
 
 @pytest.fixture(autouse=True)
 def checked_to_be_alike(request, monkeypatch):
-    """What a test marked `alike` compiles for an emulated GPU, another one has the instructions for, too."""
+    """What a test marked `alike` compiles for an emulated GPU, another one has the instructions
+    for, too."""
     if PLACE.startswith("sm_") and request.node.get_closest_marker("alike"):
         from triton.runtime import driver
 
         load = driver.active.utils.load_binary
 
         def checked(name, text, *rest):
-            assert not OF_ONE_GPU.search(text), f"{name} differs from GPU to GPU: this test is not `alike`"
+            assert not OF_ONE_GPU.search(text), (
+                f"{name} differs from GPU to GPU: this test is not `alike`"
+            )
             return load(name, text, *rest)
 
         monkeypatch.setattr(driver.active.utils, "load_binary", checked)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Kernels for FP8 are tested where there is a table for them, and one case of a test that is run elsewhere, too."""
+    """Kernels for FP8 are tested where there is a table for them, and one case of a test that is
+    run elsewhere, too."""
     if os.environ.get("MEGATRON5D_LAST_CASES") == "1":
         last = set({(item.path, item.originalname): item for item in items}.values())
         here = PLACE == "interpreter"
-        taken = [item for item in items if item in last or here == bool(item.get_closest_marker("interpreted"))]
+        taken = [
+            item
+            for item in items
+            if item in last or here == bool(item.get_closest_marker("interpreted"))
+        ]
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
         items[:] = taken
     if PLACE and "fp8_matmul" not in tuning.table(tuning.architecture(torch.empty(0).device)):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("fp8")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("fp8")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("fp8")]

@@ -45,7 +45,10 @@ def test_every_provider_runs_or_says_why_not(name):
         except LACKING:
             assert not provider.startswith("ours"), provider
     if "forward" in name:  # the same result, in whatever layout
-        size = {provider: sum(float(each.norm() ** 2) for each in results(out)) for provider, out in made.items()}
+        size = {
+            provider: sum(float(each.norm() ** 2) for each in results(out))
+            for provider, out in made.items()
+        }
         assert len(size) > 1 and max(size.values()) < 1.02 * min(size.values()), size
 
 
@@ -62,7 +65,10 @@ def test_spaces_and_tables_have_the_same_operations_and_constants():
         assert table.keys() - SPACE.keys() == set(), path.stem
         for operation, entries in table.items():
             constants = candidates(operation)[0].keys() - NOTHING
-            assert any(entry["config"].keys() - NOTHING == constants for entry in entries), (path.stem, operation)
+            assert any(entry["config"].keys() - NOTHING == constants for entry in entries), (
+                path.stem,
+                operation,
+            )
 
 
 def test_an_entry_is_rewritten_and_nothing_else(tmp_path, monkeypatch):
@@ -84,19 +90,29 @@ def test_what_is_ours_equals_the_plain_path(name):
     """As launch/gpu_check.sh compares them."""
     device = torch.get_default_device().type
     found = gpu_check.reference(name, device, tiny=True, repeats=3 if device == "cuda" else 0)
-    assert found and all(row["right"] for provider, row in found.items() if ", by " not in provider), found
+    assert found and all(
+        row["right"] for provider, row in found.items() if ", by " not in provider
+    ), found
 
 
 def test_a_kernel_with_other_bits_each_time_is_not_right(monkeypatch):
     original, calls = kernels.swiglu, []
-    monkeypatch.setattr(kernels, "swiglu", lambda x: calls.append(x) or original(x) * (1 + len(calls) / 128))
-    found = gpu_check.reference("SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True)
+    monkeypatch.setattr(
+        kernels, "swiglu", lambda x: calls.append(x) or original(x) * (1 + len(calls) / 128)
+    )
+    found = gpu_check.reference(
+        "SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True
+    )
     assert found["ours"]["right"] is False and found["ours"]["same bits"] is False
 
 
 def test_a_wrong_kernel_is_not_right(monkeypatch):
     """A call of Triton's whose result is off by a twentieth."""
     original = kernels.swiglu
-    monkeypatch.setattr(kernels, "swiglu", lambda x: original(x) * (1.05 if dispatch.runs_triton(x) else 1.0))
-    found = gpu_check.reference("SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True)
+    monkeypatch.setattr(
+        kernels, "swiglu", lambda x: original(x) * (1.05 if dispatch.runs_triton(x) else 1.0)
+    )
+    found = gpu_check.reference(
+        "SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True
+    )
     assert found["ours"]["right"] is False and 0.04 < found["ours"]["difference"] < 0.06

@@ -1,4 +1,5 @@
-"""The gradient of an embedding: every row once, those of other ranks never, and one order of adding."""
+"""The gradient of an embedding: every row once, those of other ranks never, and one order of
+adding."""
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ CASES = {
     "each once": RARE,
     "one for all": torch.full((3 * ROWS + 1,), 2),
     "one for exactly as many as are added at a time": torch.full((ROWS,), 39),
-    "other ranks'": torch.cat((RARE - 20, RARE + 25, torch.tensor([-1, 39, 40, 10**12, -(10**12)]))),
+    "other ranks'": torch.cat(
+        (RARE - 20, RARE + 25, torch.tensor([-1, 39, 40, 10**12, -(10**12)]))
+    ),
     "a few are frequent": torch.randint(0, 5, (70,)).square(),
     "none": torch.arange(0),
 }

@@ -1,4 +1,5 @@
-"""No tokens, no rows, no tensors: every operation gives an empty result and gradients of zero, and launches nothing."""
+"""No tokens, no rows, no tensors: every operation gives an empty result and gradients of zero, and
+launches nothing."""
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ def tables(tokens, half):
 DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
     "rms_norm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), [(0, 8), (8,)], (0, 8)),
     "layer_norm": (lambda x, w, b: kernels.layer_norm(x, w, b, 1e-5), [(0, 8), (8,), (8,)], (0, 8)),
-    "add_rms_norm": (lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5), [(0, 8), (0, 8), (8,)], (0, 8)),
+    "add_rms_norm": (
+        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5),
+        [(0, 8), (0, 8), (8,)],
+        (0, 8),
+    ),
     "add_layer_norm": (
         lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5),
         [(0, 8), (0, 8), (8,), (8,)],
@@ -33,26 +38,52 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
     ),
     "swiglu": (kernels.swiglu, [(0, 3, 10)], (0, 3, 5)),
     "gelu": (kernels.gelu, [(0, 3)], (0, 3)),
-    "weighted_activation": (lambda x, w: weighted_activation(x, w, "swiglu"), [(0, 10), (0,)], (0, 5)),
-    "rope": (lambda q, k: kernels.apply_rope(q, k, *tables(0, 4)), [(0, 2, 3, 8), (0, 2, 1, 8)], (0, 2, 3, 8)),
+    "weighted_activation": (
+        lambda x, w: weighted_activation(x, w, "swiglu"),
+        [(0, 10), (0,)],
+        (0, 5),
+    ),
+    "rope": (
+        lambda q, k: kernels.apply_rope(q, k, *tables(0, 4)),
+        [(0, 2, 3, 8), (0, 2, 1, 8)],
+        (0, 2, 3, 8),
+    ),
     "rope of a projection": (
-        lambda x: kernels.apply_rope_to_projection(x * 1, (1, 1), *tables(0, 4)), [(0, 2, 3, 8)], (0, 2, 1, 8),
+        lambda x: kernels.apply_rope_to_projection(x * 1, (1, 1), *tables(0, 4)),
+        [(0, 2, 3, 8)],
+        (0, 2, 1, 8),
     ),
     "attention": (
-        lambda q, k, v: kernels.attention(q, k, v, scale=1.0), [(0, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
+        lambda q, k, v: kernels.attention(q, k, v, scale=1.0),
+        [(0, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
         (0, 2, 4, 16),
     ),
     "attention without keys": (
-        lambda q, k, v: kernels.attention(q, k, v, scale=1.0), [(3, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
+        lambda q, k, v: kernels.attention(q, k, v, scale=1.0),
+        [(3, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
         (3, 2, 4, 16),
     ),
-    "cross_entropy": (lambda z: kernels.cross_entropy(z, torch.zeros(0, dtype=torch.int64)), [(0, 9)], (0,)),
-    "grouped_matmul": (
-        lambda x, w: grouped_matmul(x, w, torch.zeros(3, dtype=torch.int64)), [(0, 16), (2, 8, 16)], (0, 8),
+    "cross_entropy": (
+        lambda z: kernels.cross_entropy(z, torch.zeros(0, dtype=torch.int64)),
+        [(0, 9)],
+        (0,),
     ),
-    "permute": (lambda x: moe.permute(x, moe.permutation(torch.zeros(0, 2, dtype=torch.int64), 4)), [(0, 8)], (0, 8)),
-    "unpermute": (lambda x: moe.unpermute(x, moe.permutation(torch.zeros(3, 2).long(), 4)), [(0, 8)], (3, 8)),
-}  # fmt: skip
+    "grouped_matmul": (
+        lambda x, w: grouped_matmul(x, w, torch.zeros(3, dtype=torch.int64)),
+        [(0, 16), (2, 8, 16)],
+        (0, 8),
+    ),
+    "permute": (
+        lambda x: moe.permute(x, moe.permutation(torch.zeros(0, 2, dtype=torch.int64), 4)),
+        [(0, 8)],
+        (0, 8),
+    ),
+    "unpermute": (
+        lambda x: moe.unpermute(x, moe.permutation(torch.zeros(3, 2).long(), 4)),
+        [(0, 8)],
+        (3, 8),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -68,7 +99,11 @@ def test_differentiable(name):
 
 @pytest.mark.fp8
 def test_fp8():
-    x, weight, offsets = torch.zeros(0, 256), torch.randn(130, 256), torch.zeros(3, dtype=torch.int64)
+    x, weight, offsets = (
+        torch.zeros(0, 256),
+        torch.randn(130, 256),
+        torch.zeros(3, dtype=torch.int64),
+    )
     rows = quantize_rows(x)
     assert rows.values.shape == (0, 256)
     whole, whole_transposed = quantize_tensor_both_ways(x)
@@ -79,7 +114,10 @@ def test_fp8():
     assert fp8_transpose(rows).values.shape == (256, 0)
     assert swiglu_quantized(torch.zeros(0, 512)).values.shape == (0, 256)
     for centred in (False, True):
-        assert norm_quantized(x, torch.ones(256), None, 1e-5, centred=centred)[0].values.shape == (0, 256)
+        assert norm_quantized(x, torch.ones(256), None, 1e-5, centred=centred)[0].values.shape == (
+            0,
+            256,
+        )
     stack = Quantized(torch.stack([blocks.values] * 2), torch.stack([blocks.scales] * 2), 128)
     assert grouped_matmul_fp8(rows, stack, offsets).shape == (0, 130)
     main = torch.ones(2, 130, 256)
@@ -87,9 +125,13 @@ def test_fp8():
     dy = fp8_transpose(quantize_rows(torch.zeros(0, 130)), offsets)
     grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main)
     assert bool((main == 1).all())
-    grouped_weight_grad(torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main, accumulate=False)
+    grouped_weight_grad(
+        torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main, accumulate=False
+    )
     assert not main.any()
-    grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main.fill_(1), accumulate=False)
+    grouped_weight_grad_fp8(
+        dy, fp8_transpose(rows, offsets), offsets, main.fill_(1), accumulate=False
+    )
     assert not main.any()
 
 

@@ -1,4 +1,5 @@
-"""The emulated GPU notices what a GPU would not tell: memory that is not the kernel's, and waits that are missing."""
+"""The emulated GPU notices what a GPU would not tell: memory that is not the kernel's, and waits
+that are missing."""
 
 import re
 from unittest import mock
@@ -35,10 +36,15 @@ def test_other_memory_is_refused_with_its_line(monkeypatch):
     x, y = torch.randn(100), torch.zeros(100)
     _shifted_kernel[(1,)](x, y, 100, 0, 128)
     assert torch.equal(x, y)
-    with pytest.raises(EmulationFault, match=r"out of bounds: byte 40\d of a tensor of 400.*test_emulated_gpu.py:\d+"):
+    with pytest.raises(
+        EmulationFault,
+        match=r"out of bounds: byte 40\d of a tensor of 400.*test_emulated_gpu.py:\d+",
+    ):
         _shifted_kernel[(1,)](x, y, 100, 1, 128)
     with pytest.raises(EmulationFault, match="misaligned"):
-        _shifted_kernel[(1,)](torch.frombuffer(bytearray(402), dtype=torch.float32, offset=2), y, 100, 0, 128)
+        _shifted_kernel[(1,)](
+            torch.frombuffer(bytearray(402), dtype=torch.float32, offset=2), y, 100, 0, 128
+        )
 
 
 def relative(pair):
@@ -70,7 +76,10 @@ def attention(heads=2, dim=64, sinks=None, **rule):
     want, _ = kernels.attention_reference(*wide[:3], plain, wide[3] if sinks is not None else None)
     got, _ = kernels.attention(q, k, v, scale=plain.scale, sinks=sinks, **rule)
     dout = torch.randn(want.shape).bfloat16()
-    gradients = torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, wide, dout.double())
+    gradients = (
+        torch.autograd.grad(got, leaves, dout),
+        torch.autograd.grad(want, wide, dout.double()),
+    )
     pairs = [(got.detach(), want.detach()), *zip(*gradients)]
     return max(pairs, key=relative)
 
@@ -87,7 +96,12 @@ FAULTS = {  # what runs, on which architecture, what is replaced in its PTX, and
     "copies not waited for": (attention, "sm_80", r"cp\.async\.wait_group[ \t]+\d+;", ""),
     "bulk copies not waited for": (experts, "sm_90", MBARRIER, ""),
     "bulk copies of another phase waited for": (experts, "sm_90", PHASE, r"\g<1>1;"),
-    "GEMMs of a warp group not waited for": (experts, "sm_90", r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;", ""),
+    "GEMMs of a warp group not waited for": (
+        experts,
+        "sm_90",
+        r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;",
+        "",
+    ),
     "GEMMs not waited for": (experts, "sm_100", MBARRIER, ""),
     "GEMMs of another phase waited for": (experts, "sm_100", PHASE, r"\g<1>1;"),
 }
@@ -105,7 +119,11 @@ def goes_wrong(run) -> bool:
 
 
 def forget():
-    modules = {normalization: "_forward_kernel", grouped_matmul: "_rows_kernel", fp8_matmul: "_fp8_matmul_kernel"}
+    modules = {
+        normalization: "_forward_kernel",
+        grouped_matmul: "_rows_kernel",
+        fp8_matmul: "_fp8_matmul_kernel",
+    }
     for module, kernel in (modules | {flash_attention_forward: "_forward_kernel"}).items():
         getattr(module, kernel).device_caches.clear()
 
@@ -118,7 +136,9 @@ def loaded_anew():
     forget()
 
 
-@pytest.mark.parametrize("fault", [name for name, (_, where, *_) in FAULTS.items() if where in ("", ARCHITECTURE)])
+@pytest.mark.parametrize(
+    "fault", [name for name, (_, where, *_) in FAULTS.items() if where in ("", ARCHITECTURE)]
+)
 def test_a_wait_that_is_missing_or_wrong_shows(fault, loaded_anew):
     run, _, wait, instead = FAULTS[fault]
     assert not goes_wrong(run)
@@ -140,7 +160,8 @@ if ARCHITECTURE == "sm_100":
     def test_why_gemms_are_taken_out_before_the_next(loaded_anew, monkeypatch):
         assert not goes_wrong(fp8_gemm)
         monkeypatch.setattr(fp8_matmul, "settles", lambda device: False)
-        assert goes_wrong(fp8_gemm)  # if it does not, Triton waits by itself, and SETTLE has done its duty
+        # if it does not, Triton waits by itself, and SETTLE has done its duty
+        assert goes_wrong(fp8_gemm)
 
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 5 + [3] * 115)[None]
@@ -159,7 +180,8 @@ ON_EVERY_GPU = ("causal", "documents and window")
 
 
 @pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=[pytest.mark.hopper] * (rule not in ON_EVERY_GPU)) for rule in RULES]
+    "rule",
+    [pytest.param(rule, marks=[pytest.mark.hopper] * (rule not in ON_EVERY_GPU)) for rule in RULES],
 )
 def test_attention_over_several_tiles(rule):
     assert relative(attention(**RULES[rule])) < 5e-3

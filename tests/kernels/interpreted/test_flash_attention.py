@@ -22,7 +22,9 @@ MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
 
 
 def relative(got, want):
-    return float((got.detach().double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+    return float(
+        (got.detach().double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)
+    )
 
 
 def inputs(s=97, t=None, b=2, a=2, g=1, d=32, dv=None, dtype=torch.bfloat16):
@@ -38,7 +40,9 @@ def check(q, k, v, backward=True, **options):
     leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     rule = AttentionRule(scale, **options)
-    want, want_lse = kernels.attention_reference(*wide[:3], rule, wide[3] if sinks is not None else None)
+    want, want_lse = kernels.attention_reference(
+        *wide[:3], rule, wide[3] if sinks is not None else None
+    )
     got, lse = kernels.attention(q, k, v, scale=scale, sinks=sinks, **options)
     assert got.dtype == q.dtype and lse.dtype == torch.float32
     assert relative(got, want.detach()) < TOLERANCE
@@ -49,7 +53,8 @@ def check(q, k, v, backward=True, **options):
     wanted = torch.autograd.grad(want, wide, dout.double())
     for one, expected in zip(torch.autograd.grad(got, leaves, dout), wanted):
         assert one.shape == expected.shape
-        # Where the gradient is exactly zero (one key, say) only rounding is left: of each row, where rows are added up.
+        # Where the gradient is exactly zero (one key, say) only rounding is left: of each row,
+        # where rows are added up.
         rounding = 1e-3 * (math.sqrt(q.shape[0] * q.shape[1]) if one.dim() == 1 else 1.0)
         assert (one.double() - expected).norm() < 2 * TOLERANCE * expected.norm() + rounding
 
@@ -67,7 +72,10 @@ RULES = {
     "documents_full": {"documents": torch.stack((DOCUMENTS, SHUFFLED)), "causal": False},
     "softcap": {"softcap": 3.0},
     "sinks": {"sinks": torch.tensor([0.7, -2.0])},
-    "positions": {"q_positions": torch.arange(60, 157), "k_positions": torch.arange(97).flip(0) * 2},
+    "positions": {
+        "q_positions": torch.arange(60, 157),
+        "k_positions": torch.arange(97).flip(0) * 2,
+    },
     "all_at_once": {
         "documents": torch.stack((DOCUMENTS, SHUFFLED)),
         "window": 33,
@@ -83,11 +91,14 @@ ON_EVERY_GPU = ("all_at_once",)  # others are of the same code
 @pytest.fixture(params=["a program a block", "shares"])
 def keys_by(request, monkeypatch):
     """How dk and dv are spread over processors, whatever their number."""
-    monkeypatch.setattr(flash_attention_backward, "in_shares", lambda *sizes: request.param == "shares")
+    monkeypatch.setattr(
+        flash_attention_backward, "in_shares", lambda *sizes: request.param == "shares"
+    )
 
 
 @pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=[pytest.mark.hopper] * (rule not in ON_EVERY_GPU)) for rule in RULES]
+    "rule",
+    [pytest.param(rule, marks=[pytest.mark.hopper] * (rule not in ON_EVERY_GPU)) for rule in RULES],
 )
 def test_every_rule(rule, keys_by):
     check(*inputs(), **RULES[rule])
@@ -98,17 +109,25 @@ ZIGZAG = torch.cat((torch.arange(0, 260), torch.arange(780, 1040)))
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("rule", [
-    {"window": 270}, {"causal": False, "window": 270},
-    {"documents": TWO}, {"causal": False, "documents": TWO, "window": 270},
-    {"q_positions": ZIGZAG, "k_positions": ZIGZAG}, {"q_positions": ZIGZAG, "k_positions": ZIGZAG, "window": 300},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"window": 270},
+        {"causal": False, "window": 270},
+        {"documents": TWO},
+        {"causal": False, "documents": TWO, "window": 270},
+        {"q_positions": ZIGZAG, "k_positions": ZIGZAG},
+        {"q_positions": ZIGZAG, "k_positions": ZIGZAG, "window": 300},
+    ],
+)
 def test_blocks_seen_whole_between_blocks_seen_in_part(rule, keys_by):
     check(*inputs(s=520, b=1, a=1), **rule)
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("s, t", [(1, 1), (7, 7), (127, 127), (129, 129), (64, 32), (33, 130), (130, 33)])
+@pytest.mark.parametrize(
+    "s, t", [(1, 1), (7, 7), (127, 127), (129, 129), (64, 32), (33, 130), (130, 33)]
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_odd_lengths(s, t, causal):
     check(*inputs(s=s, t=t, b=1), causal=causal)
@@ -127,9 +146,10 @@ def test_more_keys_than_a_few_blocks():
     "d, dv",
     [
         *(pytest.param(d, d, marks=pytest.mark.hopper) for d in (64, 96, 128, 256)),
-        pytest.param(16, 48, marks=pytest.mark.hopper), (192, 128),
+        pytest.param(16, 48, marks=pytest.mark.hopper),
+        (192, 128),
     ],
-)  # fmt: skip
+)
 def test_head_dims(d, dv):
     check(*inputs(s=70, b=1, d=d, dv=dv))
 
@@ -155,7 +175,8 @@ def test_views_into_one_qkv():
 @pytest.mark.hopper
 @pytest.mark.parametrize("s", [1, 40])
 def test_what_begins_anywhere_and_dims_of_size_one_with_any_stride(s):
-    """Both are contiguous to torch, and not for the copy engine; what arrives in the backward too."""
+    """Both are contiguous to torch, and not for the copy engine; what arrives in the backward
+    too."""
     anywhere = [torch.randn(s * 32 + 1).bfloat16()[1:].view(s, 1, 1, 32) for _ in range(4)]
     odd = [torch.randn(s, 32).bfloat16().as_strided((s, 1, 1, 32), (32, 1, 3, 1)) for _ in range(4)]
     for *leaves, dout in (anywhere, odd):
@@ -163,17 +184,23 @@ def test_what_begins_anywhere_and_dims_of_size_one_with_any_stride(s):
         q, k, v = (x.detach() for x in leaves)
         out, lse = kernels.attention(q, k, v, scale=0.2)
         plain = dout.clone(memory_format=torch.contiguous_format)
-        found, wanted = (kernels.attention_backward(each, q, k, v, out, lse, scale=0.2) for each in (dout, plain))
+        found, wanted = (
+            kernels.attention_backward(each, q, k, v, out, lse, scale=0.2) for each in (dout, plain)
+        )
         assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.hopper
 def test_keys_in_two_parts_as_on_a_ring():
-    """Each part alone, merged by their log-sum-exp; then the gradients of each part from the merged out."""
+    """Each part alone, merged by their log-sum-exp; then the gradients of each part from the merged
+    out."""
     q, k, v = inputs(s=50, b=1)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     want, _ = kernels.attention_reference(*wide, AttentionRule(0.2))
-    parts = [{"k_positions": torch.arange(50)[cut], "scale": 0.2} for cut in (slice(0, 30), slice(30, 50))]
+    parts = [
+        {"k_positions": torch.arange(50)[cut], "scale": 0.2}
+        for cut in (slice(0, 30), slice(30, 50))
+    ]
     halves = [(k[:30], v[:30]), (k[30:], v[30:])]
     partial = [kernels.attention(q, *half, **part) for half, part in zip(halves, parts)]
     lse = torch.logaddexp(partial[0][1], partial[1][1])
@@ -181,8 +208,14 @@ def test_keys_in_two_parts_as_on_a_ring():
     out = sum(share * one.float() for share, (one, _) in zip(shares, partial)).bfloat16()
     assert relative(out, want.detach()) < TOLERANCE
     dout = torch.randn(want.shape).bfloat16()
-    grads = [kernels.attention_backward(dout, q, *half, out, lse, **part) for half, part in zip(halves, parts)]
-    got = (grads[0][0].float() + grads[1][0].float(), *(torch.cat([g[i] for g in grads]) for i in (1, 2)))
+    grads = [
+        kernels.attention_backward(dout, q, *half, out, lse, **part)
+        for half, part in zip(halves, parts)
+    ]
+    got = (
+        grads[0][0].float() + grads[1][0].float(),
+        *(torch.cat([g[i] for g in grads]) for i in (1, 2)),
+    )
     for one, expected in zip(got, torch.autograd.grad(want, wide, dout.double())):
         assert relative(one, expected) < 2 * TOLERANCE
 
@@ -190,7 +223,11 @@ def test_keys_in_two_parts_as_on_a_ring():
 def test_queries_that_see_nothing():
     q, k, v = inputs(s=40, b=1)
     out, lse = kernels.attention(q, k, v, scale=1.0, q_positions=torch.arange(40) - 20)
-    assert not out[:20].any() and bool((lse[..., :20] == float("-inf")).all()) and bool(lse[..., 20:].isfinite().all())
+    assert (
+        not out[:20].any()
+        and bool((lse[..., :20] == float("-inf")).all())
+        and bool(lse[..., 20:].isfinite().all())
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -204,7 +241,8 @@ def test_scores_far_below_zero(causal):
     dout = torch.randn(want.shape).bfloat16()
     wanted = torch.autograd.grad(want, wide, dout.double())
     for one, expected in zip(torch.autograd.grad(got, leaves, dout), wanted):
-        assert relative(one, expected) < 5e-2  # every key is nearly the same: differences of large numbers
+        # every key is nearly the same: differences of large numbers
+        assert relative(one, expected) < 5e-2
 
 
 def test_the_kernel_really_runs(monkeypatch):
@@ -214,9 +252,12 @@ def test_the_kernel_really_runs(monkeypatch):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", [name for name in RULES if "documents" in name or "positions" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in RULES if "documents" in name or "positions" in name]
+)
 def test_spans_hold_what_is_visible(name):
-    """And no block more at either end, where documents are one after the other; blocks seen whole, if side by side."""
+    """And no block more at either end, where documents are one after the other; blocks seen whole,
+    if side by side."""
     rule = AttentionRule(0.1, **RULES[name])
     seen = rule.visible(slice(0, 97), 97, torch.get_default_device())[:, 0, 0]
     inputs = mask_inputs(rule, torch.zeros(1))
@@ -234,7 +275,11 @@ def test_spans_hold_what_is_visible(name):
                     tight = met[0] // other * other, min((met[-1] // other + 1) * other, 97)
                     assert start <= tight[0] and stop >= tight[1]
                     assert batch or (start, stop) == tight or "documents" not in name
-                whole = [i * other for i in range(97 // other) if mine[:, i * other : (i + 1) * other].all()]
+                whole = [
+                    i * other
+                    for i in range(97 // other)
+                    if mine[:, i * other : (i + 1) * other].all()
+                ]
                 if whole and whole[-1] - whole[0] == (len(whole) - 1) * other:
                     assert (left, right) == (whole[0], whole[-1] + other)
                 else:
@@ -263,9 +308,12 @@ def test_by_pointers(shape, by_pointers):
 @pytest.mark.hopper
 @pytest.mark.skipif(os.environ.get("MEGATRON5D_KERNELS") == "gpu", reason="takes the host's memory")
 def test_tokens_far_apart_by_pointers(by_pointers):
-    """More than 2^31 elements from the first to the last token of a tile; the memory between them is never touched."""
+    """More than 2^31 elements from the first to the last token of a tile; the memory between them
+    is never touched."""
     apart = 2**25 + 2**20
-    with mmap.mmap(-1, 2 * (63 * apart + 32), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE) as memory:
+    with mmap.mmap(
+        -1, 2 * (63 * apart + 32), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    ) as memory:
         q, k, v = inputs(s=64, b=1, a=1)
         far = torch.frombuffer(memory, dtype=torch.bfloat16).as_strided(q.shape, (apart, 32, 32, 1))
         far.copy_(q)

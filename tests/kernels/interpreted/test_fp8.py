@@ -11,7 +11,11 @@ from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.fp8 import gemm as module
 from megatron5d.kernels.fp8 import norm_swiglu as fp8_fused
 from megatron5d.kernels.fp8.gemm import fp8_matmul
-from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_backward_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.norm_swiglu import (
+    norm_quantized,
+    swiglu_backward_quantized,
+    swiglu_quantized,
+)
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -25,11 +29,13 @@ from megatron5d.kernels.fp8.quantize import (
 from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
 
 pytestmark = pytest.mark.fp8
-FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4  # Hopper's tensor cores keep 14 bits of a sum
+# Hopper's tensor cores keep 14 bits of a sum
+FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4
 
 
 def by_definition(x, height, dtype, powers_of_two=False):
-    """Group by group: scale = amax / largest, perhaps up to 2^n; values = nearest FP8 value of x · 1/scale."""
+    """Group by group: scale = amax / largest, perhaps up to 2^n; values = nearest FP8 value of x ·
+    1/scale."""
     rows, columns = x.shape
     values, scales = torch.empty(rows, columns), torch.empty(-(-rows // height), -(-columns // 128))
     for i in range(scales.shape[0]):
@@ -41,7 +47,9 @@ def by_definition(x, height, dtype, powers_of_two=False):
                 scale = torch.tensor(2.0 ** math.ceil(math.log2(scale)))
             largest = torch.finfo(dtype).max
             scales[i, j] = scale
-            values[block] = (x[block].float() * (1 / scale)).clamp(-largest, largest).to(dtype).float()
+            values[block] = (
+                (x[block].float() * (1 / scale)).clamp(-largest, largest).to(dtype).float()
+            )
     return values, scales
 
 
@@ -72,13 +80,28 @@ def test_quantisers(shape, dtype, powers_of_two):
     assert torch.equal(transposed_stack.scales[0], transposed.scales)
 
 
-# x (the largest first), the scale and the values by hand: scale = amax / 448, largest e4m3 448, smallest 2^-9
+# x (the largest first), the scale and the values by hand: scale = amax / 448, largest e4m3 448,
+# smallest 2^-9
 BY_HAND = {
     "all equal": ([7.0] * 3, 2.0**-6, [448.0] * 3),
-    "grid": ([448.0, 15.0, 1.0625, -1.1875, 17.0, 19.0], 1.0, [448.0, 15.0, 1.0, -1.25, 16.0, 20.0]),  # ties to even
-    "below the smallest": ([448.0, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, -(2.0**-11)], 1.0, [448.0, 2**-9, 0, 2**-9, 0]),
-    "FP8 subnormals": ([448.0, 3 * 2.0**-9, 2.5 * 2.0**-9, 7 * 2.0**-9], 1.0, [448.0, 3 * 2**-9, 2**-8, 7 * 2**-9]),
-    "float32 subnormals": ([2.0**-130, 2.0**-140], 2.0**-100 / 448, [0.0, 0.0]),  # 448·2^-30 is below the smallest
+    # ties to even
+    "grid": (
+        [448.0, 15.0, 1.0625, -1.1875, 17.0, 19.0],
+        1.0,
+        [448.0, 15.0, 1.0, -1.25, 16.0, 20.0],
+    ),
+    "below the smallest": (
+        [448.0, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, -(2.0**-11)],
+        1.0,
+        [448.0, 2**-9, 0, 2**-9, 0],
+    ),
+    "FP8 subnormals": (
+        [448.0, 3 * 2.0**-9, 2.5 * 2.0**-9, 7 * 2.0**-9],
+        1.0,
+        [448.0, 3 * 2**-9, 2**-8, 7 * 2**-9],
+    ),
+    # 448·2^-30 is below the smallest
+    "float32 subnormals": ([2.0**-130, 2.0**-140], 2.0**-100 / 448, [0.0, 0.0]),
     "zeros": ([0.0, -0.0], 1.0, [0.0, 0.0]),
     "largest bfloat16": ([3.3895313892515355e38, 1.0], 3.3895313892515355e38 / 448, [448.0, 0.0]),
 }
@@ -118,7 +141,10 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(bad, plain):
     want[128:, 128:256] = True
     assert torch.equal(blocks.values.float().isnan(), want) and bool(blocks.scales.isfinite().all())
     assert quantize_tensor(x).values.float().isnan().all()
-    assert bool(fp8_matmul(rows, blocks).isnan()[129].all()) and not fp8_matmul(rows, blocks)[:128, :128].isnan().any()
+    assert (
+        bool(fp8_matmul(rows, blocks).isnan()[129].all())
+        and not fp8_matmul(rows, blocks)[:128, :128].isnan().any()
+    )
 
 
 @pytest.mark.alike
@@ -144,13 +170,20 @@ def test_transposed(counts, how):
             assert torch.equal(mine[:, : last - first], wide) and not mine[:, last - first :].any()
         else:
             padded = torch.nn.functional.pad(wide, (0, -wide.shape[1] % 128))
-            agree(Quantized(got.values[:, tokens], got.scales[:, group:end], 1), padded, 1, E4M3, **how)
+            agree(
+                Quantized(got.values[:, tokens], got.scales[:, group:end], 1),
+                padded,
+                1,
+                E4M3,
+                **how,
+            )
         group = end
 
 
 @pytest.mark.alike
 def test_powers_of_two_lose_nothing_when_transposed():
-    """Values within the FP8 range of each other survive both groupings: what bfloat16 held in 4 bits stays."""
+    """Values within the FP8 range of each other survive both groupings: what bfloat16 held in 4
+    bits stays."""
     x = torch.randint(8, 16, (128, 128)).float() * 2.0 ** torch.randint(-3, 3, (128, 128))
     rows = quantize_rows(x, powers_of_two=True)
     assert torch.equal(rows.dequantize(), x)
@@ -164,7 +197,8 @@ def test_powers_of_two_lose_nothing_when_transposed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows, width", [(1, 1), (7, 130), (5, 384)])
 def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
-    """Bit by bit what the two kernels give, and near the plain path, whose exponentials differ in the last bit.
+    """Bit by bit what the two kernels give, and near the plain path, whose exponentials differ in
+    the last bit.
 
     Rows of 384 are too wide for the fused norms here.
     """
@@ -173,20 +207,28 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
     x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, width), (width,), (width,)))
     for how in ({}, {"powers_of_two": True}):
         got, want = swiglu_quantized(gate_up, **how), quantize_rows(kernels.swiglu(gate_up), **how)
-        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        assert torch.equal(got.scales, want.scales) and torch.equal(
+            got.values.float(), want.values.float()
+        )
         near(got, quantize_reference(kernels.swiglu_reference(gate_up), 1, **how))
         got = swiglu_quantized(gate_up, weights=weights, **how)
         want = quantize_rows(weighted_activation(gate_up, weights, "swiglu"), **how)
-        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        assert torch.equal(got.scales, want.scales) and torch.equal(
+            got.values.float(), want.values.float()
+        )
         got, (_, inverse) = norm_quantized(x, weight, None, 1e-5, centred=False, **how)
         plain = kernels.rms_norm_reference(x, weight, 1e-5)
         want = quantize_rows(kernels.rms_norm(x, weight, 1e-5), **how)
-        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        assert torch.equal(got.scales, want.scales) and torch.equal(
+            got.values.float(), want.values.float()
+        )
         near(got, quantize_reference(plain, 1, **how))
         torch.testing.assert_close(inverse, torch.rsqrt(x.float().square().mean(1) + 1e-5))
         got, statistics = norm_quantized(x, weight, bias, 1e-5, centred=True, **how)
         want = quantize_rows(kernels.layer_norm(x, weight, bias, 1e-5), **how)
-        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        assert torch.equal(got.scales, want.scales) and torch.equal(
+            got.values.float(), want.values.float()
+        )
         near(got, quantize_reference(kernels.layer_norm_reference(x, weight, bias, 1e-5), 1, **how))
         variance, mean = torch.var_mean(x.float(), 1, correction=0)
         torch.testing.assert_close(statistics, (mean, torch.rsqrt(variance + 1e-5)))
@@ -198,15 +240,22 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
 @pytest.mark.parametrize("how", [{}, {"powers_of_two": True}, {"dtype": E5M2}])
 @pytest.mark.parametrize("rows, width", [(3, 128), (130, 256), (5, 144)])
 def test_a_gradient_of_swiglu_is_quantised_both_ways_at_once(rows, width, how):
-    """Bit by bit the backward, its quantisation and the transpose of that, one after the other; also of slices."""
-    gate_up, dy = torch.randn(rows, 2 * width + 16).bfloat16(), 1e-3 * torch.randn(rows, width + 8).bfloat16()
+    """Bit by bit the backward, its quantisation and the transpose of that, one after the other;
+    also of slices."""
+    gate_up, dy = (
+        torch.randn(rows, 2 * width + 16).bfloat16(),
+        1e-3 * torch.randn(rows, width + 8).bfloat16(),
+    )
     gate_up, dy = gate_up[:, 8:-8], dy[:, 8:]
     dy[-1, 3], gate_up[0, -1] = 0.0, torch.nan
     straight = quantize_rows(kernels.activation_backward(dy, gate_up, None, "swiglu")[0], **how)
     turned = fp8_transpose(straight, powers_of_two=how.get("powers_of_two", False))
     got = swiglu_backward_quantized(dy[None], gate_up[None], **how)
     for mine, wanted in zip(got, (straight, turned)):
-        assert torch.equal(mine.scales, wanted.scales) and mine.scales.stride() == wanted.scales.stride()
+        assert (
+            torch.equal(mine.scales, wanted.scales)
+            and mine.scales.stride() == wanted.scales.stride()
+        )
         assert torch.equal(mine.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert got[0].values.float().isnan().sum() == 128
 
@@ -223,14 +272,24 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
         biases = {False: None, True: bias}
         ours, centred = (
             kernels.norm_backward(
-                dy, x, weight, b, 1e-5, norm_quantized(x, weight, b, 1e-5, centred=c)[1], dx, centred=c
+                dy,
+                x,
+                weight,
+                b,
+                1e-5,
+                norm_quantized(x, weight, b, 1e-5, centred=c)[1],
+                dx,
+                centred=c,
             )
             for c, b in biases.items()
         )
     assert ours[2] is None
     wanted = torch.autograd.grad(kernels.add_rms_norm(x, None, weight, 1e-5), [x, weight], [dy, dx])
-    torch.testing.assert_close(ours[:2], wanted)  # two compiled kernels need not add in the same order
-    wanted = torch.autograd.grad(kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx])
+    # two compiled kernels need not add in the same order
+    torch.testing.assert_close(ours[:2], wanted)
+    wanted = torch.autograd.grad(
+        kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx]
+    )
     torch.testing.assert_close(centred, wanted)
 
 
@@ -272,9 +331,15 @@ def test_matmul(kind, size):
 
 
 def test_blockwise_is_closer_than_tensorwise_where_scales_differ():
-    x, w = torch.randn(65, 528) * torch.logspace(-4, 4, 528), torch.randn(65, 528) / torch.logspace(-4, 4, 528)
+    x, w = (
+        torch.randn(65, 528) * torch.logspace(-4, 4, 528),
+        torch.randn(65, 528) / torch.logspace(-4, 4, 528),
+    )
     want = x.double() @ w.double().t()
-    error = {name: (fp8_matmul(KINDS[name][0](x), KINDS[name][1](w)).double() - want).norm() for name in KINDS}
+    error = {
+        name: (fp8_matmul(KINDS[name][0](x), KINDS[name][1](w)).double() - want).norm()
+        for name in KINDS
+    }
     assert error["forward"] < 0.5 * error["tensorwise"]
 
 

@@ -1,4 +1,5 @@
-"""One scale for a tensor: the kernels' bits are those of plain torch, whatever the tensor holds and however it lies."""
+"""One scale for a tensor: the kernels' bits are those of plain torch, whatever the tensor holds and
+however it lies."""
 
 import math
 
@@ -24,13 +25,18 @@ pytestmark = [pytest.mark.fp8, pytest.mark.alike, pytest.mark.interpreted]
 
 def same(got, want):
     """Shape, layout, dtype and every bit."""
-    assert got.values.is_contiguous() and got.values.dtype == want.values.dtype and got.rows_per_scale == 0
+    assert (
+        got.values.is_contiguous()
+        and got.values.dtype == want.values.dtype
+        and got.rows_per_scale == 0
+    )
     assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
     assert torch.equal(got.scales, want.scales)
 
 
 def check(x, dtype=E4M3, **how):
-    """Maximum, values, transpose, and values for a maximum of other ranks, beyond which x saturates."""
+    """Maximum, values, transpose, and values for a maximum of other ranks, beyond which x
+    saturates."""
     assert dispatch.runs_triton(x) and torch.equal(amax_of(x), amax_reference(x))
     want = quantize_tensor_reference(x, dtype, **how)
     same(quantize_tensor(x, dtype, **how), want)
@@ -40,7 +46,10 @@ def check(x, dtype=E4M3, **how):
     assert torch.equal(transposed.values.view(torch.uint8), want.values.view(torch.uint8).t())
     for factor in (0.25, 3.0):
         amax = amax_reference(x) * factor
-        same(quantize_tensor(x, dtype, amax=amax, **how), quantize_tensor_reference(x, dtype, amax=amax, **how))
+        same(
+            quantize_tensor(x, dtype, amax=amax, **how),
+            quantize_tensor_reference(x, dtype, amax=amax, **how),
+        )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +59,8 @@ def check(x, dtype=E4M3, **how):
 def test_values(dtype, eight, powers_of_two):
     x = (torch.randn(65, 131) * torch.logspace(-4, 2, 131)).to(dtype)
     x[0, :3] = torch.tensor([0.0, -0.0, x.max() / 448])
-    x[64, 130] = -x.abs().max() - 1  # the last element of the last tile, and negative, is the largest
+    # the last element of the last tile, and negative, is the largest
+    x[64, 130] = -x.abs().max() - 1
     check(x, eight, powers_of_two=powers_of_two)
 
 
@@ -85,7 +95,8 @@ def test_special_numbers(name, dtype, eight):
 
 
 def test_layouts():
-    """Tokens in several dims; rows apart, transposed, every other column, one row repeated; a vector and a number."""
+    """Tokens in several dims; rows apart, transposed, every other column, one row repeated; a
+    vector and a number."""
     x = torch.randn(6, 4, 40)
     want = quantize_tensor_reference(x)
     assert quantize_tensor(x).values.shape == x.shape
@@ -104,10 +115,18 @@ def test_by_row(shape, dtype):
     if shape[0] > 3:
         x[1, 100], x[2, 0], x[3] = math.nan, -math.inf, 2.0**-130
     assert torch.equal(amax_of_rows(x), amax_of_rows_reference(x))
-    for amax in (amax_of_rows(x), amax_of(x[-1]).expand(shape[0]).clone().index_fill_(0, torch.tensor(0), math.inf)):
+    for amax in (
+        amax_of_rows(x),
+        amax_of(x[-1]).expand(shape[0]).clone().index_fill_(0, torch.tensor(0), math.inf),
+    ):
         for eight, how in ((E4M3, {"powers_of_two": True}), (E5M2, {})):
-            got, want = quantize_by_row(x, amax, eight, **how), quantize_by_row_reference(x, amax, eight, **how)
-            assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(got[1], want[1])
+            got, want = (
+                quantize_by_row(x, amax, eight, **how),
+                quantize_by_row_reference(x, amax, eight, **how),
+            )
+            assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(
+                got[1], want[1]
+            )
             for i, largest in enumerate(amax):  # a row is a tensor whose maximum is given
                 row = quantize_tensor_reference(x[i : i + 1], eight, amax=largest, **how)
                 assert torch.equal(got[0][i].view(torch.uint8), row.values[0].view(torch.uint8))

@@ -1,4 +1,5 @@
-"""The repaired interpreter against torch: what lies without the repair, and every feature the kernels use."""
+"""The repaired interpreter against torch: what lies without the repair, and every feature the
+kernels use."""
 
 import pytest
 import torch
@@ -175,7 +176,11 @@ def orders(x, cumulative, ordered, counts, BLOCK: tl.constexpr):
 
 def test_scan_sort_atomics():
     x = torch.randint(0, 9, (64,), dtype=torch.int32)
-    cumulative, ordered, counts = torch.empty_like(x), torch.empty_like(x), torch.zeros(9, dtype=torch.int32)
+    cumulative, ordered, counts = (
+        torch.empty_like(x),
+        torch.empty_like(x),
+        torch.zeros(9, dtype=torch.int32),
+    )
     orders[(1,)](x, cumulative, ordered, counts, BLOCK=64)
     assert torch.equal(cumulative, x.cumsum(0).int()) and torch.equal(ordered, x.sort().values)
     assert torch.equal(counts, torch.bincount(x, minlength=9).int())
@@ -204,15 +209,29 @@ def test_tensor_descriptors_cut_at_the_edge():
 
     x, out = torch.randn(50, 72).bfloat16(), torch.zeros(50, 72).bfloat16()
     block = [32, 32]
-    tiles[(2, 3)](TensorDescriptor.from_tensor(x, block), TensorDescriptor.from_tensor(out, block), ROWS=32, COLUMNS=32)
+    tiles[(2, 3)](
+        TensorDescriptor.from_tensor(x, block),
+        TensorDescriptor.from_tensor(out, block),
+        ROWS=32,
+        COLUMNS=32,
+    )
     assert torch.equal(out, x)
 
 
 def test_types_made_once_are_checked_as_before():
-    floats, integers = tl.block_type(tl.float32, [4, 8]), tl.block_type(tl.int32, [tl.constexpr(4), 8])
-    assert floats.shape is integers.shape and floats != integers and str(integers) == "<['4', '8'], int32>"
+    floats, integers = (
+        tl.block_type(tl.float32, [4, 8]),
+        tl.block_type(tl.int32, [tl.constexpr(4), 8]),
+    )
+    assert (
+        floats.shape is integers.shape
+        and floats != integers
+        and str(integers) == "<['4', '8'], int32>"
+    )
     assert integers == tl.block_type(tl.int32, [4, 8]) and integers.numel == 32
-    assert [floats.shape[i] for i in range(2)] == [4, 8] and floats.shape.type == tl.tuple([4, 8]).type
+    assert [floats.shape[i] for i in range(2)] == [4, 8] and floats.shape.type == tl.tuple(
+        [4, 8]
+    ).type
     for wrong in ([4.0, 8], [3, 8], [], (4, 8)):
         with pytest.raises((TypeError, ValueError, AssertionError)):
             tl.block_type(tl.float32, wrong)

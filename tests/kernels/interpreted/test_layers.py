@@ -1,4 +1,5 @@
-"""Layers that work in place beside themselves with copies, and whole models of kernels beside plain torch."""
+"""Layers that work in place beside themselves with copies, and whole models of kernels beside plain
+torch."""
 
 import dataclasses
 import sys
@@ -84,19 +85,27 @@ def numbers(config, in_place, monkeypatch):
     ],
 )
 def test_the_same_bits_in_place(parts, fp8, inner, overwritten, monkeypatch):
-    """Or, where 128 divides the inner dim, with a gradient of SwiGLU that is made in FP8, both ways, and never wide."""
+    """Or, where 128 divides the inner dim, with a gradient of SwiGLU that is made in FP8, both
+    ways, and never wide."""
     recompute = RecomputeConfig("selective", parts=parts) if parts else RecomputeConfig()
     config = config_of("llama_gqa", recompute=recompute)
     # 16: the least that the attention kernels take
     model = dataclasses.replace(config.model, head_dim=16, ffn_hidden_size=inner)
-    config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype="bf16", fp8=fp8))
+    config = dataclasses.replace(
+        config, model=model, precision=PrecisionConfig(dtype="bf16", fp8=fp8)
+    )
     ours = numbers(config, True, monkeypatch)
     assert all(map(torch.equal, ours, numbers(config, False, monkeypatch)))
     assert overwritten == ([True, False] if inner == 48 else [False])
 
 
 MODELS = {
-    "experts": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 48, "shared_ffn_hidden_size": 16},
+    "experts": {
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 48,
+        "shared_ffn_hidden_size": 16,
+    },
     "latent": {"attention": "mla", "q_lora_rank": 32, "kv_lora_rank": 32},
     "centred": {"norm": "layernorm"},
 }

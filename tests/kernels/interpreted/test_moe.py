@@ -5,11 +5,16 @@ import torch
 
 from megatron5d.kernels import gemm as grouped
 from megatron5d.kernels import moe
-from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
+from megatron5d.kernels.fp8.gemm import (
+    grouped_matmul_fp8,
+    grouped_weight_grad_fp8,
+    grouped_weight_grad_fp8_reference,
+)
 from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 from megatron5d.kernels.providers.torch_gemm import clear_rest
 
-FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4  # Hopper's tensor cores keep 14 bits of a sum
+# Hopper's tensor cores keep 14 bits of a sum
+FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 
 
@@ -42,15 +47,22 @@ def test_grouped_matmul(counts, n, k):
 def test_rows_past_the_last_offset_are_zeros(counts, monkeypatch):
     """Whatever their memory held: none of them, one, and more than a tile."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(float("nan")))
-    offsets, weight = torch.tensor([0, *counts]).cumsum(0), torch.randn(len(counts), 40, 72).bfloat16()
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(float("nan"))
+    )
+    offsets, weight = (
+        torch.tensor([0, *counts]).cumsum(0),
+        torch.randn(len(counts), 40, 72).bfloat16(),
+    )
     for padding in (0, 1, 200):
         x = torch.randn(sum(counts) + padding, 72).bfloat16()
         for y in (
             grouped.grouped_matmul(x, weight, offsets),
             grouped.grouped_input_grad(x[:, :40].contiguous(), weight, offsets),
         ):
-            assert y.isfinite().all() and not y[sum(counts) :].any() and y[: sum(counts)].any(1).all()
+            assert (
+                y.isfinite().all() and not y[sum(counts) :].any() and y[: sum(counts)].any(1).all()
+            )
 
 
 def test_weight_grad_adds_and_ignores_the_neighbours_infinities():
@@ -60,7 +72,9 @@ def test_weight_grad_adds_and_ignores_the_neighbours_infinities():
     grouped.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
     want = dy[:70].double().t() @ x[:70].double()
     assert relative(main - 1, want) < 1e-5
-    grouped.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main.fill_(float("nan")), accumulate=False)
+    grouped.grouped_weight_grad(
+        dy, x, torch.tensor([0, 70]), main.fill_(float("nan")), accumulate=False
+    )
     assert relative(main, want) < 1e-5
 
 
@@ -68,7 +82,9 @@ def test_the_neighbours_infinite_weights_stay_theirs():
     weight, offsets = torch.randn(3, 40, 72).bfloat16(), torch.tensor([0, 5, 5, 9])
     weight[1] = float("inf")  # an expert without tokens
     assert grouped.grouped_matmul(torch.randn(9, 72).bfloat16(), weight, offsets).isfinite().all()
-    assert grouped.grouped_input_grad(torch.randn(9, 40).bfloat16(), weight, offsets).isfinite().all()
+    assert (
+        grouped.grouped_input_grad(torch.randn(9, 40).bfloat16(), weight, offsets).isfinite().all()
+    )
 
 
 @pytest.mark.fp8
@@ -82,7 +98,12 @@ def test_grouped_fp8():
     got = grouped_matmul_fp8(x, weight, offsets, torch.float32)
     bounds = offsets.tolist()
     wide = x.dequantize(torch.float64)
-    want = torch.cat([wide[lo:hi] @ b.dequantize(torch.float64).t() for lo, hi, b in zip(bounds, bounds[1:], blocks)])
+    want = torch.cat(
+        [
+            wide[lo:hi] @ b.dequantize(torch.float64).t()
+            for lo, hi, b in zip(bounds, bounds[1:], blocks)
+        ]
+    )
     assert relative(got, want) < FP8_SUMS
 
 
@@ -102,19 +123,26 @@ def test_grouped_fp8_weight_grad(counts):
         assert (main.double() - want).norm() < tolerance * want.norm()
         assert torch.equal(main.double()[1], before[1])  # an expert without tokens
         grouped_weight_grad_fp8(dy, x, offsets, main.fill_(float("nan")), accumulate=False)
-        assert (main.double() - (want - before)).norm() < tolerance * want.norm() and not main[1].any()
+        assert (main.double() - (want - before)).norm() < tolerance * want.norm() and not main[
+            1
+        ].any()
     with pytest.raises(ValueError, match="weight gradient"):
         grouped_weight_grad_fp8(x, dy, offsets, main)
 
 
 @pytest.mark.alike
-@pytest.mark.parametrize("n, k, experts", [(1, 1, 1), (7, 2, 5), (20, 3, 4), (700, 2, 3), (150, 8, 256), (64, 1, 40)])
+@pytest.mark.parametrize(
+    "n, k, experts", [(1, 1, 1), (7, 2, 5), (20, 3, 4), (700, 2, 3), (150, 8, 256), (64, 1, 40)]
+)
 def test_choices_are_sorted_stably(n, k, experts):
-    """Several programs, experts without a choice, and choices that no expert has (they come last)."""
+    """Several programs, experts without a choice, and choices that no expert has (they come
+    last)."""
     chosen = torch.randint(0, experts + 1, (n, k))
     where = moe.permutation(chosen, experts)
     order = sorted(range(n * k), key=chosen.flatten().tolist().__getitem__)
-    assert where.choice.tolist() == order and where.token.tolist() == [choice // k for choice in order]
+    assert where.choice.tolist() == order and where.token.tolist() == [
+        choice // k for choice in order
+    ]
     assert where.place.flatten()[where.choice].tolist() == list(range(n * k))
     ends = [int((chosen < expert).sum()) for expert in range(experts + 1)]
     assert where.offsets.tolist() == ends and where.offsets.dtype == torch.int32
@@ -127,7 +155,8 @@ def test_choices_are_sorted_stably(n, k, experts):
 @pytest.mark.alike
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "n, k, experts, h", [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129), (3, 2, 300, 8), (1, 1, 1, 4097)]
+    "n, k, experts, h",
+    [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129), (3, 2, 300, 8), (1, 1, 1, 4097)],
 )
 def test_permute_and_back(n, k, experts, h, dtype):
     choices = torch.stack([torch.randperm(experts)[:k] for _ in range(n)])
@@ -135,7 +164,9 @@ def test_permute_and_back(n, k, experts, h, dtype):
     x, weights = torch.randn(n, h).to(dtype).requires_grad_(), torch.rand(n, k).requires_grad_()
     rows, by_row = moe.permute_weighted(x, weights, where)
     order = sorted((int(e), t, j) for t in range(n) for j, e in enumerate(choices[t]))
-    assert torch.equal(rows, x[[t for _, t, _ in order]]) and torch.equal(rows, moe.permute(x, where))
+    assert torch.equal(rows, x[[t for _, t, _ in order]]) and torch.equal(
+        rows, moe.permute(x, where)
+    )
     assert by_row.tolist() == [weights[t, j].item() for _, t, j in order]
     y = moe.unpermute(rows * 2, where)
     assert relative(y, 2 * k * x.detach().double()) < (1e-6 if dtype == torch.float32 else 5e-3)
@@ -156,7 +187,9 @@ def test_rows_that_never_came_count_as_zeros(missing):
     y = moe.unpermute(rows, where)
     torch.testing.assert_close(y, want)
     dy = torch.randn(n, h)
-    torch.testing.assert_close(torch.autograd.grad(y, rows, dy), torch.autograd.grad(want, rows, dy))
+    torch.testing.assert_close(
+        torch.autograd.grad(y, rows, dy), torch.autograd.grad(want, rows, dy)
+    )
 
 
 @pytest.mark.alike
@@ -173,11 +206,21 @@ def test_nothing_is_kept_for_the_backward():
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     "kind, normalised, scale",
-    [("softmax", False, 1.0), ("softmax", True, 1.0), ("sigmoid", True, 2.5), ("sigmoid", False, 1.0)],
+    [
+        ("softmax", False, 1.0),
+        ("softmax", True, 1.0),
+        ("sigmoid", True, 2.5),
+        ("sigmoid", False, 1.0),
+    ],
 )
-@pytest.mark.parametrize("n, experts, k", [
-    pytest.param(1, 1, 1, marks=pytest.mark.hopper), pytest.param(9, 7, 3, marks=pytest.mark.hopper), (5, 64, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "n, experts, k",
+    [
+        pytest.param(1, 1, 1, marks=pytest.mark.hopper),
+        pytest.param(9, 7, 3, marks=pytest.mark.hopper),
+        (5, 64, 8),
+    ],
+)
 def test_route(n, experts, k, kind, normalised, scale, biased, forced):
     logits, dweights = torch.randn(n, experts).requires_grad_(), torch.randn(n, k)
     bias = torch.randn(experts) if biased else None
@@ -197,7 +240,9 @@ def test_route(n, experts, k, kind, normalised, scale, biased, forced):
     assert (got.double() - expected).norm() <= 2e-6 * expected.norm() + 1e-6
 
 
-@pytest.mark.parametrize("n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8), (4, 12, 12), (3, 129, 17)])
+@pytest.mark.parametrize(
+    "n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8), (4, 12, 12), (3, 129, 17)]
+)
 def test_best(n, experts, k):
     scores = torch.randn(n, experts)
     assert torch.equal(moe.best(scores, k), scores.topk(k)[1])
@@ -206,7 +251,8 @@ def test_best(n, experts, k):
 def test_ties_and_impossible_scores():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
     assert moe.best(scores, 3).tolist() == [[1, 2, 0], [0, 1, 2]]
-    scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])  # experts that exist, and NaN continues
+    # experts that exist, and NaN continues
+    scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])
     assert moe.best(scores, 2).tolist() == [[0, 1], [1, 2]]
     assert scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist() == [[0, 1], [1, 2]]
     chosen, weights = moe.route(scores, 2, "softmax", True, 1.0)
@@ -216,7 +262,8 @@ def test_ties_and_impossible_scores():
 @pytest.mark.alike
 @pytest.mark.parametrize("last", [0, 5, 16, 17, 40])
 def test_rows_past_the_last_expert_are_cleared(last):
-    """As after a library's grouped GEMM, which leaves there what there was; nothing else is touched."""
+    """As after a library's grouped GEMM, which leaves there what there was; nothing else is
+    touched."""
     y = torch.full((40, 1030), torch.nan, dtype=torch.bfloat16)
     y[:last] = 3.0
     offsets = torch.tensor([0, last // 2, last], dtype=torch.int32)

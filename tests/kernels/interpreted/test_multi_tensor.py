@@ -18,7 +18,9 @@ def test_adamw_follows_torch(grad_dtype, has_copy):
     grads = [torch.zeros(s, dtype=grad_dtype) for s in SHAPES]
     moments = [[torch.zeros(s) for s in SHAPES] for _ in range(2)]
     copies = {"copy": [torch.zeros(s, dtype=torch.bfloat16) for s in SHAPES]} if has_copy else {}
-    table = TensorTable(master=masters, grad=grads, exp_avg=moments[0], exp_avg_sq=moments[1], **copies)
+    table = TensorTable(
+        master=masters, grad=grads, exp_avg=moments[0], exp_avg_sq=moments[1], **copies
+    )
     oracle = [m.double().requires_grad_() for m in masters]
     groups = [{"params": [p], "weight_decay": d} for p, d in zip(oracle, DECAYS)]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
@@ -30,7 +32,9 @@ def test_adamw_follows_torch(grad_dtype, has_copy):
             p.grad = grad.double() * 0.25
         optimizer.step()
         with allow_memory(*everything):
-            adamw_step(table, AdamWSettings(0.01, 0.9, 0.95, 1e-8, step), factor, torch.tensor(DECAYS))
+            adamw_step(
+                table, AdamWSettings(0.01, 0.9, 0.95, 1e-8, step), factor, torch.tensor(DECAYS)
+            )
     for i, p in enumerate(oracle):
         torch.testing.assert_close(masters[i].double(), p.detach(), rtol=1e-5, atol=1e-6)
         if has_copy:
@@ -43,7 +47,9 @@ def test_squared_norm(dtype):
     table = TensorTable(grad=grads)
     with allow_memory(*grads):
         got = squared_norm(table)
-        torch.testing.assert_close(got, sum(g.double().square().sum() for g in grads), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            got, sum(g.double().square().sum() for g in grads), rtol=1e-6, atol=0
+        )
         for bad in (float("inf"), float("nan")):
             grads[3].view(-1)[-1] = bad
             assert not squared_norm(table).isfinite()
@@ -62,5 +68,8 @@ def test_what_does_not_match_is_refused():
         TensorTable(a=[torch.zeros(3, 4).t()])
     with pytest.raises(ValueError, match="columns"):
         adamw_step(
-            TensorTable(grad=[torch.zeros(1)]), AdamWSettings(0.1, 0.9, 0.9, 0.1, 1), torch.ones(()), torch.ones(1)
+            TensorTable(grad=[torch.zeros(1)]),
+            AdamWSettings(0.1, 0.9, 0.9, 0.1, 1),
+            torch.ones(()),
+            torch.ones(1),
         )

@@ -9,7 +9,8 @@ from megatron5d.kernels import norm as normalization
 
 pytestmark = [pytest.mark.alike, pytest.mark.interpreted]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-SHAPES = [(1, 1), (5, 7), (3, 2, 127), (33, 129), (3, 1000), (9, 4097)]  # the last with the kernels of wide rows
+# the last with the kernels of wide rows
+SHAPES = [(1, 1), (5, 7), (3, 2, 127), (33, 129), (3, 1000), (9, 4097)]
 
 
 def relative(got, want):
@@ -17,7 +18,8 @@ def relative(got, want):
 
 
 def check(x, weight, bias, run, exact):
-    """Output and gradients of `run` on x, weight, bias (low precision) against `exact` on their float64 copies."""
+    """Output and gradients of `run` on x, weight, bias (low precision) against `exact` on their
+    float64 copies."""
     leaves = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     y, want = run(*leaves), exact(*wide)
@@ -36,7 +38,13 @@ def check(x, weight, bias, run, exact):
 def test_rms_norm(shape, dtype):
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     width = shape[-1:]
-    check(x, weight, None, lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, width, w, 1e-5))
+    check(
+        x,
+        weight,
+        None,
+        lambda x, w: kernels.rms_norm(x, w, 1e-5),
+        lambda x, w: F.rms_norm(x, width, w, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -54,9 +62,13 @@ def test_layer_norm(shape, has_bias):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("width", [100, 1500])
 def test_the_stream_beside_the_norm(width, added, centred, dtype):
-    """With a residual, and without one; gradients of both results, and of either alone. Wide rows have their kernel."""
+    """With a residual, and without one; gradients of both results, and of either alone. Wide rows
+    have their kernel."""
     names = ["x", *(["residual"] if added else []), "weight", *(["bias"] if centred else [])]
-    leaves = {n: torch.randn((width,) if n in ("weight", "bias") else (3, 3, width)).to(dtype) for n in names}
+    leaves = {
+        n: torch.randn((width,) if n in ("weight", "bias") else (3, 3, width)).to(dtype)
+        for n in names
+    }
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
     x, residual, weight, bias = (leaves.get(n) for n in ("x", "residual", "weight", "bias"))
@@ -66,8 +78,13 @@ def test_the_stream_beside_the_norm(width, added, centred, dtype):
         y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
     want_total = wide["x"] + wide["residual"] if added else wide["x"] * 1
     exact = F.layer_norm if centred else F.rms_norm
-    want = exact(want_total, (width,), *(wide[n] for n in names if n in ("weight", "bias")), eps=1e-5)
-    assert torch.equal(total, x + residual if added else x) and relative(y, want) < 2 * TOLERANCE[dtype]
+    want = exact(
+        want_total, (width,), *(wide[n] for n in names if n in ("weight", "bias")), eps=1e-5
+    )
+    assert (
+        torch.equal(total, x + residual if added else x)
+        and relative(y, want) < 2 * TOLERANCE[dtype]
+    )
     dy, dtotal = torch.randn(y.shape).to(dtype), torch.randn(y.shape).to(dtype)
     for ours, theirs, grads in (
         ([y, total], [want, want_total], [dy, dtotal]),
@@ -76,7 +93,9 @@ def test_the_stream_beside_the_norm(width, added, centred, dtype):
     ):
         how = {"retain_graph": True, "allow_unused": True}
         got = torch.autograd.grad(ours, list(leaves.values()), grads, **how)
-        wanted = torch.autograd.grad(theirs, list(wide.values()), [g.double() for g in grads], **how)
+        wanted = torch.autograd.grad(
+            theirs, list(wide.values()), [g.double() for g in grads], **how
+        )
         for one, expected in zip(got, wanted, strict=True):
             assert (one is None) == (expected is None)
             assert one is None or relative(one, expected) < 2 * TOLERANCE[dtype]
@@ -84,13 +103,17 @@ def test_the_stream_beside_the_norm(width, added, centred, dtype):
 
 @pytest.mark.parametrize("width", [18432, 4099])
 def test_wide_rows_far_from_zero(width):
-    """A mean of the squares less the square of the mean would be off by a tenth here, and one of a single lane too."""
+    """A mean of the squares less the square of the mean would be off by a tenth here, and one of a
+    single lane too."""
     x = (torch.randn(2, width) + torch.linspace(1000, 1010, width)).requires_grad_()
     weight, bias = torch.randn(width), torch.randn(width)
-    y, want = (norm(x.double() if wide else x, wide) for norm, wide in (
-        (lambda x, _: kernels.layer_norm(x, weight, bias, 1e-5), False),
-        (lambda x, _: F.layer_norm(x, (width,), weight.double(), bias.double(), 1e-5), True),
-    ))  # fmt: skip
+    y, want = (
+        norm(x.double() if wide else x, wide)
+        for norm, wide in (
+            (lambda x, _: kernels.layer_norm(x, weight, bias, 1e-5), False),
+            (lambda x, _: F.layer_norm(x, (width,), weight.double(), bias.double(), 1e-5), True),
+        )
+    )
     assert relative(y, want) < 5e-5
     dy = torch.randn(2, width)
     got, wanted = (torch.autograd.grad(out, x, dy.to(out.dtype))[0] for out in (y, want))
@@ -99,9 +122,21 @@ def test_wide_rows_far_from_zero(width):
 
 def test_a_transposed_input_and_gradient():
     x, weight = torch.randn(33, 5).t(), torch.randn(33)
-    check(x, weight, None, lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (33,), w, 1e-5))
+    check(
+        x,
+        weight,
+        None,
+        lambda x, w: kernels.rms_norm(x, w, 1e-5),
+        lambda x, w: F.rms_norm(x, (33,), w, 1e-5),
+    )
     sliced = torch.randn(5, 80)[:, 7:40]
-    check(sliced, weight, None, lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (33,), w, 1e-5))
+    check(
+        sliced,
+        weight,
+        None,
+        lambda x, w: kernels.rms_norm(x, w, 1e-5),
+        lambda x, w: F.rms_norm(x, (33,), w, 1e-5),
+    )
 
 
 def test_empty():

@@ -1,4 +1,5 @@
-"""Products that follow and tell flags, with a second process at the other end of the shared memory."""
+"""Products that follow and tell flags, with a second process at the other end of the shared
+memory."""
 
 import importlib.util
 import mmap
@@ -13,18 +14,27 @@ from kernel_lab.bounds import allow_memory
 
 from megatron5d.kernels import overlapped_gemm
 from megatron5d.kernels import symm_mem_flags as signals
-from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
+from megatron5d.kernels.symm_mem_flags import (
+    Arrivals,
+    Patience,
+    addresses_of,
+    raise_flags,
+    wait_flag,
+)
 
 pytestmark = pytest.mark.interpreted
 
 SIZE, RANK = 2, 1
-SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, transposed
+# rows, n, k, transposed
+SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]
 
 
 def shared(*shape, dtype=torch.bfloat16):
     """Memory that survives a fork as the same memory."""
     count = torch.Size(shape).numel()
-    return torch.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype=dtype, count=count).view(shape)
+    return torch.frombuffer(
+        mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype=dtype, count=count
+    ).view(shape)
 
 
 def arrivals(flags, epoch, limit_s=60.0):
@@ -62,7 +72,8 @@ def with_fault(tmp_path, module, right, wrong):
 
 
 def until(done, patience_s):
-    """Waits for the GEMM to end without us, as a faulty one may, or for as long as it should wait for us."""
+    """Waits for the GEMM to end without us, as a faulty one may, or for as long as it should wait
+    for us."""
     deadline = time.monotonic() + patience_s
     while not done.any() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -79,10 +90,17 @@ def late(buffers, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
 
 def gathered(module, rows, n, k, transposed, epochs=(1, 2), **how):
     """Largest relative error of `all_gather_gemm` over uses of the same buffers and flags."""
-    buffers, flags, done, worst = shared(SIZE, rows, k), *(shared(SIZE, dtype=torch.int32) for _ in range(2)), 0.0
+    buffers, flags, done, worst = (
+        shared(SIZE, rows, k),
+        *(shared(SIZE, dtype=torch.int32) for _ in range(2)),
+        0.0,
+    )
     flags.fill_(epochs[0] - 1)
     for epoch in epochs:
-        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if transposed else (n, k)).bfloat16()
+        x, weight = (
+            torch.randn(SIZE, rows, k).bfloat16(),
+            torch.randn((k, n) if transposed else (n, k)).bfloat16(),
+        )
         buffers[0].fill_(float("nan"))
         buffers[RANK].copy_(x[RANK])
         flags[RANK] = epoch
@@ -111,7 +129,9 @@ def test_gathered_through_buffers_with_gaps_and_without_a_kernel():
     assert (
         overlapped_gemm.all_gather_gemm(buffers, weight, arrivals(flags, 3), 0).double() - want
     ).norm() < 5e-3 * want.norm()
-    assert torch.allclose(overlapped_gemm.all_gather_gemm(x.double(), weight.double(), arrivals(flags, 3), 0), want)
+    assert torch.allclose(
+        overlapped_gemm.all_gather_gemm(x.double(), weight.double(), arrivals(flags, 3), 0), want
+    )
 
 
 def owner(buffer, flag, seen, epoch):
@@ -128,13 +148,21 @@ def scattered(module, rows, n, k, transposed, uses=2):
     views = list(flags.split(1))
     out = module.PeerBuffers(buffers, views, addresses_of(buffers), addresses_of(views), finished)
     for epoch in range(1, uses + 1):
-        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if transposed else (n, k)).bfloat16()
+        x, weight = (
+            torch.randn(SIZE, rows, k).bfloat16(),
+            torch.randn((k, n) if transposed else (n, k)).bfloat16(),
+        )
         for buffer in buffers:
             buffer.fill_(float("nan"))
-        with beside(lambda epoch=epoch: owner(buffers[0], flags[:1], seen, epoch)), allow_memory(*buffers, flags):
+        with (
+            beside(lambda epoch=epoch: owner(buffers[0], flags[:1], seen, epoch)),
+            allow_memory(*buffers, flags),
+        ):
             module.gemm_reduce_scatter(x, weight, out, epoch, RANK, transposed)
         want = x.double() @ (weight if transposed else weight.t()).double()
-        mine = module.sum_arrived(torch.stack((buffers[RANK], seen)), arrivals(flags, epoch)).double()
+        mine = module.sum_arrived(
+            torch.stack((buffers[RANK], seen)), arrivals(flags, epoch)
+        ).double()
         for got, wanted in ((seen.double(), want[0]), (mine, want.sum(0))):
             worst = max(worst, torch.nan_to_num((got - wanted).norm() / wanted.norm(), 9.0).item())
         assert not finished.any() and flags.tolist() == [epoch, epoch]
@@ -143,7 +171,8 @@ def scattered(module, rows, n, k, transposed, uses=2):
 
 @pytest.mark.parametrize("rows, n, k, transposed", SHAPES)
 def test_scattered(rows, n, k, transposed):
-    assert scattered(overlapped_gemm, rows, n, k, transposed) < 1e-2  # terms and their sum are rounded each
+    # terms and their sum are rounded each
+    assert scattered(overlapped_gemm, rows, n, k, transposed) < 1e-2
 
 
 def test_the_sum_waits():
@@ -161,7 +190,8 @@ def test_the_sum_waits():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])  # float64 takes the plain path
 def test_a_rank_that_never_sends_is_given_up(dtype):
-    """Tiles that wait for it all leave, what follows does not wait again, and the first that was missed is told."""
+    """Tiles that wait for it all leave, what follows does not wait again, and the first that was
+    missed is told."""
     flags = shared(3, dtype=torch.int32)
     flags[1] = 7
     x, weight = torch.zeros(3, 40, 16, dtype=dtype), torch.zeros(72, 16, dtype=dtype)
@@ -204,7 +234,12 @@ FAULTS = {
         "(flags_ptr, source, epoch,",
         "(flags_ptr, source, 1,",
     ),
-    "another's flag": (overlapped_gemm, gathered, "wait_for(flags_ptr, source, ", "wait_for(flags_ptr, rank, "),
+    "another's flag": (
+        overlapped_gemm,
+        gathered,
+        "wait_for(flags_ptr, source, ",
+        "wait_for(flags_ptr, rank, ",
+    ),
     "told before the last tile": (overlapped_gemm, scattered, "== chunk_tiles - 1", "== 0"),
     "told before the store": (
         overlapped_gemm,
@@ -225,7 +260,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault, tmp_path):
     module, run, right, wrong = FAULTS[fault]
-    shape, how = ((7, 8, 16), {"patience_s": 10.0}) if run is gathered else ((70, 72, 40), {})  # done long before
+    # done long before
+    shape, how = ((7, 8, 16), {"patience_s": 10.0}) if run is gathered else ((70, 72, 40), {})
     if "earlier use" in fault:
         how["epochs"] = (2,)  # in the first use it waits as a right one does, and so long
     try:
@@ -245,7 +281,11 @@ def test_the_kernels_really_run(monkeypatch):
         (overlapped_gemm, "_gemm_reduce_scatter_kernel"),
     ):
         monkeypatch.setattr(module, name, None)
-    x, weight, flags = torch.zeros(1, 8, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), torch.ones(1, dtype=torch.int32)
+    x, weight, flags = (
+        torch.zeros(1, 8, 8).bfloat16(),
+        torch.zeros(8, 8).bfloat16(),
+        torch.ones(1, dtype=torch.int32),
+    )
     with pytest.raises(TypeError, match="NoneType"):
         overlapped_gemm.all_gather_gemm(x, weight, arrivals(flags, 1), 0)
     with pytest.raises(TypeError, match="NoneType"):

@@ -1,4 +1,5 @@
-"""One fault at a time in a copy of a kernel's file: comparison with the reference, or the interpreter, notices."""
+"""One fault at a time in a copy of a kernel's file: comparison with the reference, or the
+interpreter, notices."""
 
 import importlib.util
 from functools import cache
@@ -38,7 +39,9 @@ def with_fault(tmp_path, name, right, wrong):
 
 def norm(module):
     x, weight = torch.randn(5, 7), torch.randn(7)
-    return module.rms_norm(x, weight, 1e-5), kernels.rms_norm_reference(x.double(), weight.double(), 1e-5)
+    return module.rms_norm(x, weight, 1e-5), kernels.rms_norm_reference(
+        x.double(), weight.double(), 1e-5
+    )
 
 
 def rope(module):
@@ -60,7 +63,11 @@ def rope_of_projection(module):
 def statistics(module):
     logits, labels = torch.randn(3, 150) - 5, torch.tensor([0, 140, 7])
     return torch.stack(module.vocab_statistics(logits, labels, 0, 150)), torch.stack(
-        [logits.amax(1), (logits - logits.amax(1, keepdim=True)).exp().sum(1), logits[range(3), labels]]
+        [
+            logits.amax(1),
+            (logits - logits.amax(1, keepdim=True)).exp().sum(1),
+            logits[range(3), labels],
+        ]
     )
 
 
@@ -108,8 +115,13 @@ def float8(module):
 def float8_tensor(module):
     x = torch.randn(130, 150)
     x[129, 149] = -50
-    want, (straight, transposed) = quantize_tensor_reference(x).dequantize(), module.quantize_tensor_both_ways(x)
-    return torch.stack([straight.dequantize(), transposed.dequantize().t()]), torch.stack([want, want])
+    want, (straight, transposed) = (
+        quantize_tensor_reference(x).dequantize(),
+        module.quantize_tensor_both_ways(x),
+    )
+    return torch.stack([straight.dequantize(), transposed.dequantize().t()]), torch.stack(
+        [want, want]
+    )
 
 
 def float8_transposed(module):
@@ -126,16 +138,30 @@ def float8_rows(module):
 
 
 def weight_grad(module):
-    dy, x, main = torch.randn(100, 32).bfloat16(), torch.randn(100, 48).bfloat16(), torch.zeros(1, 32, 48)
+    dy, x, main = (
+        torch.randn(100, 32).bfloat16(),
+        torch.randn(100, 48).bfloat16(),
+        torch.zeros(1, 32, 48),
+    )
     module.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
     return main[0], dy[:70].double().t() @ x[:70].double()
 
 
 TAIL = "dy = tl.where(mine, dy, tl.zeros_like(dy))\n        x = tl.where(mine, x, tl.zeros_like(x))"
 FAULTS = {
-    "dropped mask": ("norm", norm, "column_is_live = column < width", "column_is_live = column >= 0"),
+    "dropped mask": (
+        "norm",
+        norm,
+        "column_is_live = column < width",
+        "column_is_live = column >= 0",
+    ),
     "dropped eps": ("norm", norm, "/ width + eps)", "/ width + 100 * eps + 0.1)"),
-    "wrong stride": ("rope", rope, "s * q_stride_s + b * q_stride_b", "s * q_stride_b + b * q_stride_s"),
+    "wrong stride": (
+        "rope",
+        rope,
+        "s * q_stride_s + b * q_stride_b",
+        "s * q_stride_b + b * q_stride_s",
+    ),
     "wrong sign": ("rope", rope, "x1 * cos - x2 * sin).to(y_ptr", "x1 * cos + x2 * sin).to(y_ptr"),
     "too few heads": (
         "rope",
@@ -144,7 +170,12 @@ FAULTS = {
         "_launch((q, k), (q, k.clone()), cos, sin, False, interleaved)",
     ),
     "not rotated back": ("rope", rope_of_projection, "half, -1.0, HALF)", "half, 1.0, HALF)"),
-    "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),
+    "v on top of k": (
+        "rope",
+        rope_of_projection,
+        "dv_out = dk_out + k_heads * dim",
+        "dv_out = dk_out",
+    ),
     "wrong padding": (
         "vocab_cross_entropy",
         statistics,
@@ -169,15 +200,30 @@ FAULTS = {
         "following = place + BLOCK_N",
         "following = place",
     ),
-    "nothing but edges": ("flash_attention/forward", attention_in_a_window, "at_edges(place, span)", "place"),
+    "nothing but edges": (
+        "flash_attention/forward",
+        attention_in_a_window,
+        "at_edges(place, span)",
+        "place",
+    ),
     "the edges' end": (
         "flash_attention/forward",
         attention_in_a_window,
         "following, span[1])",
         "following, span[2])",
     ),
-    "no causal mask": ("flash_attention/forward", attention_forward, "tl.where(seen, ", "tl.where(seen | True, "),
-    "no rescaling": ("flash_attention/forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
+    "no causal mask": (
+        "flash_attention/forward",
+        attention_forward,
+        "tl.where(seen, ",
+        "tl.where(seen | True, ",
+    ),
+    "no rescaling": (
+        "flash_attention/forward",
+        attention_forward,
+        "out = out * shrink[:, None]",
+        "out = out * 1.0",
+    ),
     "no delta": ("flash_attention/backward_keys", attention_keys, "(dp - delta[None, :])", "dp"),
     "late start": (
         "flash_attention/backward_keys",
@@ -211,7 +257,12 @@ FAULTS = {
     ),
     "missing promotion": ("fp8/gemm", float8, "total += part", "total = part"),
     "one side's scale": ("fp8/gemm", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
-    "signed maximum": ("fp8/quantize_tensor", float8_tensor, "largest(largest(x, 1), 0)", "tl.max(tl.max(x, 1), 0)"),
+    "signed maximum": (
+        "fp8/quantize_tensor",
+        float8_tensor,
+        "largest(largest(x, 1), 0)",
+        "tl.max(tl.max(x, 1), 0)",
+    ),
     "maximum of some columns": (
         "fp8/quantize_tensor",
         float8_tensor,

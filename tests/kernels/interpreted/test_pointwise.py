@@ -66,7 +66,12 @@ def test_rope(interleaved, dtype, a, g, d, k_dim, half, batch_of_table):
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         return lambda q, k: op(q, k, cos, sin, interleaved)
 
-    compare(run(kernels.apply_rope, torch.float32), run(kernels.apply_rope_reference, torch.float64), q, k)
+    compare(
+        run(kernels.apply_rope, torch.float32),
+        run(kernels.apply_rope_reference, torch.float64),
+        q,
+        k,
+    )
 
 
 def test_rope_of_views_into_one_qkv():
@@ -115,14 +120,17 @@ def test_activations_backward_over_their_input(kind, shape):
 def test_activations_of_experts(kind, rows, width, dtype):
     """Times a weight of each row, against float64; and over their input, to the bit."""
     x = torch.randn(rows, width * (2 if kind in GATED else 1)).to(dtype).requires_grad_()
-    weights, dy = torch.rand(rows, 2)[:, 1].requires_grad_(), torch.randn(rows, width).to(dtype)  # not side by side
+    # not side by side
+    weights, dy = torch.rand(rows, 2)[:, 1].requires_grad_(), torch.randn(rows, width).to(dtype)
     y = weighted_activation(x, weights, kind)
     found = (y, *torch.autograd.grad(y, (x, weights), dy))
     wide = [each.detach().double().requires_grad_() for each in (x, weights)]
     exact = kernels.activate(wide[0], kind) * wide[1][:, None]
     wanted = (exact, *torch.autograd.grad(exact, wide, dy.double()))
     for got, want in zip(found, wanted):
-        assert (got.double() - want).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * want.norm() + 1e-6
+        assert (got.double() - want).norm() < (
+            1e-5 if dtype == torch.float32 else 1e-2
+        ) * want.norm() + 1e-6
     held = x.clone()
     again = torch.autograd.grad(weighted_activation(held, weights, kind, True), (held, weights), dy)
     assert all(map(torch.equal, again, found[1:])) and again[0].data_ptr() == held.data_ptr()
@@ -136,7 +144,9 @@ def test_activations_of_experts_refuse():
     part = x.detach()[:, 1:5].requires_grad_() * 1  # a block of its own: written over
     before, slice_of = part.detach().clone(), (x * 1)[:, 1:5]
     for each in (part, slice_of):
-        weighted_activation(each, weights, "swiglu", overwrite=True).sum().backward(retain_graph=True)
+        weighted_activation(each, weights, "swiglu", overwrite=True).sum().backward(
+            retain_graph=True
+        )
     assert torch.equal(slice_of, before) and not torch.equal(part, before)
 
 
@@ -149,10 +159,16 @@ def test_swiglu_of_a_slice_is_never_overwritten():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("a, g, d, half, tables", [(4, 1, 16, 8, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)])
+@pytest.mark.parametrize(
+    "a, g, d, half, tables", [(4, 1, 16, 8, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)]
+)
 def test_rope_of_a_projection(interleaved, a, g, d, half, tables):
-    """Bit for bit what copies give, forward and backward, and the gradients that come in stay as they are."""
-    x, angle = torch.randn(5, 2, a + 2 * g, d).bfloat16().requires_grad_(), torch.randn(5, tables, half)
+    """Bit for bit what copies give, forward and backward, and the gradients that come in stay as
+    they are."""
+    x, angle = (
+        torch.randn(5, 2, a + 2 * g, d).bfloat16().requires_grad_(),
+        torch.randn(5, tables, half),
+    )
     tables = angle.cos(), angle.sin()
     q, k, v = x.split([a, g, g], dim=2)
     want = *kernels.apply_rope(q, k, *tables, interleaved), v
@@ -162,15 +178,25 @@ def test_rope_of_a_projection(interleaved, a, g, d, half, tables):
     got = kernels.apply_rope_to_projection(held.unflatten(2, (-1, d)), (a, g), *tables, interleaved)
     assert got[0].data_ptr() == held.data_ptr() and all(map(torch.equal, got, want))
     kept = [each.clone() for each in dy]
-    assert torch.equal(torch.autograd.grad(got, x, dy)[0], d_want) and all(map(torch.equal, dy, kept))
+    assert torch.equal(torch.autograd.grad(got, x, dy)[0], d_want) and all(
+        map(torch.equal, dy, kept)
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("a, g, d, half, tables", [(4, 1, 24, 4, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)])
+@pytest.mark.parametrize(
+    "a, g, d, half, tables", [(4, 1, 24, 4, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)]
+)
 def test_rope_of_the_ends(interleaved, a, g, d, half, tables):
     """The same bits as of a rotated copy beside what passes, forward and backward."""
-    q, k = torch.randn(5, 2, a, d).bfloat16().requires_grad_(), torch.randn(5, 2, g, 2 * half).bfloat16()
-    k, angle = k.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(), torch.randn(5, tables, half)
+    q, k = (
+        torch.randn(5, 2, a, d).bfloat16().requires_grad_(),
+        torch.randn(5, 2, g, 2 * half).bfloat16(),
+    )
+    k, angle = (
+        k.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+        torch.randn(5, tables, half),
+    )
     tables = angle.cos(), angle.sin()
     ends, k_want = kernels.apply_rope(q[..., d - 2 * half :], k, *tables, interleaved)
     want = torch.cat((q[..., : d - 2 * half], ends), -1), k_want
@@ -180,7 +206,9 @@ def test_rope_of_the_ends(interleaved, a, g, d, half, tables):
     got = kernels.apply_rope_to_ends(held.unflatten(2, (-1, d)), k, *tables, interleaved)
     assert got[0].data_ptr() == held.data_ptr() and all(map(torch.equal, got, want))
     kept = [each.clone() for each in dy]
-    assert all(map(torch.equal, torch.autograd.grad(got, (q, k), dy), d_want)) and all(map(torch.equal, dy, kept))
+    assert all(map(torch.equal, torch.autograd.grad(got, (q, k), dy), d_want)) and all(
+        map(torch.equal, dy, kept)
+    )
     plain_q, plain_k = (x.detach().double() for x in (q, k))
     found = kernels.apply_rope_to_ends(plain_q, plain_k, *tables, interleaved)
     assert found[0].data_ptr() == plain_q.data_ptr()
@@ -191,7 +219,10 @@ def test_rope_of_the_ends(interleaved, a, g, d, half, tables):
 def test_rope_of_a_projection_where_it_is_not_allowed():
     angle = torch.randn(5, 1, 4)
     x = torch.randn(5, 2, 3, 8, requires_grad=True)
-    rotate = lambda y, heads=(1, 1): kernels.apply_rope_to_projection(y, heads, angle.cos(), angle.sin())  # noqa: E731
+
+    def rotate(y, heads=(1, 1)):
+        return kernels.apply_rope_to_projection(y, heads, angle.cos(), angle.sin())
+
     with pytest.raises(ValueError, match="leaf"):
         rotate(x)
     held = x * 1

@@ -25,20 +25,27 @@ def test_loss_and_gradient(rows, width, valid, shards, dtype):
     dloss = torch.rand(rows)
     exact = logits.double().requires_grad_()
     lse = exact[:, :valid_total].logsumexp(-1)
-    want = F.cross_entropy(exact[:, :valid_total], labels, reduction="none") + (z_coef * lse**2).where(labels >= 0, 0)
+    want = F.cross_entropy(exact[:, :valid_total], labels, reduction="none") + (
+        z_coef * lse**2
+    ).where(labels >= 0, 0)
     want.backward(dloss.double())
 
     logits[:, valid_total:] = float("nan")  # padding must never be read as a number
     parts = [logits[:, i * width : (i + 1) * width].clone() for i in range(shards)]
     live = [max(0, min(width, valid_total - i * width)) for i in range(shards)]
-    statistics = [kernels.vocab_statistics(p, labels, i * width, n) for i, (p, n) in enumerate(zip(parts, live))]
+    statistics = [
+        kernels.vocab_statistics(p, labels, i * width, n)
+        for i, (p, n) in enumerate(zip(parts, live))
+    ]
     row_max = torch.stack([m for m, _, _ in statistics]).amax(0)
     row_sum = sum(s * (m - row_max).exp() for m, s, _ in statistics)
     merged = row_max + row_sum.log()
     loss = (merged - sum(t for _, _, t in statistics) + z_coef * merged**2).where(labels >= 0, 0)
     torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
     for i, (p, n) in enumerate(zip(parts, live)):
-        kernels.vocab_cross_entropy_backward(p, labels, row_max, row_sum, dloss, i * width, n, z_coef=z_coef)
+        kernels.vocab_cross_entropy_backward(
+            p, labels, row_max, row_sum, dloss, i * width, n, z_coef=z_coef
+        )
     got = torch.cat(parts, 1).double()
     assert (got - exact.grad).norm() <= TOLERANCE[dtype] * exact.grad.norm()
     assert not got[:, valid_total:].any() and not got[rows // 2].any()
@@ -55,5 +62,7 @@ def test_the_whole_op():
 
 def test_a_row_whose_logits_are_all_very_negative():
     logits = torch.full((2, 130), -(2.0**100))
-    row_max, row_sum, _ = kernels.vocab_statistics(logits, torch.zeros(2, dtype=torch.int64), 0, 130)
+    row_max, row_sum, _ = kernels.vocab_statistics(
+        logits, torch.zeros(2, dtype=torch.int64), 0, 130
+    )
     assert row_max.tolist() == [-(2.0**100)] * 2 and row_sum.tolist() == [130.0] * 2

@@ -1,4 +1,5 @@
-"""One byte of a checkpoint that is not what was saved: told with file, tensor and what to do, or without effect."""
+"""One byte of a checkpoint that is not what was saved: told with file, tensor and what to do, or
+without effect."""
 
 import gc
 import json
@@ -25,7 +26,10 @@ VALUES = {"model.a": torch.randn(6, 4, dtype=torch.float64), "model.b": torch.ra
 def two_steps(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     saver = Saver(directory, keep=0)
-    parts = {key: [((0,) * x.dim(), x[:4]), ((4, *(0,) * (x.dim() - 1)), x[4:])] for key, x in VALUES.items()}
+    parts = {
+        key: [((0,) * x.dim(), x[:4]), ((4, *(0,) * (x.dim() - 1)), x[4:])]
+        for key, x in VALUES.items()
+    }
     for step in (1, 2):
         tensors = {key: ShardedTensor(x.shape, parts[key], x.dtype) for key, x in VALUES.items()}
         saver.save(step, tensors, {"progress": {"step": step}})
@@ -33,17 +37,29 @@ def two_steps(tmp_path_factory):
 
 
 def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
-    """Of other tensors: where they lie is not taken from the save that failed. The next one has nothing to tell."""
+    """Of other tensors: where they lie is not taken from the save that failed. The next one has
+    nothing to tell."""
     saver, told = Saver(tmp_path, keep=0), []
-    saver._group.send = lambda message, send=saver._group.send: (told.append(len(message) > 1), send(message))
-    one, other = ({key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)} for key, x in VALUES.items())
+    saver._group.send = lambda message, send=saver._group.send: (
+        told.append(len(message) > 1),
+        send(message),
+    )
+    one, other = (
+        {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)} for key, x in VALUES.items()
+    )
     saver.save(1, one, {})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
-        patch.setattr("megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')"))
+        patch.setattr(
+            "megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')")
+        )
         saver.save(2, other, {})
     saver.save(3, one, {})
-    found = {key: ShardedTensor(each.shape, [((0, 0), torch.zeros(each.shape, dtype=each.dtype))], each.dtype)
-             for key, each in one.items()}  # fmt: skip
+    found = {
+        key: ShardedTensor(
+            each.shape, [((0, 0), torch.zeros(each.shape, dtype=each.dtype))], each.dtype
+        )
+        for key, each in one.items()
+    }
     load_tensors(step_folder(tmp_path, 3), found)
     assert torch.equal(found["model.a"].parts[0, 0], VALUES["model.a"])
     saver.save(4, one, {})
@@ -53,7 +69,9 @@ def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
 def test_a_save_in_the_background_that_failed_is_told_at_the_next_one(tmp_path, monkeypatch):
     saver = Saver(tmp_path, keep=0, background=True)
     with monkeypatch.context() as patch:
-        patch.setattr("megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')"))
+        patch.setattr(
+            "megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')")
+        )
         saver.save(1, {}, {})
         with pytest.raises(OSError, match="step 1 could not be written: no room"):
             saver.save(2, {}, {})
@@ -69,7 +87,10 @@ def place(two_steps, tmp_path):
 
 def loaded(folder):
     found = {key: torch.zeros_like(x) for key, x in VALUES.items()}
-    load_tensors(folder, {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in found.items()})
+    load_tensors(
+        folder,
+        {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in found.items()},
+    )
     return found
 
 
@@ -97,22 +118,32 @@ def test_wherever_a_tensors_file_changed_no_wrong_value_is_read(place):
     assert is_whole(loaded(folder))
     assert len(messages) >= 40
     for message in messages:
-        told = ("is damaged: bytes ", "cannot be read: bytes ", "is of another checkpoint, or its first 256 bytes")
+        told = (
+            "is damaged: bytes ",
+            "cannot be read: bytes ",
+            "is of another checkpoint, or its first 256 bytes",
+        )
         assert any(f"{file} {one}" in message for one in told)
         assert f"checkpoint.resume={first}" in message
-    assert {key for key in VALUES if any(f"part of {key}, are not" in message for message in messages)} == set(VALUES)
+    assert {
+        key for key in VALUES if any(f"part of {key}, are not" in message for message in messages)
+    } == set(VALUES)
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "swap", "zero"])
 def test_no_random_damage_reads_a_wrong_value(place, kind):
-    """A quarter of a hundred of each kind, in any file: a start passes over the checkpoint, refuses it, or is right."""
+    """A quarter of a hundred of each kind, in any file: a start passes over the checkpoint, refuses
+    it, or is right."""
     folder, random, refused = step_folder(place, 2), Random(kind), 0
     files = {path: path.read_bytes() for path in sorted(folder.iterdir())}
     for _ in range(50):
         path = random.choice(list(files))
         content, size = bytearray(files[path]), len(files[path])
         length = random.randint(1, min(200, size // 2))
-        first, second = random.randint(0, size // 2 - length), random.randint(size // 2, size - length)
+        first, second = (
+            random.randint(0, size // 2 - length),
+            random.randint(size // 2, size - length),
+        )
         if kind == "flip":
             content[random.randrange(size)] ^= 1 << random.randrange(8)
         elif kind == "truncate":
@@ -135,7 +166,9 @@ def test_no_random_damage_reads_a_wrong_value(place, kind):
 def test_parts_of_equal_size_do_not_pass_for_each_other(tmp_path):
     """Two archives in each other's place, each of them sound by itself."""
     one, two = torch.randn(5, 3), torch.randn(5, 3)
-    tensors = {key: ShardedTensor(x.shape, [((0, 0), x)], x.dtype) for key, x in (("a", one), ("b", two))}
+    tensors = {
+        key: ShardedTensor(x.shape, [((0, 0), x)], x.dtype) for key, x in (("a", one), ("b", two))
+    }
     Saver(tmp_path, keep=0).save(1, tensors, {})
     folder = step_folder(tmp_path, 1)
     items = [saved.items[0, 0] for saved in Reader(folder).tensors().values()]
@@ -148,9 +181,12 @@ def test_parts_of_equal_size_do_not_pass_for_each_other(tmp_path):
 
 
 def test_a_part_is_read_by_the_blocks_that_it_lies_in(tmp_path):
-    """Rows, columns and boxes of an archive of many blocks, on either side of their edges; as DCP reads it, too."""
+    """Rows, columns and boxes of an archive of many blocks, on either side of their edges; as DCP
+    reads it, too."""
     x = torch.arange(3 * 700 * 801, dtype=torch.float64).view(3, 700, 801)
-    Saver(tmp_path, keep=0).save(1, {"model.x": ShardedTensor(x.shape, [((0, 0, 0), x)], x.dtype)}, {})
+    Saver(tmp_path, keep=0).save(
+        1, {"model.x": ShardedTensor(x.shape, [((0, 0, 0), x)], x.dtype)}, {}
+    )
     folder, random = step_folder(tmp_path, 1), Random(5)
     weights, file = SavedWeights(folder), folder / "__0_0.distcp"
     for _ in range(40):
@@ -162,7 +198,9 @@ def test_a_part_is_read_by_the_blocks_that_it_lies_in(tmp_path):
     dcp.load(found, checkpoint_id=folder)
     assert torch.equal(found["model.x"], x)
     flip(file, file.stat().st_size // 2)
-    assert torch.equal(weights.read("x", (0, 5, 0), (1, 400, 801)), x[:1, 5:405]), "its blocks are sound"
+    assert torch.equal(weights.read("x", (0, 5, 0), (1, 400, 801)), x[:1, 5:405]), (
+        "its blocks are sound"
+    )
     with pytest.raises(ValueError, match="is damaged"):
         weights.read("x", (1, 5, 0), (1, 400, 801))
 
@@ -174,7 +212,9 @@ def test_a_part_of_a_tensor_is_checked_with_the_item_it_lies_in(place):
     last_row = VALUES["model.a"][5].numpy().tobytes()
     flip(folder / lower.file, content.index(last_row, lower.start))
     weights = SavedWeights(folder)
-    assert torch.equal(weights.read("a", (1, 0), (2, 4)), VALUES["model.a"][1:3]), "its item is sound"
+    assert torch.equal(weights.read("a", (1, 0), (2, 4)), VALUES["model.a"][1:3]), (
+        "its item is sound"
+    )
     with pytest.raises(ValueError, match="is damaged: bytes .* part of model.a, are not"):
         weights.read("a", (4, 0), (1, 4))
 
@@ -184,7 +224,9 @@ def test_what_is_sound_is_not_called_damaged(place, monkeypatch):
         raise RuntimeError("can't allocate memory: you tried to allocate 96 bytes")
 
     monkeypatch.setattr(TensorFile, "_read_blocks", no_memory)
-    with pytest.raises(ValueError, match="cannot be read: bytes .* part of model.*: can't allocate memory") as told:
+    with pytest.raises(
+        ValueError, match="cannot be read: bytes .* part of model.*: can't allocate memory"
+    ) as told:
         loaded(step_folder(place, 2))
     assert "damaged" not in str(told.value)
 
@@ -205,7 +247,9 @@ def test_files_without_tensors(place):
     content = index.read_bytes()
     for at in (0, len(content) // 2, len(content) - 1):
         flip(index, at)
-        with pytest.raises(ValueError, match=r"index\.json is damaged: .*checkpoint\.resume=.*step-00000001"):
+        with pytest.raises(
+            ValueError, match=r"index\.json is damaged: .*checkpoint\.resume=.*step-00000001"
+        ):
             loaded(second)
         index.write_bytes(content)
     for name in ("run.json", "files.json"):
@@ -226,7 +270,9 @@ def test_rank_0_reads_for_all_where_everything_lies(place):
 
     def read_by(rank, world):
         opened = []
-        sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+        sys.addaudithook(
+            lambda event, args: opened.append(str(args[0])) if event == "open" else None
+        )
         try:
             told = is_whole(loaded(folder))
         except ValueError as error:
@@ -243,7 +289,9 @@ def test_rank_0_reads_for_all_where_everything_lies(place):
 def test_damage_is_told_where_the_folder_cannot_be_searched_for_an_earlier_one(place, monkeypatch):
     """As what it is, a fault of the checkpoint: rank 0 tells the other ranks no other."""
     flip(step_folder(place, 2) / "index.json", 40)
-    monkeypatch.setattr("megatron5d.checkpoint.storage.newest_before", lambda _: exec("raise OSError('not listed')"))
+    monkeypatch.setattr(
+        "megatron5d.checkpoint.storage.newest_before", lambda _: exec("raise OSError('not listed')")
+    )
     with pytest.raises(ValueError, match=r"index\.json.*before it cannot be told: not listed"):
         loaded(step_folder(place, 2))
 
@@ -252,6 +300,10 @@ def test_a_checkpoint_without_checksums_of_its_files_is_read(place):
     folder = step_folder(place, 2)
     manifest = folder / "files.json"
     entries = json.loads(manifest.read_text())
-    assert {name for name, entry in entries.items() if "crc32" in entry} == {".metadata", "index.json", "run.json"}
+    assert {name for name, entry in entries.items() if "crc32" in entry} == {
+        ".metadata",
+        "index.json",
+        "run.json",
+    }
     manifest.write_text(json.dumps({name: entry["bytes"] for name, entry in entries.items()}))
     assert fault_of(folder) is None and is_whole(loaded(folder))

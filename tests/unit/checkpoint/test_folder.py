@@ -73,7 +73,8 @@ def test_the_one_that_the_command_line_names_stays(tmp_path):
 
 
 def test_a_job_that_is_started_again_goes_on_from_what_it_has_saved(tmp_path):
-    """Its command line is the same; it would begin at the same step after every time limit, and never end."""
+    """Its command line is the same; it would begin at the same step after every time limit, and
+    never end."""
     first, own = save(tmp_path, 5), str(tmp_path)
     assert find_checkpoint(own, str(first), job="77") == first, "nothing of its own is there yet"
     assert find_checkpoint(own, "none", job="77") is None
@@ -81,14 +82,19 @@ def test_a_job_that_is_started_again_goes_on_from_what_it_has_saved(tmp_path):
     temporary.mkdir()
     (temporary / "run.json").write_text(json.dumps({"job": "77"}))
     ninth = commit(temporary, Keep())
-    assert find_checkpoint(own, str(first), job="77") == find_checkpoint(own, "none", job="77") == ninth
+    assert (
+        find_checkpoint(own, str(first), job="77")
+        == find_checkpoint(own, "none", job="77")
+        == ninth
+    )
     assert find_checkpoint(own, str(first), job="78") == find_checkpoint(own, str(first)) == first
     assert find_checkpoint(own, "none", job="78") is None and find_checkpoint(own, "none") is None
     assert find_checkpoint(None, "none", job="77") is None
 
 
 def test_a_run_that_went_back_keeps_what_it_saves_and_goes_on_from_it(tmp_path):
-    """By step the abandoned ones are the newest: counted, they would cost the new one its place, and auto its way."""
+    """By step the abandoned ones are the newest: counted, they would cost the new one its place,
+    and auto its way."""
     for step in (100, 200, 300):
         save(tmp_path, step)
     assert save(tmp_path, 150, keep=2) == newest(tmp_path)
@@ -187,7 +193,8 @@ def save_until(monkeypatch, directory, step, renames):
 
 
 def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
-    """Saving step 5 again: the old one has given its name up, and the new one does not have it yet."""
+    """Saving step 5 again: the old one has given its name up, and the new one does not have it
+    yet."""
     (save(tmp_path, 5) / "mine").write_text("old")
     save_until(monkeypatch, tmp_path, 5, renames=1)
     names = ["latest", "step-00000005.replaced", "step-00000005.tmp"]
@@ -199,7 +206,9 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
 
     [told] = recover(tmp_path)
     assert "step-00000005 was whole and had no name yet" in told
-    assert newest(tmp_path) == tmp_path / "step-00000005" and not (newest(tmp_path) / "mine").exists()
+    assert (
+        newest(tmp_path) == tmp_path / "step-00000005" and not (newest(tmp_path) / "mine").exists()
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005"]
 
     torn = tmp_path.with_name("torn")  # the new one is not whole
@@ -228,12 +237,15 @@ def test_one_that_was_written_to_its_end_is_taken_unless_the_run_has_gone_on(tmp
 
 def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
     save(tmp_path, 5)
-    save_until(monkeypatch, tmp_path, 5, renames=2)  # both names are right, the old one is still there
+    # both names are right, the old one is still there
+    save_until(monkeypatch, tmp_path, 5, renames=2)
     save(tmp_path, 9)
     save(tmp_path, 7)
     (tmp_path / "step-00000008.tmp").mkdir()
     (tmp_path / "step-mine.tmp").mkdir()
-    assert recover(tmp_path) == [f"{tmp_path / 'step-00000008.tmp'} is removed: its save did not finish"]
+    assert recover(tmp_path) == [
+        f"{tmp_path / 'step-00000008.tmp'} is removed: its save did not finish"
+    ]
     kept = ["step-00000005", "step-00000007", "step-00000009.left", "step-mine.tmp"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *kept]
 
@@ -243,7 +255,10 @@ def test_a_save_begins_with_an_empty_folder(tmp_path):
     left.mkdir()
     (left / "__7_0.distcp").touch()
     Saver(tmp_path, keep=0).save(4, {}, {})
-    assert fault_of(step_folder(tmp_path, 4)) is None and not (step_folder(tmp_path, 4) / "__7_0.distcp").exists()
+    assert (
+        fault_of(step_folder(tmp_path, 4)) is None
+        and not (step_folder(tmp_path, 4) / "__7_0.distcp").exists()
+    )
 
 
 def test_who_has_lost_the_place_touches_nothing_there(tmp_path):
@@ -265,11 +280,26 @@ def test_who_has_lost_the_place_touches_nothing_there(tmp_path):
     [
         (lambda f: (f / "files.json").unlink(), "no files.json"),
         (lambda f: (f / "files.json").write_text(""), "files.json is damaged: Expecting value"),
-        (lambda f: (f / "files.json").write_text("[]"), "files.json is damaged: it holds list where"),
-        (lambda f: (f / "files.json").write_text("[" * 200_000), "files.json is damaged: its brackets are nested"),
-        (lambda f: (f / "files.json").write_text("{}"), "files.json is damaged: it does not list run.json"),
-        (lambda f: (f / "files.json").write_text('{"run.json": null}'), "16 bytes where None bytes were saved"),
-        (lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 99), "99 bytes where 100 bytes were saved"),
+        (
+            lambda f: (f / "files.json").write_text("[]"),
+            "files.json is damaged: it holds list where",
+        ),
+        (
+            lambda f: (f / "files.json").write_text("[" * 200_000),
+            "files.json is damaged: its brackets are nested",
+        ),
+        (
+            lambda f: (f / "files.json").write_text("{}"),
+            "files.json is damaged: it does not list run.json",
+        ),
+        (
+            lambda f: (f / "files.json").write_text('{"run.json": null}'),
+            "16 bytes where None bytes were saved",
+        ),
+        (
+            lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 99),
+            "99 bytes where 100 bytes were saved",
+        ),
         (lambda f: (f / "run.json").unlink(), "no file where 16 bytes were saved"),
         (lambda f: f.rename(f.with_suffix(".tmp")), "is not a folder"),
     ],
@@ -291,7 +321,9 @@ def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
     assert faults_of_newer(tmp_path) == newest_first and "1 bytes where 100" in newest_first[0]
     with pytest.raises(ValueError, match="step-00000002/__0_0.distcp has 1 bytes"):
         find_checkpoint(None, str(tmp_path))
-    with pytest.raises(ValueError, match=r"step-00000002.* has 1 bytes .*checkpoint.resume=none begins anew"):
+    with pytest.raises(
+        ValueError, match=r"step-00000002.* has 1 bytes .*checkpoint.resume=none begins anew"
+    ):
         find_checkpoint(str(tmp_path), "auto")
     assert find_checkpoint(str(tmp_path), "none") is None
     save(tmp_path, 1)
@@ -311,11 +343,14 @@ def test_where_a_run_starts(tmp_path):
     assert find_checkpoint(str(tmp_path), "none") is None
     assert find_checkpoint(None, "auto") is None
     assert find_checkpoint(None, str(first)) == first
-    assert find_checkpoint(None, str(tmp_path)) == second, "a directory of checkpoints means its newest"
+    assert find_checkpoint(None, str(tmp_path)) == second, (
+        "a directory of checkpoints means its newest"
+    )
 
 
 def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
-    """Whether one is whole is for rank 0 to say, and to all: who raises alone leaves the others waiting."""
+    """Whether one is whole is for rank 0 to say, and to all: who raises alone leaves the others
+    waiting."""
     save(tmp_path / "whole", 1)
     (tmp_path / "empty").mkdir()
 
@@ -326,20 +361,30 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
             return str(error)
 
     whole, empty = (str(tmp_path / "whole"), "auto"), (str(tmp_path / "empty"), "auto")
-    named, closed = (None, str(tmp_path / "empty")), ("n" * 300, "auto")  # no file system has a name so long
+    # no file system has a name so long
+    named, closed = (None, str(tmp_path / "empty")), ("n" * 300, "auto")
     cases = [(whole, whole), (empty, empty), (empty, whole), (named, whole), (empty, closed)]
     ranks = run_ranks(lambda rank, world: [told(rank, *places) for places in cases], 2)
     (at_0, none_0, seen_0, torn_0, shut_0), (at_1, none_1, other, torn_1, shut_1) = ranks
     assert at_0 == at_1 == tmp_path / "whole" / "step-00000001"
     assert none_0 is none_1 is None and seen_0 == other
-    assert "rank 0 continues from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
+    assert (
+        "rank 0 continues from no checkpoint" in other
+        and "rank 1 finds" in other
+        and "step-00000001" in other
+    )
     assert torn_1 == f"rank 0: {torn_0}" and "empty has no files.json" in torn_0
-    assert shut_0 == shut_1 and "rank 1 cannot look there: " in shut_1 and "File name too long" in shut_1
+    assert (
+        shut_0 == shut_1
+        and "rank 1 cannot look there: " in shut_1
+        and "File name too long" in shut_1
+    )
 
 
 @pytest.mark.parametrize("restarted", [0, 1])
 def test_ranks_that_torchrun_counts_as_restarted_on_one_node_alone_agree(tmp_path, restarted):
-    """An agent counts restarts for a crash of its own ranks, and none where it only joins those of another node."""
+    """An agent counts restarts for a crash of its own ranks, and none where it only joins those of
+    another node."""
     first = save(tmp_path, 5)
     temporary = step_folder(tmp_path, 9).with_suffix(".tmp")
     temporary.mkdir()
@@ -361,7 +406,9 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
 
     def looked(rank, world):
         asked = []
-        monkeypatch.setattr("megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name))
+        monkeypatch.setattr(
+            "megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name)
+        )
         found = agreed_checkpoint(str(tmp_path), "auto")
         return found, asked, read_run(found)
 
@@ -371,8 +418,12 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
     (other / "run.json").write_text('{"progress": 12}')  # as many bytes
 
     def seen(rank, world):
-        monkeypatch.setattr("megatron5d.checkpoint.load.MANIFEST", "files.json" if rank == 0 else "run.json")
-        with pytest.raises(ValueError, match="rank 0 continues from .*step-00000001, and on .* rank 1 finds none"):
+        monkeypatch.setattr(
+            "megatron5d.checkpoint.load.MANIFEST", "files.json" if rank == 0 else "run.json"
+        )
+        with pytest.raises(
+            ValueError, match="rank 0 continues from .*step-00000001, and on .* rank 1 finds none"
+        ):
             agreed_checkpoint(str(tmp_path), "auto")
 
     run_ranks(seen, 2)
@@ -381,11 +432,14 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
 
 
 def test_no_older_checkpoint_is_looked_through_for_the_newest(tmp_path, monkeypatch):
-    """Every rank looks, at a file of every rank: of thousands of ranks and some checkpoints, billions of questions."""
+    """Every rank looks, at a file of every rank: of thousands of ranks and some checkpoints,
+    billions of questions."""
     for step in (1, 2, 3):
         save(tmp_path, step)
     asked = []
-    monkeypatch.setattr("megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name))
+    monkeypatch.setattr(
+        "megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name)
+    )
     assert newest(tmp_path) == tmp_path / "step-00000003" and saved_after(tmp_path, 2) == [3]
     assert asked == ["step-00000003"] * 2 and saved_after(tmp_path, 3) == []
 
@@ -395,6 +449,8 @@ def test_what_is_no_tensor_and_cannot_be_written_is_told_like_one(tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("megatron5d.checkpoint.folder.write_manifest", full)
-    with pytest.raises(OSError, match="the checkpoint of step 4 could not be written: .*No space left on device"):
+    with pytest.raises(
+        OSError, match="the checkpoint of step 4 could not be written: .*No space left on device"
+    ):
         Saver(tmp_path, keep=1).save(4, {}, {})
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
-"""Reading and writing safetensors folders by rectangles, against plain slicing of the whole tensors."""
+"""Reading and writing safetensors folders by rectangles, against plain slicing of the whole
+tensors."""
 
 import json
 import resource
@@ -23,18 +24,26 @@ from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, spec
 
 def local(name, shape, pieces, rows, dtype=torch.float32):
     """A local parameter of `rows` rows, full of a value that no file contains."""
-    parameter = new_parameter((rows, *pieces[0].shape[1:]) if pieces else (rows, *shape[1:]),
-                              ShardSpec(name, shape, tuple(pieces)), dtype, "cpu")  # fmt: skip
+    parameter = new_parameter(
+        (rows, *pieces[0].shape[1:]) if pieces else (rows, *shape[1:]),
+        ShardSpec(name, shape, tuple(pieces)),
+        dtype,
+        "cpu",
+    )
     parameter.data.fill_(-99)
     return parameter
 
 
 def load_parameters(parameters, entries, folder, ignored=()):
-    load_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], entries, folder, ignored)
+    load_shards(
+        [(spec_of(each), sharded_parameter(each)) for each in parameters], entries, folder, ignored
+    )
 
 
 def rectangle(tensors, name, offset, shape):
-    return tensors[name][tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
+    return tensors[name][
+        tuple(slice(start, start + extent) for start, extent in zip(offset, shape))
+    ]
 
 
 def numbered(*shape, start=0.0):
@@ -72,24 +81,30 @@ def test_transposed_on_disk(tmp_path, rank):
 @pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_stacks_of_experts(tmp_path, ep, etp):
-    """Gate and up of four experts on every rank: experts dealt out over ep, rows of each half over etp."""
+    """Gate and up of four experts on every rank: experts dealt out over ep, rows of each half over
+    etp."""
     experts, f, h = 4, 6, 3
     gate, up = numbered(experts, f, h), numbered(experts, f, h, start=500)
     whole = torch.cat([gate, up], dim=1)  # [4, 12, 3]
     save_file(
-        {f"{i}.{n}": t[i].clone() for n, t in (("g", gate), ("u", up)) for i in range(experts)}, tmp_path / SINGLE
+        {f"{i}.{n}": t[i].clone() for n, t in (("g", gate), ("u", up)) for i in range(experts)},
+        tmp_path / SINGLE,
     )
     entries = [Entry("w", (0, f), f"{i}.g", (f, h), expert=i) for i in range(experts)]
     entries += [Entry("w", (f, 2 * f), f"{i}.u", (f, h), expert=i) for i in range(experts)]
     count, rows = experts // ep, f // etp
     for first in range(0, experts, count):
         for r in range(etp):
-            halves = [(e, part * f + r * rows) for e in range(first, first + count) for part in (0, 1)]
+            halves = [
+                (e, part * f + r * rows) for e in range(first, first + count) for part in (0, 1)
+            ]
             pieces = [Piece((e, row, 0), (1, rows, h), i) for i, (e, row) in enumerate(halves)]
             if etp == 1:
                 pieces = [Piece((first, 0, 0), (count, 2 * f, h))]
             shape = (count, 2 * f, h) if etp == 1 else (2 * count, rows, h)
-            parameter = new_parameter(shape, ShardSpec("w", (experts, 2 * f, h), tuple(pieces)), torch.float32, "cpu")
+            parameter = new_parameter(
+                shape, ShardSpec("w", (experts, 2 * f, h), tuple(pieces)), torch.float32, "cpu"
+            )
             load_parameters([parameter], entries, tmp_path)
             wanted = torch.stack([whole[e, row : row + rows] for e, row in halves])
             assert torch.equal(parameter.data.flatten(), wanted.flatten())
@@ -98,8 +113,12 @@ def test_stacks_of_experts(tmp_path, ep, etp):
 def test_a_stack_that_is_not_tiled_is_refused(tmp_path):
     """One expert short of the model, and one whose halves leave a gap."""
     save_file({name: numbered(2, 3) for name in "ab"}, tmp_path / SINGLE)
-    stack = new_parameter((2, 2, 3), ShardSpec("w", (2, 2, 3), (Piece((0, 0, 0), (2, 2, 3)),)), torch.float32, "cpu")
-    load_parameters([stack], [Entry("w", (0, 2), n, (2, 3), expert=i) for i, n in enumerate("ab")], tmp_path)
+    stack = new_parameter(
+        (2, 2, 3), ShardSpec("w", (2, 2, 3), (Piece((0, 0, 0), (2, 2, 3)),)), torch.float32, "cpu"
+    )
+    load_parameters(
+        [stack], [Entry("w", (0, 2), n, (2, 3), expert=i) for i, n in enumerate("ab")], tmp_path
+    )
     assert torch.equal(stack.data, numbered(2, 3).expand(2, 2, 3))
     with pytest.raises(ValueError, match="gives it 2 rows"):
         load_parameters([stack], [Entry("w", (0, 2), "a", (2, 3), expert=0)], tmp_path, ["b"])
@@ -148,7 +167,9 @@ def test_any_rectangle_of_any_tiling(tmp_path_factory, data):
         turned = data.draw(st.booleans())
         block = whole[start : start + height]
         tensors[f"t{i}"] = (block.t() if turned else block).contiguous()
-        entries.append(Entry("w", (start, start + height), f"t{i}", tuple(tensors[f"t{i}"].shape), turned))
+        entries.append(
+            Entry("w", (start, start + height), f"t{i}", tuple(tensors[f"t{i}"].shape), turned)
+        )
         start += height
     save_file(tensors, folder / SINGLE)
     r0, c0 = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, width - 1))
@@ -160,10 +181,15 @@ def test_any_rectangle_of_any_tiling(tmp_path_factory, data):
 
 def test_all_troubles_in_one_message_and_nothing_written(tmp_path):
     save_file(
-        {"wrong": numbered(3, 2), "extra": numbered(1), "mask.bias": numbered(1), "good": numbered(2),
-         "fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)},
+        {
+            "wrong": numbered(3, 2),
+            "extra": numbered(1),
+            "mask.bias": numbered(1),
+            "good": numbered(2),
+            "fp8": torch.zeros(2, dtype=torch.float8_e4m3fn),
+        },
         tmp_path / SINGLE,
-    )  # fmt: skip
+    )
     entries = [
         Entry("a", (0, 2), "wrong", (2, 3)),
         Entry("b", (0, 2), "absent.one", (2,)),
@@ -187,11 +213,15 @@ def test_an_ignored_name_must_match(tmp_path):
     save_file({"w": numbered(2), "attn.c_attn.bias": numbered(2)}, tmp_path / SINGLE)
     parameter = local("w", (2,), [Piece((0,), (2,))], 2)
     with pytest.raises(ValueError, match=r"unexpected:\s+attn.c_attn.bias"):
-        load_parameters([parameter], [Entry("w", (0, 2), "w", (2,))], tmp_path, ignored=[r"(^|\.)attn\.bias$"])
+        load_parameters(
+            [parameter], [Entry("w", (0, 2), "w", (2,))], tmp_path, ignored=[r"(^|\.)attn\.bias$"]
+        )
 
 
 @pytest.mark.parametrize(
-    "rows", [[(0, 2)], [(0, 2), (3, 5)], [(0, 3), (2, 5)], [(0, 3), (0, 3)]], ids=["short", "gap", "overlap", "twice"]
+    "rows",
+    [[(0, 2)], [(0, 2), (3, 5)], [(0, 3), (2, 5)], [(0, 3), (0, 3)]],
+    ids=["short", "gap", "overlap", "twice"],
 )
 def test_every_element_has_exactly_one_source(tmp_path, rows):
     entries = [Entry("w", (a, b), f"t{i}", (b - a, 2)) for i, (a, b) in enumerate(rows)]
@@ -203,7 +233,10 @@ def test_every_element_has_exactly_one_source(tmp_path, rows):
 
 def test_a_parameter_without_a_source_is_refused(tmp_path):
     save_file({"w": numbered(2)}, tmp_path / SINGLE)
-    parameters = [local("w", (2,), [Piece((0,), (2,))], 2), local("x.bias", (3,), [Piece((0,), (3,))], 3)]
+    parameters = [
+        local("w", (2,), [Piece((0,), (2,))], 2),
+        local("x.bias", (3,), [Piece((0,), (3,))], 3),
+    ]
     with pytest.raises(ValueError, match=r"x\.bias"):
         load_parameters(parameters, [Entry("w", (0, 2), "w", (2,))], tmp_path)
 
@@ -214,7 +247,9 @@ def test_folders_that_are_none(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match="safe_serialization"):
         SafetensorsFolder(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}})
+    )
     with pytest.raises(ValueError, match="model-00001-of-00001.safetensors, which is not there"):
         SafetensorsFolder(tmp_path)
     save_file({"w": numbered(64)}, tmp_path / SINGLE)
@@ -226,7 +261,9 @@ def test_folders_that_are_none(tmp_path):
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}', "[]"])
 def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="model.safetensors.index.json (is damaged|is not a file of settings)"):
+    with pytest.raises(
+        ValueError, match="model.safetensors.index.json (is damaged|is not a file of settings)"
+    ):
         SafetensorsFolder(tmp_path)
 
 
@@ -280,7 +317,9 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(OSError, match=r"part-00000-00000.safetensors.tmp cannot be written: .*File too large"):
+        with pytest.raises(
+            OSError, match=r"part-00000-00000.safetensors.tmp cannot be written: .*File too large"
+        ):
             save_folder(tmp_path, [("a", torch.zeros(1000))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -304,13 +343,16 @@ def test_what_is_written_reads_back(tmp_path):
     save_folder(tmp_path, tensors, max_shard_bytes=64)
     assert (tmp_path / INDEX).is_file()
     back = {
-        name: local(name, tuple(t.shape), [Piece((0,) * t.ndim, tuple(t.shape))], len(t)) for name, t in ours.items()
+        name: local(name, tuple(t.shape), [Piece((0,) * t.ndim, tuple(t.shape))], len(t))
+        for name, t in ours.items()
     }
     load_parameters(back.values(), entries, tmp_path)
     assert all(torch.equal(back[name].data, ours[name]) for name in ours)
 
 
-@pytest.mark.parametrize("at", [(0, 0, 300, 260), (127, 128, 2, 1), (130, 5, 170, 124), (299, 259, 1, 1)])
+@pytest.mark.parametrize(
+    "at", [(0, 0, 300, 260), (127, 128, 2, 1), (130, 5, 170, 124), (299, 259, 1, 1)]
+)
 def test_any_rectangle_of_blocks_in_8_bits(tmp_path, at):
     values, scales, means = in_8_bits(torch.randn(300, 260) * torch.logspace(-3, 3, 260))
     save_file({"w": values, "w_scale_inv": scales}, tmp_path / SINGLE)
@@ -322,9 +364,13 @@ def test_any_rectangle_of_blocks_in_8_bits(tmp_path, at):
 
 def test_scales_that_are_not_of_the_blocks_are_refused(tmp_path):
     values, scales, _ = in_8_bits(torch.randn(300, 260))
-    save_file({"w": values, "w_scale_inv": scales[:2].clone(), "v_scale_inv": scales}, tmp_path / SINGLE)
+    save_file(
+        {"w": values, "w_scale_inv": scales[:2].clone(), "v_scale_inv": scales}, tmp_path / SINGLE
+    )
     parameter = local("w", (300, 260), [Piece((0, 0), (300, 260))], 300)
     with pytest.raises(ValueError) as error:
         load_parameters([parameter], [Entry("w", (0, 300), "w", (300, 260))], tmp_path)
-    assert "w_scale_inv: [2, 3] on disk, [3, 3] by the 128×128 blocks of [300, 260]" in str(error.value)
+    assert "w_scale_inv: [2, 3] on disk, [3, 3] by the 128×128 blocks of [300, 260]" in str(
+        error.value
+    )
     assert "1 unexpected:\n    v_scale_inv" in str(error.value)

@@ -1,4 +1,5 @@
-"""Hugging Face folders with files that are not what their names say, or that do not belong together."""
+"""Hugging Face folders with files that are not what their names say, or that do not belong
+together."""
 
 import json
 
@@ -17,10 +18,13 @@ def numbered(size):
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12\n"
 WRONG = {
-    "git lfs pull": POINTER, "web page": "<!DOCTYPE html>", "empty": "",
+    "git lfs pull": POINTER,
+    "web page": "<!DOCTYPE html>",
+    "empty": "",
     "pickle of torch": "PK\x03\x04x",
-    "GGUF": "GGUFx", "deeper": "[" * 200_000,
-}  # fmt: skip
+    "GGUF": "GGUFx",
+    "deeper": "[" * 200_000,
+}
 
 
 @pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json", "generation_config.json"])
@@ -29,7 +33,9 @@ def test_usual_wrong_files_are_called_by_their_names(tmp_path, name, word):
     (tmp_path / name).write_text(WRONG[word])
     if name == SINGLE and word == "deeper":
         word = "not a whole safetensors file"
-    read = {"config.json": read_hf_config, "generation_config.json": end_tokens}.get(name, SafetensorsFolder)
+    read = {"config.json": read_hf_config, "generation_config.json": end_tokens}.get(
+        name, SafetensorsFolder
+    )
     with pytest.raises(ValueError, match=f"{name}.*{word}"):
         read(tmp_path)
 
@@ -65,11 +71,15 @@ def test_each_tensor_comes_from_the_file_that_the_index_names(tmp_path):
     with SafetensorsFolder(tmp_path) as stored:
         assert torch.equal(stored.read("a", (0,), (3,)), numbered(3))
     sharded(tmp_path, b={"c": numbered(1)})
-    with pytest.raises(ValueError, match="00002.safetensors holds c, which .*index.json does not name"):
+    with pytest.raises(
+        ValueError, match="00002.safetensors holds c, which .*index.json does not name"
+    ):
         SafetensorsFolder(tmp_path)
     sharded(tmp_path)
     save_file(stale, tmp_path / "model-00003-of-00003.safetensors")
-    with pytest.raises(ValueError, match="model-00003-of-00003.safetensors, which .* does not name"):
+    with pytest.raises(
+        ValueError, match="model-00003-of-00003.safetensors, which .* does not name"
+    ):
         SafetensorsFolder(tmp_path)
     save_file(stale, tmp_path / SINGLE)
     with pytest.raises(ValueError, match="two sets of weights"):
@@ -77,22 +87,34 @@ def test_each_tensor_comes_from_the_file_that_the_index_names(tmp_path):
     save_file({"b": numbered(3)}, tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / SINGLE).unlink()
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match="places a in model-00001-of-00002.safetensors, which does not hold it"):
+    with pytest.raises(
+        ValueError, match="places a in model-00001-of-00002.safetensors, which does not hold it"
+    ):
         SafetensorsFolder(tmp_path)
 
 
 def test_a_config_of_endless_layers_is_refused_at_once(tmp_path):
-    for family, key in (("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("mixtral", "num_experts"),
-                        ("deepseek_v3", "n_routed_experts"), ("deepseek_v3", "num_nextn_predict_layers")):  # fmt: skip
+    for family, key in (
+        ("llama", "num_hidden_layers"),
+        ("gpt2", "n_layer"),
+        ("mixtral", "num_experts"),
+        ("deepseek_v3", "n_routed_experts"),
+        ("deepseek_v3", "num_nextn_predict_layers"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family, key: 10**12}))
-        with pytest.raises(ValueError, match=r"= 1000000000000.* is more than the 1,000,000 layers and experts"):
+        with pytest.raises(
+            ValueError, match=r"= 1000000000000.* is more than the 1,000,000 layers and experts"
+        ):
             read_hf_config(tmp_path)
 
 
 def test_fp16_is_refused_where_a_weight_would_become_infinite():
     entries = [Entry("w", (0, 3), "w", (3,))]
     table = {"w": torch.tensor([1.0, 2.0, 65504.0])}
-    assert next(iter(stored_tensors(entries, lambda *_: table["w"], torch.float16)))[1].dtype == torch.float16
+    assert (
+        next(iter(stored_tensors(entries, lambda *_: table["w"], torch.float16)))[1].dtype
+        == torch.float16
+    )
     table["w"][0] = 7e4
     with pytest.raises(ValueError, match="w reaches 7e.04, and fp16 ends at 65504"):
         list(stored_tensors(entries, lambda *_: table["w"], torch.float16))

@@ -1,4 +1,5 @@
-"""Which checkpoints stay; what an interrupted removal of an old one leaves is finished, and told before."""
+"""Which checkpoints stay; what an interrupted removal of an old one leaves is finished, and told
+before."""
 
 import shutil
 
@@ -11,7 +12,8 @@ from megatron5d.train.startup_warnings import broken_checkpoints
 
 
 def test_a_removal_that_was_interrupted_is_finished(tmp_path, monkeypatch):
-    """One of this version at the next start; one of an earlier version, or by hand, with the next that are removed."""
+    """One of this version at the next start; one of an earlier version, or by hand, with the next
+    that are removed."""
 
     def save(step, keep=0):
         Saver(tmp_path, keep).save(step, {}, {})
@@ -28,11 +30,19 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path, monkeypatch):
     for keep, end in ((2, "a later save removes it"), (0, "nothing removes it but you")):
         config = Config(checkpoint=CheckpointConfig(dir=str(tmp_path), keep=str(keep)))
         (note,) = broken_checkpoints(config)
-        assert note.startswith("not whole: ") and "step-00000002/index.json has no file" in note and note.endswith(end)
+        assert (
+            note.startswith("not whole: ")
+            and "step-00000002/index.json has no file" in note
+            and note.endswith(end)
+        )
     save(5, keep=4)
     assert faults_of_older(tmp_path), "three are whole: there is room"
     save(6, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005", "step-00000006"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000005",
+        "step-00000006",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,17 @@ def test_messages_reach_rank_0_and_its_answers_all(monkeypatch):
         for length in (0, 2, 3, 10, 10, 10):
             group.on_rank_0(lambda: None)
             group.send(bytes([rank]) * length)
-            group.on_rank_0(lambda: (heard.append(group.receive_all()), keys.append(default_store().num_keys())))
+            group.on_rank_0(
+                lambda: (heard.append(group.receive_all()), keys.append(default_store().num_keys()))
+            )
         with pytest.raises(OSError, match="no room"):
             group.on_rank_0(lambda: exec("raise OSError('no room')"))
         return heard, keys
 
     (heard, keys), nothing = run_ranks(fn, 2)
-    assert heard == [[b"\0" * length, b"\1" * length] for length in (0, 2, 3, 10, 10, 10)] and nothing == ([], [])
+    assert heard == [
+        [b"\0" * length, b"\1" * length] for length in (0, 2, 3, 10, 10, 10)
+    ] and nothing == ([], [])
     assert keys[-1] == keys[-2] == keys[-3], "what all have read is forgotten"
 
 
@@ -129,7 +133,9 @@ def test_a_store_that_is_gone_is_told_as_rank_0(tmp_path, monkeypatch):
 
     saver = Saver(tmp_path, keep=1)
     monkeypatch.setattr("megatron5d.checkpoint.save.write", write)
-    with pytest.raises(OSError, match="could not be written: rank 0, .* does not answer: Broken pipe.*continues"):
+    with pytest.raises(
+        OSError, match="could not be written: rank 0, .* does not answer: Broken pipe.*continues"
+    ):
         saver.save(1, {}, {})
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint is data: nothing in it is executed, and no file of another one is taken for its own."""
+"""A checkpoint is data: nothing in it is executed, and no file of another one is taken for its
+own."""
 
 import io
 import json
@@ -40,7 +41,10 @@ class Calls:
 def place(tmp_path):
     saver = Saver(tmp_path / "ours", keep=0)
     for step in (12, 24):
-        tensors = {key: ShardedTensor(x.shape, [((0,) * x.dim(), x + step)], x.dtype) for key, x in VALUES.items()}
+        tensors = {
+            key: ShardedTensor(x.shape, [((0,) * x.dim(), x + step)], x.dtype)
+            for key, x in VALUES.items()
+        }
         saver.save(step, tensors, {})
     return tmp_path / "ours"
 
@@ -55,7 +59,10 @@ def by_dcp(folder, **more):
 
 def loaded(folder):
     found = {key: torch.zeros_like(x) for key, x in VALUES.items()}
-    load_tensors(folder, {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in found.items()})
+    load_tensors(
+        folder,
+        {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in found.items()},
+    )
     return found
 
 
@@ -69,8 +76,11 @@ def polluted():
 
 
 def test_what_dcp_itself_wrote_is_read(tmp_path):
-    """With an object that is no tensor, with chunks of a tensor, and with DCP's names for what was nested."""
-    assert is_whole(loaded(by_dcp(tmp_path / "old", other={"nested": [1, "text"]}, step=torch.tensor(3))))
+    """With an object that is no tensor, with chunks of a tensor, and with DCP's names for what was
+    nested."""
+    assert is_whole(
+        loaded(by_dcp(tmp_path / "old", other={"nested": [1, "text"]}, step=torch.tensor(3)))
+    )
 
 
 def test_dcp_reads_what_we_write(place):
@@ -98,12 +108,16 @@ def test_no_metadata_executes_anything(tmp_path, function, args, where):
     metadata.planner_data = {"a": evil}
     (folder / ".metadata").write_bytes(pickle.dumps(evil if where == "outermost" else metadata))
     write_manifest(folder)
-    with pytest.raises(ValueError, match=r"old/\.metadata is refused: it names .*\..*no part of DCP's metadata"):
+    with pytest.raises(
+        ValueError, match=r"old/\.metadata is refused: it names .*\..*no part of DCP's metadata"
+    ):
         loaded(folder)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", polluted(), pickle.dumps(OrderedDict(a=1)), pickle.dumps({})])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", polluted(), pickle.dumps(OrderedDict(a=1)), pickle.dumps({})]
+)
 def test_a_metadata_that_is_none_is_refused_without_effect(content):
     before = dict(vars(Metadata))
     with pytest.raises(ValueError, match="no metadata of DCP"):
@@ -112,7 +126,9 @@ def test_a_metadata_that_is_none_is_refused_without_effect(content):
 
 
 def test_metadata_beside_our_index_is_not_opened(place):
-    (place / "step-00000024" / ".metadata").write_bytes(pickle.dumps(Calls(exec, "raise SystemExit")))
+    (place / "step-00000024" / ".metadata").write_bytes(
+        pickle.dumps(Calls(exec, "raise SystemExit"))
+    )
     assert is_whole(loaded(place / "step-00000024"), 24)
 
 
@@ -129,7 +145,9 @@ def test_no_item_of_tensors_executes_anything(tmp_path):
     """The item's own pickle calls a function, and every checksum is renewed."""
     folder, mark = by_dcp(tmp_path / "old"), tmp_path / "executed"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    index, info = next((index, info) for index, info in metadata.storage_data.items() if index.fqn == "model.a")
+    index, info = next(
+        (index, info) for index, info in metadata.storage_data.items() if index.fqn == "model.a"
+    )
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:
         made.writestr("archive/data.pkl", pickle.dumps(Calls(os.system, f"touch {mark}"), 2))
@@ -145,14 +163,19 @@ def test_no_item_of_tensors_executes_anything(tmp_path):
 
 def test_no_message_of_a_rank_executes_anything(tmp_path):
     with pytest.raises(ValueError):
-        IndexWriter().build([zlib.compress(pickle.dumps(Calls(os.mkdir, str(tmp_path / "executed"))))])
+        IndexWriter().build(
+            [zlib.compress(pickle.dumps(Calls(os.mkdir, str(tmp_path / "executed"))))]
+        )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda index: index["tensors"]["model.a"][2][0].__setitem__(2, "../x.distcp"), "no file of the folder"),
+        (
+            lambda index: index["tensors"]["model.a"][2][0].__setitem__(2, "../x.distcp"),
+            "no file of the folder",
+        ),
         (lambda index: index["tensors"]["model.a"][2][0].__setitem__(3, -1), "bytes -1"),
         (lambda index: index["tensors"]["model.a"].__setitem__(0, "load"), "dtype 'load'"),
         (lambda index: index["tensors"]["model.a"].__setitem__(2, 7), "another kind"),
@@ -168,7 +191,9 @@ def test_an_index_that_makes_no_sense_is_refused(place, change, told):
     change(index)
     (folder / "index.json").write_text(json.dumps(index))
     write_manifest(folder)
-    with pytest.raises(ValueError, match=rf"index\.json is refused: .*{told}.*checkpoint\.resume=.*step-00000012"):
+    with pytest.raises(
+        ValueError, match=rf"index\.json is refused: .*{told}.*checkpoint\.resume=.*step-00000012"
+    ):
         loaded(folder)
 
 
@@ -177,20 +202,31 @@ def test_a_file_of_another_step_is_not_taken(place, tmp_path):
     assert is_whole(loaded(old), 12) and is_whole(loaded(new), 24)
     whole = (new / "__0_0.distcp").read_bytes()
     shutil.copy(old / "__0_0.distcp", new)
-    with pytest.raises(ValueError, match=r"__0_0\.distcp is of another .*of step 12, save .*of step 24, save .*again"):
+    with pytest.raises(
+        ValueError,
+        match=r"__0_0\.distcp is of another .*of step 12, save .*of step 24, save .*again",
+    ):
         loaded(new)
     (new / "__0_0.distcp").write_bytes(b" " * 256 + whole[256:])
-    with pytest.raises(ValueError, match="of a save of an earlier version, and the folder of step 24"):
+    with pytest.raises(
+        ValueError, match="of a save of an earlier version, and the folder of step 24"
+    ):
         loaded(new)
     earlier = by_dcp(tmp_path / "step-00000036")
     shutil.copy(old / "__0_0.distcp", earlier)
-    with pytest.raises(ValueError, match="of step 12, save .*, and the folder of a save of an earlier version"):
+    with pytest.raises(
+        ValueError, match="of step 12, save .*, and the folder of a save of an earlier version"
+    ):
         loaded(earlier)
 
 
 def test_the_same_step_of_another_run_is_another_save(place, tmp_path):
     other = Saver(tmp_path / "other", keep=0)
-    other.save(24, {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in VALUES.items()}, {})
+    other.save(
+        24,
+        {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in VALUES.items()},
+        {},
+    )
     shutil.copy(tmp_path / "other" / "step-00000024" / "__0_0.distcp", place / "step-00000024")
     with pytest.raises(ValueError, match="is of another checkpoint"):
         loaded(place / "step-00000024")

@@ -1,4 +1,5 @@
-"""Weights without an optimiser: rows out of a checkpoint, and parts that are made while it is written."""
+"""Weights without an optimiser: rows out of a checkpoint, and parts that are made while it is
+written."""
 
 from pathlib import Path
 
@@ -32,7 +33,11 @@ def whole():
 
 
 def test_rows_across_the_parts_they_were_saved_in(tmp_path, whole):
-    parts = [((0, 0), whole[:4, :2].contiguous()), ((0, 2), whole[:4, 2:].contiguous()), ((4, 0), whole[4:])]
+    parts = [
+        ((0, 0), whole[:4, :2].contiguous()),
+        ((0, 2), whole[:4, 2:].contiguous()),
+        ((4, 0), whole[4:]),
+    ]
     vector = torch.randn(5)
     tensors = {
         "model.w": ShardedTensor((7, 3), parts, torch.bfloat16),
@@ -49,13 +54,20 @@ def test_rows_across_the_parts_they_were_saved_in(tmp_path, whole):
 
 
 def test_what_a_save_in_the_background_writes_is_a_copy(whole):
-    tensor, copies = ShardedTensor((7, 3), [((0, 0), whole[:4]), ((4, 0), whole[4:])], torch.bfloat16), HostCopies()
+    tensor, copies = (
+        ShardedTensor((7, 3), [((0, 0), whole[:4]), ((4, 0), whole[4:])], torch.bfloat16),
+        HostCopies(),
+    )
     before, taken = whole.clone(), copies.take({"w": tensor})["w"].parts
     whole.zero_()
-    assert torch.equal(torch.cat(list(taken.values())), before), "training continues in its own memory"
+    assert torch.equal(torch.cat(list(taken.values())), before), (
+        "training continues in its own memory"
+    )
     again = copies.take({"w": tensor})["w"].parts
     assert not torch.cat(list(again.values())).any()
-    assert [one.data_ptr() for one in again.values()] == [one.data_ptr() for one in taken.values()], "memory is kept"
+    assert [one.data_ptr() for one in again.values()] == [
+        one.data_ptr() for one in taken.values()
+    ], "memory is kept"
 
 
 def test_lazy_parts_are_made_when_they_are_written(tmp_path, whole):
@@ -77,14 +89,20 @@ def test_local_parameters_take_their_pieces_in_their_own_dtype(tmp_path, whole):
     pieces = (Piece((5, 0), (2, 3), 0), Piece((1, 0), (1, 3), 2))
     parameter = new_parameter((4, 3), ShardSpec("w", (7, 3), pieces), torch.float64, "cpu")
     load_weights([parameter], folder)
-    assert torch.equal(parameter.data, torch.cat([whole[5:7], whole[1:2], torch.zeros(1, 3)]).double())
+    assert torch.equal(
+        parameter.data, torch.cat([whole[5:7], whole[1:2], torch.zeros(1, 3)]).double()
+    )
 
 
 def test_another_model_is_refused(tmp_path, whole):
     folder = saved(tmp_path, {"model.w": ShardedTensor((7, 3), [((0, 0), whole)], torch.bfloat16)})
-    wide = new_parameter((7, 4), ShardSpec("w", (7, 4), (Piece((0, 0), (7, 4)),)), torch.float32, "cpu")
+    wide = new_parameter(
+        (7, 4), ShardSpec("w", (7, 4), (Piece((0, 0), (7, 4)),)), torch.float32, "cpu"
+    )
     other = new_parameter((2,), ShardSpec("b", (2,), (Piece((0,), (2,)),)), torch.float32, "cpu")
-    with pytest.raises(ValueError, match=r"(?s)model\.b.*model\.w: saved \(7, 3\), this model has \(7, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)model\.b.*model\.w: saved \(7, 3\), this model has \(7, 4\)"
+    ):
         load_weights([wide, other], folder)
     absent = {f"{kind}.x": ShardedTensor((2,), [], torch.float32) for kind in ("optim.m", "model")}
     with pytest.raises(ValueError, match=r"(?s)checkpoint: model\.x.*checkpoint: optim\.m\.x"):
@@ -97,7 +115,9 @@ def test_what_does_not_fit_one_rank_is_told_on_all(tmp_path, whole):
 
     def told(rank, world):
         rows = (7, 8)[rank]
-        mine = new_parameter((rows, 3), ShardSpec("w", (rows, 3), (Piece((0, 0), (rows, 3)),)), torch.float32, "cpu")
+        mine = new_parameter(
+            (rows, 3), ShardSpec("w", (rows, 3), (Piece((0, 0), (rows, 3)),)), torch.float32, "cpu"
+        )
         try:
             load_weights([mine], folder)
         except ValueError as error:
@@ -109,14 +129,20 @@ def test_what_does_not_fit_one_rank_is_told_on_all(tmp_path, whole):
 
 def test_segments_of_one_parameter_become_one_tensor():
     spec, values = ShardSpec("a", (4, 2), ()), torch.arange(8.0).view(4, 2)
-    halves = [ShardedTensor((4, 2), [((row, 0), values[row : row + 2])], values.dtype) for row in (0, 2)]
+    halves = [
+        ShardedTensor((4, 2), [((row, 0), values[row : row + 2])], values.dtype) for row in (0, 2)
+    ]
     joined = named("model", [(spec, half) for half in halves])
     assert list(joined) == ["model.a"] and sorted(joined["model.a"].parts) == [(0, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(
     ("wanted", "source"),
-    [(torch.float64, "optim.master.w"), (torch.float32, "optim.master.w"), (torch.bfloat16, "model.w")],
+    [
+        (torch.float64, "optim.master.w"),
+        (torch.float32, "optim.master.w"),
+        (torch.bfloat16, "model.w"),
+    ],
 )
 def test_weights_with_wider_masters_are_read_from_them(tmp_path, whole, wanted, source):
     """Also where what is wanted is wider than both."""

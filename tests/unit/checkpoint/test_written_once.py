@@ -1,6 +1,7 @@
 """Every element of a checkpoint is written by one rank, whichever ranks hold copies of it.
 
-DCP would drop what two ranks write alike, after both have planned, copied and announced it: no file would show it.
+DCP would drop what two ranks write alike, after both have planned, copied and announced it: no file
+would show it.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ LAYOUTS = [
     {"tp": 2, "sp": True, "zero": 0},  # copies over tp (norms) and over dp (everything)
     {"tp": 2, "zero": 1},
     {"dp_replicate": 2, "zero": 3},
-    {"ep": 2, "zero": 1, "tp": 2, "sp": True},  # an expert on a half, routers and their biases on all
+    # an expert on a half, routers and their biases on all
+    {"ep": 2, "zero": 1, "tp": 2, "sp": True},
 ]
 
 
@@ -63,11 +65,20 @@ def test_every_element_is_written_by_one_rank():
         assert kinds == {"exp_avg", "exp_avg_sq"}, (layout, kinds)
         assert any("router.bias" in key for key in written) == ("ep" in layout)
         for key, times in written.items():
-            assert bool((times == 1).all()), f"{layout}: {key} is written {times.unique().tolist()} times"
-        written_by, read_by, held_by = ([numel(rank[number][way]) for rank in ranks] for way in range(3))
-        assert sum(held_by) > sum(written_by) and sum(read_by) < 1.1 * sum(written_by), (layout, read_by)
+            assert bool((times == 1).all()), (
+                f"{layout}: {key} is written {times.unique().tolist()} times"
+            )
+        written_by, read_by, held_by = (
+            [numel(rank[number][way]) for rank in ranks] for way in range(3)
+        )
+        assert sum(held_by) > sum(written_by) and sum(read_by) < 1.1 * sum(written_by), (
+            layout,
+            read_by,
+        )
         if "dp_replicate" in layout:
-            assert read_by == written_by and sum(held_by) == 2 * sum(read_by), "replicas share the reading"
+            assert read_by == written_by and sum(held_by) == 2 * sum(read_by), (
+                "replicas share the reading"
+            )
             assert max(written_by) < 1.1 * min(written_by), "and the writing"
 
 

@@ -1,4 +1,5 @@
-"""Each collective against arithmetic by hand, its backward against its transpose, its bytes against the ring's."""
+"""Each collective against arithmetic by hand, its backward against its transpose, its bytes against
+the ring's."""
 
 import weakref
 
@@ -37,9 +38,12 @@ def test_plain_collectives():
     def run(rank, axis):
         x = tensor_of(rank)
         return (
-            c.all_reduce(x.clone(), axis), c.all_reduce(x.clone(), axis, "max"), c.all_gather(x, axis),
-            c.reduce_scatter(x, axis), c.gather_last_dim(x, axis),
-        )  # fmt: skip
+            c.all_reduce(x.clone(), axis),
+            c.all_reduce(x.clone(), axis, "max"),
+            c.all_gather(x, axis),
+            c.reduce_scatter(x, axis),
+            c.gather_last_dim(x, axis),
+        )
 
     for rank, ((summed, largest, gathered, scattered, columns), totals) in enumerate(on_axis(run)):
         torch.testing.assert_close(summed, total)
@@ -47,29 +51,38 @@ def test_plain_collectives():
         assert torch.equal(gathered, torch.cat(everyone))
         torch.testing.assert_close(scattered, total[rank * 2 : rank * 2 + 2])
         assert torch.equal(columns, torch.cat(everyone, -1))
-        assert totals["tp", "reduce_scatter"].num_bytes == 3 * 2 * 3 * 8  # (size-1) shards of 2·3 doubles
+        # (size-1) shards of 2·3 doubles
+        assert totals["tp", "reduce_scatter"].num_bytes == 3 * 2 * 3 * 8
         assert totals["tp", "all_gather"].num_bytes == 2 * 3 * 24 * 8
         assert totals["tp", "all_reduce"].num_bytes == 2 * (2 * 3 * 24 // 4) * 8
 
 
-@pytest.mark.parametrize("name", ["copy_to", "reduce_from", "gather_from", "reduce_scatter_to", "split_to"])
+@pytest.mark.parametrize(
+    "name", ["copy_to", "reduce_from", "gather_from", "reduce_scatter_to", "split_to"]
+)
 def test_the_backward_is_the_transpose(name):
-    """<forward(x), y> summed over ranks equals <x, backward(y)> summed over ranks, where inputs count as they act."""
+    """<forward(x), y> summed over ranks equals <x, backward(y)> summed over ranks, where inputs
+    count as they act."""
 
     def run(rank, axis):
         x = tensor_of(rank if name not in ("copy_to", "split_to") else 0).requires_grad_()
         y = getattr(c, name)(x, axis)
         replicated = name == "reduce_from"
         g = torch.randn(
-            y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(99 if replicated else 99 + rank)
+            y.shape,
+            dtype=y.dtype,
+            generator=torch.Generator().manual_seed(99 if replicated else 99 + rank),
         )
         (dx,) = torch.autograd.grad(y, x, g)
         share = 1 / axis.size if replicated else 1  # the same output stands on every rank
-        inner = 1 / axis.size if name in ("copy_to", "split_to") else 1  # the same input stands on every rank
+        # the same input stands on every rank
+        inner = 1 / axis.size if name in ("copy_to", "split_to") else 1
         return (y.detach() * g).sum().item() * share, (x.detach() * dx).sum().item() * inner
 
     results = [value for value, _ in on_axis(run)]
-    assert sum(left for left, _ in results) == pytest.approx(sum(right for _, right in results), rel=1e-12)
+    assert sum(left for left, _ in results) == pytest.approx(
+        sum(right for _, right in results), rel=1e-12
+    )
 
 
 def test_pending_results_can_be_waited_for_in_any_order():
@@ -98,7 +111,9 @@ def test_inputs_are_let_go_of():
 
 def test_a_text_is_cut_to_what_fits():
     text = "ü" * c.TEXT_BYTES
-    told = on_axis(lambda rank, axis: c.broadcast_text(1, text if rank == 1 else "", axis, torch.device("cpu")))
+    told = on_axis(
+        lambda rank, axis: c.broadcast_text(1, text if rank == 1 else "", axis, torch.device("cpu"))
+    )
     assert [found for found, _ in told] == [text[: c.TEXT_BYTES // 2]] * WORLD
 
 

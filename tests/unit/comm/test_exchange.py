@@ -1,4 +1,5 @@
-"""An all-to-all whose halves lie in different phases, and uneven gathers: values, gradients, and what is sent twice."""
+"""An all-to-all whose halves lie in different phases, and uneven gathers: values, gradients, and
+what is sent twice."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ SENDS = [[2, 0, 1], [1, 3, 0], [0, 2, 2]]  # rows from rank (line) to rank (colu
 
 
 def rows_of(rank):
-    return torch.randn(sum(SENDS[rank]), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(
+        sum(SENDS[rank]), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    )
 
 
 def arrivals(rank, rows):
@@ -55,10 +58,18 @@ def test_two_phases(recompute):
         use.activation_policy = ActivationPolicy(group=0 if recompute else None)
         stage = WholeStage([Send(rank, ep), use])
         y = stage.forward(0, rows_of(rank), None)
-        return y, stage.backward(0, torch.ones_like(y)), ledger.totals["ep", "all_to_all"].elements, use.held
+        return (
+            y,
+            stage.backward(0, torch.ones_like(y)),
+            ledger.totals["ep", "all_to_all"].elements,
+            use.held,
+        )
 
     rows = [rows_of(rank).requires_grad_() for rank in range(WORLD)]
-    outputs = [arrivals(rank, [2 * r for r in rows]).square().sum() + rows[rank].sum() for rank in range(WORLD)]
+    outputs = [
+        arrivals(rank, [2 * r for r in rows]).square().sum() + rows[rank].sum()
+        for rank in range(WORLD)
+    ]
     sum(outputs).backward()
     for rank, (y, dx, elements, held) in enumerate(run_ranks(run, WORLD)):
         assert not held, "rows stay until the exchange ends, not only where the backward needs them"
@@ -76,7 +87,9 @@ def test_evaluation_leaves_nothing_behind():
 
     rows = [rows_of(rank) for rank in range(WORLD)]
     for rank, y in enumerate(run_ranks(run, WORLD)):
-        torch.testing.assert_close(y, arrivals(rank, [2 * r for r in rows]).square().sum() + rows[rank].sum())
+        torch.testing.assert_close(
+            y, arrivals(rank, [2 * r for r in rows]).square().sum() + rows[rank].sum()
+        )
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 2], [3, 0, 1], [0, 0, 0], [0, 5, 0]])

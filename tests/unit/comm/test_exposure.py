@@ -1,4 +1,5 @@
-"""What is waited for, on the device's clock: a stream's events, which are read when it has come by."""
+"""What is waited for, on the device's clock: a stream's events, which are read when it has come
+by."""
 
 import pytest
 import torch
@@ -46,7 +47,11 @@ def spend(stream, seconds):
 
 def test_what_the_stream_has_not_done_yet_counts_in_the_next_call(stream):
     exposure = Exposure("cuda")
-    assert [exposure.during(spend(stream, seconds)) for seconds in (1.0, 2.0, 4.0)] == [1.0, 2.0, 4.0]
+    assert [exposure.during(spend(stream, seconds)) for seconds in (1.0, 2.0, 4.0)] == [
+        1.0,
+        2.0,
+        4.0,
+    ]
     stream.reached = 3.0
     assert exposure.take() == 3.0 and exposure.take() == 0.0
     stream.reached = 7.0

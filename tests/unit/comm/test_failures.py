@@ -1,4 +1,5 @@
-"""Who waits longer than `parallel.timeout_s`, in a collective or for a message, names the rank that hangs."""
+"""Who waits longer than `parallel.timeout_s`, in a collective or for a message, names the rank that
+hangs."""
 
 import time
 from collections import Counter
@@ -44,11 +45,14 @@ def test_the_rank_that_hangs_is_named(monkeypatch, op):
         return str(found.value)
 
     message = run_ranks(fn, 4)[0]
-    assert message.startswith(f"{op} over tp (ranks 0, 1) failed: rank 1 does not answer within 1 s: dead, or hanging")
+    assert message.startswith(
+        f"{op} over tp (ranks 0, 1) failed: rank 1 does not answer within 1 s: dead, or hanging"
+    )
 
 
 def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
-    """Rank 1 hangs, rank 0 waits for it over tp, rank 2 for rank 0 over dp; rank 3 comes when all is over."""
+    """Rank 1 hangs, rank 0 waits for it over tp, rank 2 for rank 0 over dp; rank 3 comes when all
+    is over."""
     monkeypatch.setattr(failures, "PATIENCE_S", 1.0)
 
     def fn(rank, world):
@@ -60,7 +64,10 @@ def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
         for name in ("dp", "tp") if rank == 2 else ("tp", "dp"):
             try:
                 all_reduce(torch.zeros(3), mesh[name])
-            except (CollectiveError, RuntimeError) as error:  # the latter where the others have left
+            except (
+                CollectiveError,
+                RuntimeError,
+            ) as error:  # the latter where the others have left
                 found.append(str(error))
         return found[0] if found else ""
 
@@ -70,7 +77,8 @@ def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
 
 
 def test_a_message_that_does_not_come_names_the_rank_behind(monkeypatch):
-    """Rank 1 hangs in its computation, rank 0 waits for it over tp, rank 2 for a message of rank 0's."""
+    """Rank 1 hangs in its computation, rank 0 waits for it over tp, rank 2 for a message of rank
+    0's."""
     monkeypatch.setattr(failures, "PATIENCE_S", 1.0)
 
     def fn(rank, world):
@@ -89,7 +97,9 @@ def test_a_message_that_does_not_come_names_the_rank_behind(monkeypatch):
         return found
 
     told = run_ranks(fn, 4)
-    assert told[2].startswith("receiving from rank 0 failed: rank 1 does not answer within 1 s: dead, or hanging")
+    assert told[2].startswith(
+        "receiving from rank 0 failed: rank 1 does not answer within 1 s: dead, or hanging"
+    )
 
 
 def test_what_fails_at_once_names_its_axis():
@@ -98,7 +108,8 @@ def test_what_fails_at_once_names_its_axis():
             raise RuntimeError("the backend's own words\nand more")
 
     with pytest.raises(
-        CollectiveError, match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$"
+        CollectiveError,
+        match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$",
     ):
         failures.finish(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
 

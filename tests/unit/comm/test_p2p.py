@@ -53,7 +53,8 @@ def test_forms_may_change_from_message_to_message_and_are_counted():
         shapes = [(2, 5), (7,), (1, 1, 4)]
         if rank == 0:
             for i, shape in enumerate(shapes):
-                end.send(torch.full(shape, float(i), dtype=torch.float64).transpose(0, -1))  # not contiguous
+                # not contiguous
+                end.send(torch.full(shape, float(i), dtype=torch.float64).transpose(0, -1))
             end.finish()
             return ledger.totals["pp", "send"]
         got, ledger.timing = [], True
@@ -121,7 +122,11 @@ def test_a_dead_peer_is_named():
         run_ranks(on_rank, 2)
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda link: link[0] != link[1])))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda link: link[0] != link[1])
+    )
+)
 def test_colours_keep_the_channels_of_two_ranks_apart_with_as_few_groups_as_can_be(links):
     found = list(zip(map(frozenset, links), colours(links)))
     assert len(set(found)) == len(found)

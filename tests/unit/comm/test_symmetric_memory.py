@@ -1,4 +1,5 @@
-"""Buffers in each other's memory: ranks that are slow at different times, buffers used again, and faults that show."""
+"""Buffers in each other's memory: ranks that are slow at different times, buffers used again, and
+faults that show."""
 
 import dataclasses
 import errno
@@ -30,12 +31,16 @@ def content(source: int, epoch: int, width: int) -> tuple[torch.Tensor, torch.Te
 
 
 def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: float) -> int:
-    """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in even ones."""
+    """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in
+    even ones."""
     ledger = Ledger()
     ledger.timing = True
-    buffer = SymmetricBuffers(build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0)
+    buffer = SymmetricBuffers(
+        build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0
+    )
     for epoch in range(1, num_exchanges + 1):
-        width = 7 if 5 <= epoch < 8 else 3  # buffers that grow in the middle, and serve what is smaller, too
+        # buffers that grow in the middle, and serve what is smaller, too
+        width = 7 if 5 <= epoch < 8 else 3
         mine = content(rank, epoch, width)
         exchange = buffer.exchange([(part.shape, part.dtype) for part in mine])
         if rank == slow and epoch % 2:
@@ -46,7 +51,9 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
             if rank == slow and not epoch % 2:
                 time.sleep(pause_s)
             for got, want in zip(exchange.wait(source), content(source, epoch, width), strict=True):
-                assert torch.equal(got, want), f"exchange {epoch}: rank {rank} read {got[0, 0]} from rank {source}"
+                assert torch.equal(got, want), (
+                    f"exchange {epoch}: rank {rank} read {got[0, 0]} from rank {source}"
+                )
     assert ledger.take_waits()["tp"] > 0, "waits for a buffer were not timed"
     return buffer.epoch
 
@@ -54,7 +61,9 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
 def test_no_file_is_left_behind(monkeypatch):
     def on_rank(rank, world, make=segments.tempfile.mkstemp):
         made = []
-        monkeypatch.setattr(segments.tempfile, "mkstemp", lambda **where: made.append(make(**where)) or made[-1])
+        monkeypatch.setattr(
+            segments.tempfile, "mkstemp", lambda **where: made.append(make(**where)) or made[-1]
+        )
         converse(rank, world, 1, 0, 0.0)
         return [os.path.exists(name) for _, name in made]
 
@@ -79,7 +88,10 @@ def waits_for_any_exchange(arrivals, source, true=symmetric.wait_flag):
 
 def has_one_set_of_buffers(self, buffer, layout, true=BufferExchange.__init__):
     true(self, buffer, layout)
-    self._slot, self.arrivals = 0, dataclasses.replace(self.arrivals, flags=buffer.flags(buffer.axis.rank, 0))
+    self._slot, self.arrivals = (
+        0,
+        dataclasses.replace(self.arrivals, flags=buffer.flags(buffer.axis.rank, 0)),
+    )
 
 
 FAULTS = {
@@ -107,7 +119,9 @@ def test_a_rank_that_never_sends_is_named():
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         buffer = SymmetricBuffers(tp, CPU, 0.2)
         exchange = buffer.exchange([(torch.Size([2]), torch.float32)])
-        assert exchange.arrivals.patience.limit_s == 0.1, "of the whole, torch's collectives would give up first"
+        assert exchange.arrivals.patience.limit_s == 0.1, (
+            "of the whole, torch's collectives would give up first"
+        )
         if rank == 0:
             exchange.push([torch.zeros(2)])
             with pytest.raises(TimeoutError, match=NAMED):
@@ -139,7 +153,9 @@ def test_ranks_on_several_hosts_are_refused_everywhere(monkeypatch):
     def elsewhere(rank, world):
         monkeypatch.setattr(segments.socket, "gethostname", lambda: f"node{rank}")
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-        with pytest.raises(ValueError, match=r"2 ranks of tp.*node0, node1.*parallel.tp_overlap=chunked"):
+        with pytest.raises(
+            ValueError, match=r"2 ranks of tp.*node0, node1.*parallel.tp_overlap=chunked"
+        ):
             SymmetricBuffers(tp, CPU, 120.0)
 
     run_ranks(elsewhere, 2)
@@ -155,7 +171,9 @@ def test_shared_memory_that_is_full_on_one_rank_is_refused_everywhere(monkeypatc
         if rank == 1:
             monkeypatch.setattr(segments.os, "posix_fallocate", full)
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-        with pytest.raises(ValueError, match=r"gives no 256 bytes a rank \(No space.*parallel.tp_overlap=chunked"):
+        with pytest.raises(
+            ValueError, match=r"gives no 256 bytes a rank \(No space.*parallel.tp_overlap=chunked"
+        ):
             SymmetricBuffers(tp, CPU, 120.0)
 
     run_ranks(on_rank, 2)
@@ -166,4 +184,7 @@ def test_memory_is_counted_without_memory():
     exchange = buffer.exchange([(torch.Size([100, 4]), torch.bfloat16)])
     exchange.push([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
     assert exchange.wait(1)[0].shape == (100, 4)
-    assert buffer.buffer_bytes == 1024 and exchange.receive_buffer(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024
+    assert (
+        buffer.buffer_bytes == 1024
+        and exchange.receive_buffer(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024
+    )

@@ -1,7 +1,9 @@
-"""What a user can get wrong on a command line of eight ranks: each is refused with exit code 2, and the message helps.
+"""What a user can get wrong on a command line of eight ranks: each is refused with exit code 2, and
+the message helps.
 
-One line of broken_command_lines.txt is one of them: what is appended to a sound command line, and words that the
-message must hold, among them the knob and a legal value. Nothing may be made on the disk.
+One line of broken_command_lines.txt is one of them: what is appended to a sound command line, and
+words that the message must hold, among them the knob and a legal value. Nothing may be made on the
+disk.
 """
 
 import os
@@ -73,31 +75,57 @@ def test_options_quoted_as_one_word_are_taken_apart(capsys):
 
 def test_all_that_is_broken_is_told_at_once(capsys):
     text = told(
-        [*SOUND, "train.stepz=5", "model=llama4", "optim.lr=abc", "parallel.tp=3", "train.seq_len=0", "data.order=up",
-         "parallel.zero=4", "--verbose", "train.mbs=[1"],
+        [
+            *SOUND,
+            "train.stepz=5",
+            "model=llama4",
+            "optim.lr=abc",
+            "parallel.tp=3",
+            "train.seq_len=0",
+            "data.order=up",
+            "parallel.zero=4",
+            "--verbose",
+            "train.mbs=[1",
+        ],
         capsys,
-    )  # fmt: skip
+    )
     for words in (
-        "9 faults", "train.stepz", "model=llama4", "optim.lr = 'abc'", "8 ranks", "train.seq_len = 0",
-        "data.order = up", "parallel.zero = 4", "--verbose", "train.mbs=[1",
-    ):  # fmt: skip
+        "9 faults",
+        "train.stepz",
+        "model=llama4",
+        "optim.lr = 'abc'",
+        "8 ranks",
+        "train.seq_len = 0",
+        "data.order = up",
+        "parallel.zero = 4",
+        "--verbose",
+        "train.mbs=[1",
+    ):
         assert words in text, text
 
 
 def test_a_refused_run_leaves_no_trace(capsys):
     """Not even where every kind of output is asked for."""
-    outputs = ["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/checkpoints", "data.cache_dir=cache"]
+    outputs = [
+        "log.dir=run",
+        "log.jsonl=run/log.jsonl",
+        "checkpoint.dir=run/checkpoints",
+        "data.cache_dir=cache",
+    ]
     told([*SOUND, *outputs, "train.gbs=3"], capsys)
     assert sorted(os.listdir()) == ["corpus.bin", "corpus.idx"]
 
 
 def test_the_documented_message_is_the_real_one(capsys):
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
-    command, _, shown = page.partition("$ bash launch/local.sh 8 ")[2].partition("```")[0].partition("\n")
+    command, _, shown = (
+        page.partition("$ bash launch/local.sh 8 ")[2].partition("```")[0].partition("\n")
+    )
     assert told(command.split(), capsys) == shown
 
 
-PASTED = [  # what is written, the key that is meant, and the value that it has once the fix is pasted
+# what is written, the key that is meant, and the value that it has once the fix is pasted
+PASTED = [
     ("log.dir=~/runs/x", "log.dir", "/home/me/runs/x"),
     ('log.dir="~/runs/x"', "log.dir", "/home/me/runs/x"),
     ("data.train=[~/a/b]", "data.train", ["/home/me/a/b"]),
@@ -131,12 +159,16 @@ def test_a_printed_fix_works_when_pasted(written, key, value, monkeypatch):
         load_config([*SOUND, *others, written], world=1)
     (fault,) = (fault for fault in error.value.faults if not fault.id.startswith("data-"))
     fix = shlex.split(fault.fix.split(";")[0].split(", ")[0])[0]
-    pasted = subprocess.run(["bash", "-c", f"printf %s {shlex.quote(fix)}"], capture_output=True, text=True).stdout
+    pasted = subprocess.run(
+        ["bash", "-c", f"printf %s {shlex.quote(fix)}"], capture_output=True, text=True
+    ).stdout
     kept = [written] if not pasted.startswith(f"{written.partition('=')[0]}=") else []
     try:
         config = load_config([*SOUND, *others, *kept, pasted], world=1)
     except ConfigError as again:
-        assert all(fault.id in ("data-train-files", "log-wandb-installed") for fault in again.faults), again
+        assert all(
+            fault.id in ("data-train-files", "log-wandb-installed") for fault in again.faults
+        ), again
         config = load_config([*SOUND, *others, *kept, pasted])
     assert value_of(config, key) == value
 
@@ -153,11 +185,15 @@ def test_a_sweep_is_refused_with_a_loop_that_runs(tmp_path):
         loop = fault.fix[fault.fix.index("for value") : fault.fix.index("; done") + 6].replace(
             "python pretrain.py", "echo"
         )
-        lines = subprocess.run(["bash", "-c", loop], capture_output=True, text=True).stdout.splitlines()
+        lines = subprocess.run(
+            ["bash", "-c", loop], capture_output=True, text=True
+        ).stdout.splitlines()
         assert [load_config(shlex.split(line)).optim.lr for line in lines] == [1e-3, 1e-4]
 
 
-@pytest.mark.parametrize("written", [" train.steps=5", "log.wandb=false", "log.wandb=none", "experiment=null"])
+@pytest.mark.parametrize(
+    "written", [" train.steps=5", "log.wandb=false", "log.wandb=none", "experiment=null"]
+)
 def test_what_is_plain_is_taken(written):
     config = load_config(["data.train=[corpus]", "experiment=quickstart", written])
     assert config.log.wandb.mode == "disabled" or "wandb" not in written

@@ -1,4 +1,5 @@
-"""Every check refuses a configuration made to fail it, stays silent on a sound one, and is healed by its own fix."""
+"""Every check refuses a configuration made to fail it, stays silent on a sound one, and is healed
+by its own fix."""
 
 import json
 import re
@@ -29,13 +30,19 @@ def corpus(tmp_path, monkeypatch, request):
         (tmp_path / f"{name}.bin").write_bytes(content)
         (tmp_path / f"{name}.idx").write_bytes(b"")
     (tmp_path / "locked").mkdir()
-    monkeypatch.setattr("megatron5d.config.checks.files.os.access", lambda path, mode: "locked" not in str(path))
+    monkeypatch.setattr(
+        "megatron5d.config.checks.files.os.access", lambda path, mode: "locked" not in str(path)
+    )
     (tmp_path / "released").mkdir()
     (tmp_path / "released" / "model.safetensors").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    absent = {"amp_C", *(name for name in ("wandb", "tensorboard") if f"{name}-installed" in request.node.name)}
+    absent = {
+        "amp_C",
+        *(name for name in ("wandb", "tensorboard") if f"{name}-installed" in request.node.name),
+    }
     monkeypatch.setattr(
-        "megatron5d.config.checks.training.find_spec", lambda name: None if name in absent else object()
+        "megatron5d.config.checks.training.find_spec",
+        lambda name: None if name in absent else object(),
     )
 
 
@@ -77,16 +84,37 @@ def test_ids_are_kebab_case_and_knobs_are_keys():
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"log.dir": "runs/n", "log.jsonl": "runs/./n"}, "log.jsonl = runs/./n is to be a file, and log.dir"),
-        ({"checkpoint.dir": "runs/n/ck", "log.jsonl": "runs/n"}, "and checkpoint.dir = runs/n/ck a folder there"),
-        ({"log.profile": "link/p", "log.jsonl": "released/p"}, "and log.profile = link/p a folder there"),
+        (
+            {"log.dir": "runs/n", "log.jsonl": "runs/./n"},
+            "log.jsonl = runs/./n is to be a file, and log.dir",
+        ),
+        (
+            {"checkpoint.dir": "runs/n/ck", "log.jsonl": "runs/n"},
+            "and checkpoint.dir = runs/n/ck a folder there",
+        ),
+        (
+            {"log.profile": "link/p", "log.jsonl": "released/p"},
+            "and log.profile = link/p a folder there",
+        ),
         ({"log.jsonl": "corpus.bin"}, "would replace a file of the data"),
-        ({"data.valid_sets": ["web corpus"], "log.jsonl": "corpus.idx"}, "would replace a file of the data"),
-        ({"data.tokenizer": "empty.bin", "log.jsonl": "empty.bin"}, "would replace a file of data.tokenizer"),
+        (
+            {"data.valid_sets": ["web corpus"], "log.jsonl": "corpus.idx"},
+            "would replace a file of the data",
+        ),
+        (
+            {"data.tokenizer": "empty.bin", "log.jsonl": "empty.bin"},
+            "would replace a file of data.tokenizer",
+        ),
         ({"log.dir": "runs", "log.jsonl": "runs/config.yaml"}, "would replace a file of log.dir"),
-        ({"checkpoint.dir": "runs", "log.jsonl": "runs/latest"}, "would replace a file of checkpoint.dir"),
+        (
+            {"checkpoint.dir": "runs", "log.jsonl": "runs/latest"},
+            "would replace a file of checkpoint.dir",
+        ),
         ({"checkpoint.dir": "old/step-00000010"}, "lies in .*old/step-00000010, a checkpoint"),
-        ({"log.jsonl": "old/step-00000010.left/log.jsonl"}, "lies in .*old/step-00000010.left, a checkpoint"),
+        (
+            {"log.jsonl": "old/step-00000010.left/log.jsonl"},
+            "lies in .*old/step-00000010.left, a checkpoint",
+        ),
     ],
 )
 def test_paths_that_are_in_each_others_way(values, told):
@@ -95,15 +123,22 @@ def test_paths_that_are_in_each_others_way(values, told):
     assert fault.id == "paths-apart" and re.search(told, fault.reason), fault
     key, _, path = fault.fix.partition("=")
     assert broken_ids({**values, key: path}, 1) == []
-    assert broken_ids({"log.dir": "runs", "checkpoint.dir": "runs", "log.jsonl": "runs/log.jsonl"}, 1) == []
+    assert (
+        broken_ids({"log.dir": "runs", "checkpoint.dir": "runs", "log.jsonl": "runs/log.jsonl"}, 1)
+        == []
+    )
 
 
-@pytest.mark.parametrize("knob", ["checkpoint.dir", "log.dir", "log.jsonl", "log.profile", "data.cache_dir"])
+@pytest.mark.parametrize(
+    "knob", ["checkpoint.dir", "log.dir", "log.jsonl", "log.profile", "data.cache_dir"]
+)
 def test_a_link_whose_target_is_gone_is_called_so(knob):
     Path("dangling").symlink_to("gone")
     for path in ("dangling", "dangling/inside"):
         (fault,) = run_checks(changed({knob: path}), 1)
-        assert re.search(r"dangling is in its way, a link whose target gone does not exist", fault.reason), fault
+        assert re.search(
+            r"dangling is in its way, a link whose target gone does not exist", fault.reason
+        ), fault
         assert broken_ids({knob: fault.fix.partition("=")[2].removesuffix(", or null")}, 1) == []
 
 
@@ -130,12 +165,15 @@ def test_check_refuses_and_names_its_knob(id):
 
 
 def healing(fix: str) -> dict[str, object] | None:
-    """The overrides of the first way out that a fix offers; None where the user must fill in a name."""
+    """The overrides of the first way out that a fix offers; None where the user must fill in a
+    name."""
     first = re.match(r"((?:[a-z_.0-9]+=(?:'[^']*'|\[[^]]*\]|[^\s,]+) ?)+)", fix)
     assert first, fix
     if re.search(r"\b(DIR|PREFIX|FILE|NAME|PATH)\b", first.group(1)):
         return None
-    overrides = [OverridesParser.create().parse_override(text) for text in shlex.split(first.group(1))]
+    overrides = [
+        OverridesParser.create().parse_override(text) for text in shlex.split(first.group(1))
+    ]
     return {override.key_or_group: override.value() for override in overrides}
 
 
@@ -147,16 +185,29 @@ def test_fix_passes_its_check_and_fails_no_other(id):
     if fix is not None:
         after = broken_ids({**values, **fix})
         assert id not in after, fix
-        # Values first: what a single illegal value hid may come to light, but nothing about the fixed knobs themselves.
+        # Values first: what a single illegal value hid may come to light, but nothing about the
+        # fixed knobs themselves.
         new = set(after) - {fault.id for fault in before}
         assert not [id for id in new if set(BY_ID[id].knobs) <= set(fix)], (fix, new)
 
 
 def test_several_failed_checks_are_told_at_once():
     found = broken_ids(
-        {"train.gbs": 13, "optim.lr": -1.0, "model.norm": "rms", "parallel.grad_reduce": "per_step", "data.train": []}
+        {
+            "train.gbs": 13,
+            "optim.lr": -1.0,
+            "model.norm": "rms",
+            "parallel.grad_reduce": "per_step",
+            "data.train": [],
+        }
     )
-    assert {"gbs-splits", "optim-lr", "model-norm", "reduce-needs-sharded-gradients", "data-train-given"} <= set(found)
+    assert {
+        "gbs-splits",
+        "optim-lr",
+        "model-norm",
+        "reduce-needs-sharded-gradients",
+        "data-train-given",
+    } <= set(found)
 
 
 def test_a_check_is_not_run_on_a_value_that_is_illegal_by_itself():
@@ -171,25 +222,54 @@ def test_a_check_is_not_run_on_a_value_that_is_illegal_by_itself():
         ({"train.gbs": 30, "train.mbs": 2}, 8, "train.gbs=16 or 32"),
         ({"train.gbs": 3}, 8, "train.gbs=8"),
         ({"parallel.tp": 4, "parallel.sp": True, "train.gbs": 9}, 9, "start 8 or 12 ranks"),
-        ({"parallel.tp": 6, "model.num_heads": 12, "model.num_kv_heads": 6, "model.ffn_hidden_size": 180}, 16,
-         "parallel.tp=2, or start 12 or 18 ranks"),
-        ({"parallel.tp": 8, "model.num_heads": 4, "model.num_kv_heads": 2, "train.gbs": 2}, 16, "parallel.tp=4"),
+        (
+            {
+                "parallel.tp": 6,
+                "model.num_heads": 12,
+                "model.num_kv_heads": 6,
+                "model.ffn_hidden_size": 180,
+            },
+            16,
+            "parallel.tp=2, or start 12 or 18 ranks",
+        ),
+        (
+            {"parallel.tp": 8, "model.num_heads": 4, "model.num_kv_heads": 2, "train.gbs": 2},
+            16,
+            "parallel.tp=4",
+        ),
         ({"parallel.dp_replicate": 5}, 8, "parallel.dp_replicate=4"),
         ({"optim.schedule": "wsd", "train.steps": 400}, 8, "optim.decay_steps=40"),
-        ({"pipeline.layout": [2, 1, 2], "parallel.pp": 3, "model.num_layers": 7}, 12, "pipeline.layout=[3,2,2]"),
-        ({"pipeline.layout": [3, 3, 4], "parallel.pp": 3, "model.num_layers": 7, "model.num_mtp_layers": 2}, 12,
-         "pipeline.layout=[3,2,2]"),
+        (
+            {"pipeline.layout": [2, 1, 2], "parallel.pp": 3, "model.num_layers": 7},
+            12,
+            "pipeline.layout=[3,2,2]",
+        ),
+        (
+            {
+                "pipeline.layout": [3, 3, 4],
+                "parallel.pp": 3,
+                "model.num_layers": 7,
+                "model.num_mtp_layers": 2,
+            },
+            12,
+            "pipeline.layout=[3,2,2]",
+        ),
         ({"parallel.pp": 2, "parallel.vpp": 4, "model.num_layers": 5}, 8, "parallel.vpp=2"),
         ({"parallel.pp": 4, "model.num_layers": 3}, 4, "parallel.pp=2 parallel.vpp=1"),
-        ({"parallel.pp": 6, "parallel.tp": 2, "parallel.cp": 2, "model.num_layers": 5}, 24,
-         "parallel.pp=3 parallel.vpp=1"),
+        (
+            {"parallel.pp": 6, "parallel.tp": 2, "parallel.cp": 2, "model.num_layers": 5},
+            24,
+            "parallel.pp=3 parallel.vpp=1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_fix_is_the_nearest_legal_value(values, world, fix):
     assert fix in [fault.fix for fault in run_checks(changed(values), world)]
 
 
-@pytest.mark.parametrize("steps", [["5-2"], ["10-9"], ["1", "300-299"], ["0"], ["0-3"], ["-3"], ["abc"]])
+@pytest.mark.parametrize(
+    "steps", [["5-2"], ["10-9"], ["1", "300-299"], ["0"], ["0-3"], ["-3"], ["abc"]]
+)
 def test_steps_that_no_run_passes_over_are_refused(steps):
     assert broken_ids({"data.skip_steps": steps}) == ["data-skip-steps"]
     assert broken_ids({"data.skip_steps": ["2-5", "9-10", "7-7", "3"]}) == []
@@ -203,10 +283,18 @@ def test_a_data_file_with_its_ending_is_understood(tmp_path):
 
 
 VALID = {
-    "sequence-splits-over-tp": {"parallel.tp": 4, "train.seq_len": 126},  # whole on every rank without sp
-    "sequence-splits-over-cp": {"parallel.cp": 4, "parallel.cp_method": "ulysses", "train.seq_len": 132},  # no zigzag
-    "top2-needs-two": {"model.num_experts": 1, "model.top_k": 1, "model.group_score": "top2_sum"},  # of one group
-    "fp8-dims": {"precision.fp8": "blockwise", "model.ffn_hidden_size": 144},  # not cut: 16 is enough
+    # whole on every rank without sp
+    "sequence-splits-over-tp": {"parallel.tp": 4, "train.seq_len": 126},
+    # no zigzag
+    "sequence-splits-over-cp": {
+        "parallel.cp": 4,
+        "parallel.cp_method": "ulysses",
+        "train.seq_len": 132,
+    },
+    # of one group
+    "top2-needs-two": {"model.num_experts": 1, "model.top_k": 1, "model.group_score": "top2_sum"},
+    # not cut: 16 is enough
+    "fp8-dims": {"precision.fp8": "blockwise", "model.ffn_hidden_size": 144},
     "stages-have-layers": {
         "parallel.pp": 8,
         "pipeline.schedule": "auto",
@@ -224,7 +312,9 @@ def test_what_a_check_does_not_refuse(id):
 @pytest.mark.parametrize("implementation", ["torch", "kernel"])
 def test_no_implementation_but_ours_rounds_at_random(implementation):
     without = {"precision.master_weights": False, "precision.dtype": "bf16"}
-    assert "master-free-updates-itself" in broken_ids({**without, "optim.implementation": implementation})
+    assert "master-free-updates-itself" in broken_ids(
+        {**without, "optim.implementation": implementation}
+    )
 
 
 def test_where_the_ranks_do_not_fit_nobody_asks_for_their_replicas():
@@ -285,7 +375,8 @@ def anything(random: Random, key: str) -> object:
 
 
 def test_no_configuration_of_the_right_types_makes_a_check_stumble():
-    """Zero sizes, empty lists and odd words, many at once and beside what fails a check: none ever raises."""
+    """Zero sizes, empty lists and odd words, many at once and beside what fails a check: none ever
+    raises."""
     seen = set()
     for seed in range(900):
         random = Random(seed)
@@ -299,16 +390,27 @@ def test_no_configuration_of_the_right_types_makes_a_check_stumble():
 
 
 def test_what_a_resumed_run_has_behind_it_is_not_judged(tmp_path):
-    """A ramp that is over, and where the first weights came from; a ramp under way keeps its check with another fix."""
-    ramp = {"train.gbs_ramp": [4, 4, 8], "train.gbs": 8, "init.from_hf": "gone", "checkpoint.dir": "saved"}
+    """A ramp that is over, and where the first weights came from; a ramp under way keeps its check
+    with another fix."""
+    ramp = {
+        "train.gbs_ramp": [4, 4, 8],
+        "train.gbs": 8,
+        "init.from_hf": "gone",
+        "checkpoint.dir": "saved",
+    }
     known = {"ramp-splits", "init-from-hf-folder"}
     assert known <= set(broken_ids(ramp))
     for step, consumed, broken in ((1, 4, {"ramp-splits"}), (2, 12, set())):
         folder = tmp_path / "saved" / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        (folder / "run.json").write_text(json.dumps({"progress": {"step": step, "consumed_samples": consumed}}))
+        (folder / "run.json").write_text(
+            json.dumps({"progress": {"step": step, "consumed_samples": consumed}})
+        )
         faults = {fault.id: fault for fault in run_checks(changed(ramp), 8)}
         assert faults.keys() & known == broken
         if broken:
-            assert "fewer data-parallel ranks until 8 samples are taken (4 are)" in faults["ramp-splits"].fix
+            assert (
+                "fewer data-parallel ranks until 8 samples are taken (4 are)"
+                in faults["ramp-splits"].fix
+            )
     assert known <= set(broken_ids(ramp | {"checkpoint.resume": "none"}))

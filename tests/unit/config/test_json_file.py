@@ -1,4 +1,5 @@
-"""JSON from elsewhere: what is too deep, too large, or not what is expected is refused with the file's name."""
+"""JSON from elsewhere: what is too deep, too large, or not what is expected is refused with the
+file's name."""
 
 import pytest
 
@@ -17,7 +18,10 @@ from megatron5d.config.convert import MAX_DEPTH, parse_json, read_json
         (b"\xff\xfe{", "decode"),
         ("", "Expecting"),
         ('{"a": ' + "1" * 5000 + "}", "digits"),
-        ('{"a": "' + "x" * 2000 + '"}', "has 2,009 bytes, and no file of its kind has more than 2,000"),
+        (
+            '{"a": "' + "x" * 2000 + '"}',
+            "has 2,009 bytes, and no file of its kind has more than 2,000",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_file(tmp_path, text, told):

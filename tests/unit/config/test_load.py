@@ -1,4 +1,5 @@
-"""From words on a command line to a typed configuration: what is accepted, who has the last word, what is printed."""
+"""From words on a command line to a typed configuration: what is accepted, who has the last word,
+what is printed."""
 
 import pytest
 
@@ -16,16 +17,28 @@ def faults(argv, **given):
 
 def test_values_become_the_types_of_the_schema():
     config = load_config(
-        ["train.gbs=16", "optim.lr=1e-4", "optim.clip=1", "parallel.sp=true", "model.attention_window=null"]
+        [
+            "train.gbs=16",
+            "optim.lr=1e-4",
+            "optim.clip=1",
+            "parallel.sp=true",
+            "model.attention_window=null",
+        ]
     )
     assert config.train.gbs == 16 and config.optim.lr == 1e-4 and config.parallel.sp is True
     assert isinstance(config.optim.clip, float) and config.model.attention_window is None
 
 
 def test_commas_and_lone_words_make_lists():
-    config = load_config(["optim.betas=0.8,0.99", "moe.balance=aux", "data.train=0.5 a/b", "pipeline.layout=[1,1]"])
+    config = load_config(
+        ["optim.betas=0.8,0.99", "moe.balance=aux", "data.train=0.5 a/b", "pipeline.layout=[1,1]"]
+    )
     assert config.optim.betas == [0.8, 0.99]
-    assert (config.moe.balance, config.data.train, config.pipeline.layout) == (["aux"], ["0.5 a/b"], [1, 1])
+    assert (config.moe.balance, config.data.train, config.pipeline.layout) == (
+        ["aux"],
+        ["0.5 a/b"],
+        [1, 1],
+    )
     assert load_config(["data.train=[0.7 a/b, 0.3 c]"]).data.train == ["0.7 a/b", "0.3 c"]
 
 
@@ -49,7 +62,14 @@ def test_a_layout_that_is_none_of_megatrons(text):
 
 
 def test_texts_that_look_like_something_else_stay_texts():
-    config = load_config(["data.split=969,30,1", "log.wandb.name=007", "checkpoint.dir=2024", "log.wandb.project=true"])
+    config = load_config(
+        [
+            "data.split=969,30,1",
+            "log.wandb.name=007",
+            "checkpoint.dir=2024",
+            "log.wandb.project=true",
+        ]
+    )
     assert (config.data.split, config.log.wandb.name) == ("969,30,1", "007")
     assert (config.checkpoint.dir, config.log.wandb.project) == ("2024", "true")
 
@@ -68,7 +88,9 @@ def test_keep_is_a_number_or_a_text():
     assert from_dict({"checkpoint": {"keep": 3}}).checkpoint.keep == "3"
 
 
-@pytest.mark.parametrize(("written", "mode"), [("offline", "offline"), ("off", "disabled"), ("false", "disabled")])
+@pytest.mark.parametrize(
+    ("written", "mode"), [("offline", "offline"), ("off", "disabled"), ("false", "disabled")]
+)
 def test_wandb_in_one_word(written, mode):
     config = load_config([f"log.wandb={written}", "log.wandb.project=p"])
     assert (config.log.wandb.mode, config.log.wandb.project) == (mode, "p")
@@ -94,13 +116,17 @@ def test_renamed_keys_keep_their_old_names(tmp_path):
 
 
 def test_mappings_are_merged():
-    config = load_config(["model.rope_scaling={type: llama3, factor: 8}", "train={gbs: 4, steps: 7}"])
+    config = load_config(
+        ["model.rope_scaling={type: llama3, factor: 8}", "train={gbs: 4, steps: 7}"]
+    )
     assert (config.model.rope_scaling.type, config.model.rope_scaling.factor) == ("llama3", 8.0)
     assert (config.train.gbs, config.train.steps, config.train.mbs) == (4, 7, 1)
 
 
 def test_yaml_and_back():
-    config = load_config(["experiment=llama3_8b", "train.gbs_ramp=[16,16,1000]", "model.attention_window=4096"])
+    config = load_config(
+        ["experiment=llama3_8b", "train.gbs_ramp=[16,16,1000]", "model.attention_window=4096"]
+    )
     assert from_yaml(to_yaml(config)) == config
     assert from_dict(to_dict(config)) == config
 
@@ -142,7 +168,10 @@ def test_unknown_keys_come_with_the_key_that_was_meant(written, meant):
 @pytest.mark.parametrize("written", ["dp", "parallel.dp", "parallel.data_parallel_size"])
 def test_dp_is_explained_and_nothing_else_is_suggested(written):
     fault = faults([f"{written}=2"])["unknown-key"]
-    assert "dp is what parallel.tp·cp·pp leave of the ranks" in fault.reason and "did you mean" not in fault.fix
+    assert (
+        "dp is what parallel.tp·cp·pp leave of the ranks" in fault.reason
+        and "did you mean" not in fault.fix
+    )
 
 
 def test_no_key_is_suggested_for_nonsense():
@@ -153,13 +182,18 @@ def test_no_key_is_suggested_for_nonsense():
 def test_faults_of_spelling_do_not_make_checks_lie():
     """train.gbs was meant to be 16; a check must not judge the default that stands in for it."""
     assert set(faults(["train.gbss=16", "train.steps=-1", "data.train=x"], world=16)) == {
-        "unknown-key", "train-steps", "data-train-files",
-    }  # fmt: skip
+        "unknown-key",
+        "train-steps",
+        "data-train-files",
+    }
     assert "gbs-splits" in faults(["data.train=x"], world=16)
 
 
 def test_an_unknown_experiment_leaves_only_what_was_said_to_the_checks():
-    assert set(faults(["experiment=quikstart", "optim.lr=-1"], world=3)) == {"unknown-option", "optim-lr"}
+    assert set(faults(["experiment=quikstart", "optim.lr=-1"], world=3)) == {
+        "unknown-option",
+        "optim-lr",
+    }
 
 
 @pytest.mark.parametrize("fix", ["precision.dtype=bf16", "optim.name=muon", "recompute.mode=full"])
@@ -170,20 +204,37 @@ def test_a_value_given_to_its_group_is_told_its_key(fix):
 
 def test_an_unknown_model_silences_only_the_checks_of_the_model():
     assert set(faults(["model=gpt3", "parallel.tp=5", "train.gbs=7"], world=3)) == {
-        "unknown-option", "world-fits", "data-train-given",
-    }  # fmt: skip
+        "unknown-option",
+        "world-fits",
+        "data-train-given",
+    }
 
 
 def from_folder(folder):
     if folder == "broken":
         raise ValueError("no config.json")
-    return {"name": "imported", "num_layers": 3, "hidden_size": 96, "rope_scaling": {"type": "llama3", "factor": 8.0}}
+    return {
+        "name": "imported",
+        "num_layers": 3,
+        "hidden_size": 96,
+        "rope_scaling": {"type": "llama3", "factor": 8.0},
+    }
 
 
 def test_model_from_hf_replaces_the_group_and_bows_to_the_command_line():
-    argv = ["model=llama3_1b", "model.from_hf=some/dir", "model.num_layers=5", "model.rope_scaling.factor=4"]
+    argv = [
+        "model=llama3_1b",
+        "model.from_hf=some/dir",
+        "model.num_layers=5",
+        "model.rope_scaling.factor=4",
+    ]
     model = load_config(argv, model_from_hf=from_folder).model
-    assert (model.name, model.from_hf, model.num_layers, model.hidden_size) == ("imported", "some/dir", 5, 96)
+    assert (model.name, model.from_hf, model.num_layers, model.hidden_size) == (
+        "imported",
+        "some/dir",
+        5,
+        96,
+    )
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ("llama3", 4.0)
     assert model.vocab_size == 128256, "what the folder does not say stays"
 
@@ -201,13 +252,19 @@ def test_a_folder_that_cannot_be_read_is_one_fault():
 def test_own_folder_of_groups(tmp_path):
     folder = tmp_path / "my conf"
     (folder / "model").mkdir(parents=True)
-    (folder / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nnum_layers: 9\n")
+    (folder / "model" / "mine.yaml").write_text(
+        "defaults: [tiny, _self_]\nname: mine\nnum_layers: 9\n"
+    )
     (folder / "experiment").mkdir()
-    (folder / "experiment" / "try.yaml").write_text("# @package _global_\ndefaults:\n  - override /model: mine\n")
+    (folder / "experiment" / "try.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: mine\n"
+    )
     for argv in (["--config-dir", str(folder)], [f"--config-dir={folder}"]):
         assert load_config([*argv, "experiment=try"]).model.num_layers == 9
     assert "mine" in faults(["--config-dir", str(folder), "model=min"])["unknown-option"].fix
-    assert "no such folder" in faults(["--config-dir", str(tmp_path / "absent")])["config-dir"].reason
+    assert (
+        "no such folder" in faults(["--config-dir", str(tmp_path / "absent")])["config-dir"].reason
+    )
 
 
 def test_own_file_with_a_stranger_is_refused(tmp_path):
@@ -222,7 +279,9 @@ def test_interpolations_and_values_that_must_be_given(tmp_path):
     assert "nope" in faults(["log.dir=${nope}"])["composition"].reason
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ours.yaml").write_text("train: ???\n")
-    assert "data.train" in faults(["--config-dir", str(tmp_path), "data=ours"])["composition"].reason
+    assert (
+        "data.train" in faults(["--config-dir", str(tmp_path), "data=ours"])["composition"].reason
+    )
 
 
 def test_help_lists_groups_fields_defaults_and_units(capsys):
@@ -230,7 +289,14 @@ def test_help_lists_groups_fields_defaults_and_units(capsys):
         load_config(["--help", "model=nonsense"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    for words in ("llama3_405b", "quickstart", "--config-dir", "gbs: 8", "global batch, in sequences", "Exit codes"):
+    for words in (
+        "llama3_405b",
+        "quickstart",
+        "--config-dir",
+        "gbs: 8",
+        "global batch, in sequences",
+        "Exit codes",
+    ):
         assert words in text
 
 
@@ -239,7 +305,9 @@ def test_cfg_prints_what_would_run(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         load_config([*flags, "experiment=quickstart", "train.gbs=32"], world=3)
     assert stop.value.code == 0
-    assert from_yaml(capsys.readouterr().out) == load_config(["experiment=quickstart", "train.gbs=32"])
+    assert from_yaml(capsys.readouterr().out) == load_config(
+        ["experiment=quickstart", "train.gbs=32"]
+    )
 
 
 def test_other_ranks_print_nothing(capsys):
@@ -258,4 +326,8 @@ def test_refuse_speaks_on_one_rank_and_ends_all(capsys):
         told = capsys.readouterr()
         assert told.out == ""
         assert (told.err == "") == (rank == 1)
-    assert "2 faults" in told.err and "did you mean train.gbs?" in told.err and "optim.lr = 'x'" in told.err
+    assert (
+        "2 faults" in told.err
+        and "did you mean train.gbs?" in told.err
+        and "optim.lr = 'x'" in told.err
+    )

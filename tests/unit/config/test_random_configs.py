@@ -1,4 +1,5 @@
-"""What the random tests draw: every knob that decides on numbers or on layout, or one that says here why not."""
+"""What the random tests draw: every knob that decides on numbers or on layout, or one that says
+here why not."""
 
 import random
 import re
@@ -36,7 +37,9 @@ GROUPS = ("model", "parallel", "pipeline", "train", "optim", "recompute", "moe")
 
 
 def test_every_knob_is_drawn_or_tested_elsewhere():
-    seen: dict[str, set[str]] = {key: set() for key in leaves() if key.startswith(tuple(f"{g}." for g in GROUPS))}
+    seen: dict[str, set[str]] = {
+        key: set() for key in leaves() if key.startswith(tuple(f"{g}." for g in GROUPS))
+    }
     dice = random.Random(0)
     for _ in range(400):
         config = random_run(dice, random_shape(dice)[0])
@@ -53,4 +56,6 @@ def test_every_fix_is_an_override_to_paste():
         shape, world = random_shape(dice)
         for fault in faults_of(random_run(dice, shape), world):
             assert re.match(r"([a-z0-9_.]+=(\S+)|start \d+ ranks)( |,|;|$)", fault.fix), fault
-            assert ", " not in "".join(re.findall(r"\[[^]]*\]", fault.fix)), f"a shell cuts the list of {fault}"
+            assert ", " not in "".join(re.findall(r"\[[^]]*\]", fault.fix)), (
+                f"a shell cuts the list of {fault}"
+            )

@@ -1,4 +1,5 @@
-"""pretrain.py itself refuses: exit code 2, one message from one rank, before anybody is met and anything is written."""
+"""pretrain.py itself refuses: exit code 2, one message from one rank, before anybody is met and
+anything is written."""
 
 import json
 import os
@@ -35,11 +36,23 @@ from pretrain import main
 ROOT = Path(__file__).parents[3]
 
 
-def pretrain(folder: Path, *argv: str, rank: int = 0, world: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs one rank; its meeting point is an address where nobody listens, so meeting anybody would fail or hang."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-    launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # fmt: skip
+def pretrain(
+    folder: Path, *argv: str, rank: int = 0, world: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Runs one rank; its meeting point is an address where nobody listens, so meeting anybody would
+    fail or hang."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "TORCHELASTIC"))
+    }
+    launcher = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "9",
+    }
     env = {**kept, **(launcher if world > 1 else {}), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "pretrain.py"), *argv]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -60,10 +73,26 @@ def folder(tmp_path):
     ("argv", "world", "words"),
     [
         (["train.gbss=16", "model=lama3_8b"], 1, ["did you mean train.gbs?", "model=llama3_8b"]),
-        (["parallel.tp=3", "optim.lr=-1", "train.steps=ten"], 8, ["parallel.tp=", "optim.lr=", "train.steps=100"]),
-        (["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/c", "parallel.zero=4"], 2, ["parallel.zero=3"]),
-        (["pipeline.schedule=1f1p", "parallel.pp=3"], 4, ["pipeline.schedule=1f1b", "parallel.pp="]),
-        (["data.valid=[a]", "parallel.pp=2", "pipeline.schedule=dualpipe", "train.gbs=2"], 2, ["a.bin", "train.gbs=4"]),
+        (
+            ["parallel.tp=3", "optim.lr=-1", "train.steps=ten"],
+            8,
+            ["parallel.tp=", "optim.lr=", "train.steps=100"],
+        ),
+        (
+            ["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/c", "parallel.zero=4"],
+            2,
+            ["parallel.zero=3"],
+        ),
+        (
+            ["pipeline.schedule=1f1p", "parallel.pp=3"],
+            4,
+            ["pipeline.schedule=1f1b", "parallel.pp="],
+        ),
+        (
+            ["data.valid=[a]", "parallel.pp=2", "pipeline.schedule=dualpipe", "train.gbs=2"],
+            2,
+            ["a.bin", "train.gbs=4"],
+        ),
         (["model.from_hf=."], 1, ["model.from_hf", "config.json"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -99,7 +128,8 @@ def test_files_of_which_no_sample_can_be_made_are_refused(folder):
 
 
 def test_folders_without_a_checkpoint_are_refused(folder):
-    """Rank 0 would tell the same after minutes, and end with code 1; of what may be whole it alone asks for all."""
+    """Rank 0 would tell the same after minutes, and end with code 1; of what may be whole it alone
+    asks for all."""
     write_corpus(folder / "long", vocab_size=97)
     (folder / "empty").mkdir()
     run = ["model=tiny", "data.train=[long]", "train.gbs=2", "checkpoint.resume=empty"]
@@ -112,9 +142,15 @@ def test_first_weights_from_nowhere_are_a_fault_unless_the_run_goes_on(folder):
     torn, own = folder / "torn" / "step-00000007", folder / "own" / "step-00000002"
     torn.mkdir(parents=True)
     own.mkdir(parents=True)
-    config = Config(init=InitConfig(from_checkpoint=str(torn.parent)), checkpoint=CheckpointConfig(str(own.parent)))
+    config = Config(
+        init=InitConfig(from_checkpoint=str(torn.parent)),
+        checkpoint=CheckpointConfig(str(own.parent)),
+    )
     (fault,) = checkpoint_faults(config, world=1)
-    assert fault.reason.startswith(f"init.from_checkpoint = {torn.parent}: {torn} has no files.json") and fault.local
+    assert (
+        fault.reason.startswith(f"init.from_checkpoint = {torn.parent}: {torn} has no files.json")
+        and fault.local
+    )
     (own / "files.json").write_text("{}")  # it may be whole: rank 0 looks when all have met
     assert checkpoint_faults(config, world=1) == []
 
@@ -123,7 +159,10 @@ def test_first_weights_from_nowhere_are_a_fault_unless_the_run_goes_on(folder):
     ("variables", "said"),
     [
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"}, "rank 2 of a world of 2"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"},
+            "rank 2 of a world of 2",
+        ),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
@@ -133,13 +172,22 @@ def test_first_weights_from_nowhere_are_a_fault_unless_the_run_goes_on(folder):
 )
 def test_wrong_variables_of_a_launcher_are_refused(variables, said, monkeypatch, capsys):
     for name in os.environ:
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MEGATRON5D_MEETING"):
+        if name.startswith("SLURM_") or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MEGATRON5D_MEETING",
+        ):
             monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["model=tiny"]) == 2
     told = capsys.readouterr().err
-    assert "the launcher's variables are wrong" in told and said in told and len(told.splitlines()) == 1
+    assert (
+        "the launcher's variables are wrong" in told
+        and said in told
+        and len(told.splitlines()) == 1
+    )
 
 
 def test_the_other_ranks_are_silent(folder):
@@ -147,13 +195,26 @@ def test_the_other_ranks_are_silent(folder):
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
 
 
-def two_ranks(folder: Path, argv: list[str], second: list[str], lr: str | None = None) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of two ranks whose command lines and variables differ, as those of two nodes may."""
+def two_ranks(
+    folder: Path, argv: list[str], second: list[str], lr: str | None = None
+) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of two ranks whose command lines and variables differ, as those
+    of two nodes may."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LR": "0.002"}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "TORCHELASTIC"))
+    }
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LR": "0.002",
+    }
     started = []
     for rank, more in enumerate(([], second)):
         env = {**kept, **variables, "RANK": str(rank)}
@@ -164,7 +225,14 @@ def two_ranks(folder: Path, argv: list[str], second: list[str], lr: str | None =
     return [(each.returncode, each.stdout, each.stderr) for each in ended]
 
 
-TINY = ["model=tiny", "model.vocab_size=97", "data.train=[whole]", "train.steps=1", "train.gbs=2", "train.seq_len=16"]
+TINY = [
+    "model=tiny",
+    "model.vocab_size=97",
+    "data.train=[whole]",
+    "train.steps=1",
+    "train.gbs=2",
+    "train.seq_len=16",
+]
 
 
 @pytest.mark.parametrize(
@@ -181,14 +249,19 @@ def test_what_is_wrong_on_one_node_alone_is_told_once_and_ends_all(argv, second,
     before = everything_below(folder)
     (code, _, told), (other_code, _, silent) = two_ranks(folder, [*TINY, *argv], second)
     assert (code, other_code, silent) == (2, 2, ""), silent
-    assert told.startswith(f"rank 1 on {socket.gethostname()}: the configuration is refused") and words in told
+    assert (
+        told.startswith(f"rank 1 on {socket.gethostname()}: the configuration is refused")
+        and words in told
+    )
     assert told.count("the configuration is refused") == 1 and everything_below(folder) == before
 
 
 def test_what_is_wrong_on_rank_0_alone_ends_the_others_in_order(folder):
     """It has no configuration that they could compare theirs with."""
     write_corpus(folder / "whole", vocab_size=97)
-    (code, _, told), other = two_ranks(folder, [*TINY, "data.train=[scratch/corpus]"], ["data.train=[whole]"])
+    (code, _, told), other = two_ranks(
+        folder, [*TINY, "data.train=[scratch/corpus]"], ["data.train=[whole]"]
+    )
     assert (code, *other) == (2, 2, "", ""), other
     assert told.startswith("the configuration is refused") and "waits for" not in told
 
@@ -199,22 +272,31 @@ def test_every_rank_takes_the_configuration_of_rank_0(folder):
     outputs = ["optim.lr=${oc.env:LR}", "checkpoint.dir=${now:%H%M%S%f}/ck", "checkpoint.every=1"]
     (code, _, told), (other_code, _, silent) = two_ranks(folder, [*TINY, *outputs], [], lr="0.001")
     assert (code, other_code, silent) == (0, 0, ""), told + silent
-    assert "not the same on all ranks: optim.lr = 0.002, 0.001 on rank 1" in told and "checkpoint.dir = " in told
+    assert (
+        "not the same on all ranks: optim.lr = 0.002, 0.001 on rank 1" in told
+        and "checkpoint.dir = " in told
+    )
     (saved,) = folder.glob("*/ck/step-00000001")
     assert '"lr":0.002' in (saved / "run.json").read_text().replace(" ", "")
 
 
-@pytest.mark.parametrize("change", [{"progress": {"step": "3"}}, {"format": 99}, {"config": "[" * 200_000}])
+@pytest.mark.parametrize(
+    "change", [{"progress": {"step": "3"}}, {"format": 99}, {"config": "[" * 200_000}]
+)
 def test_a_record_written_by_hand_is_refused_as_a_configuration_is(change, folder):
     write_corpus(folder / "whole", vocab_size=97)
     saved = [*TINY, "checkpoint.dir=ck"]
     assert pretrain(folder, *saved).returncode == 0
     run = folder / "ck" / "step-00000001" / "run.json"
-    run.write_text(json.dumps(json.loads(run.read_text()) | change).replace('"[[', "[[").replace('[["', "[["))
+    run.write_text(
+        json.dumps(json.loads(run.read_text()) | change).replace('"[[', "[[").replace('[["', "[[")
+    )
     write_manifest(run.parent)
     ended = pretrain(folder, *saved)
     assert (
-        ended.returncode == 2 and "Traceback" not in ended.stderr and str(Path("ck", run.parent.name)) in ended.stderr
+        ended.returncode == 2
+        and "Traceback" not in ended.stderr
+        and str(Path("ck", run.parent.name)) in ended.stderr
     )
 
 
@@ -235,7 +317,9 @@ def test_cfg_and_help_end_well(folder):
         (3, 12, 3, {"pipeline": {"schedule": "1f1b"}}),  # too few layers for two chunks a rank
     ],
 )
-def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(world, gbs, layers, change):
+def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(
+    world, gbs, layers, change
+):
     config = Config(
         model=ModelConfig(num_layers=layers),
         parallel=ParallelConfig(pp=3),
@@ -255,11 +339,19 @@ def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(wo
     [
         (8, "1F5,", "", "rank 1, position 9: 1F5 is missing", "pipeline.schedule=1f1b, or file:"),
         (9, "~", "", "0F8 is missing", "train.gbs=8"),
-        (6, "~", "", "0F6 is beyond num_microbatches=6 = train.gbs / (train.mbs·dp) = 6 / 1", "train.gbs=8"),
+        (
+            6,
+            "~",
+            "",
+            "0F6 is beyond num_microbatches=6 = train.gbs / (train.mbs·dp) = 6 / 1",
+            "train.gbs=8",
+        ),
         (8, "\n1F0", "\n1F0\n1F0", "has 3 rows, one a rank, but pp=2", "parallel.pp=3"),
     ],
 )
-def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(tmp_path, gbs, old, new, reason, fix):
+def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(
+    tmp_path, gbs, old, new, reason, fix
+):
     path = tmp_path / "mine.csv"
     path.write_text(write_program(build_program("1f1b", 2, 8)).replace(old, new))
     config = Config(
@@ -315,16 +407,24 @@ def test_costs_that_cannot_be_read_are_no_fault_of_the_schedules_file(tmp_path):
     assert (fault.reason, fault.fix) == ("pipeline.costs: F is given twice", "pipeline.costs=null")
 
 
-@pytest.mark.parametrize(("name", "fix"), [("1f1b", "pipeline.schedule=gpipe"), ("gpipe", "pipeline.schedule=1f1b")])
+@pytest.mark.parametrize(
+    ("name", "fix"), [("1f1b", "pipeline.schedule=gpipe"), ("gpipe", "pipeline.schedule=1f1b")]
+)
 def test_a_wrong_order_of_our_own_is_no_file_and_no_fault_of_costs(monkeypatch, name, fix):
     original = pipeline_layout.build_program
 
     def wrong(schedule, *sizes):
         program = original(schedule, *sizes)
-        return program if schedule != name else replace(program, ranks=(program.ranks[0][::-1], *program.ranks[1:]))
+        return (
+            program
+            if schedule != name
+            else replace(program, ranks=(program.ranks[0][::-1], *program.ranks[1:]))
+        )
 
     monkeypatch.setattr(pipeline_layout, "build_program", wrong)
     schedule = PipelineConfig(schedule=name)
-    config = Config(model=ModelConfig(num_layers=2), parallel=ParallelConfig(pp=2), pipeline=schedule)
+    config = Config(
+        model=ModelConfig(num_layers=2), parallel=ParallelConfig(pp=2), pipeline=schedule
+    )
     (fault,) = pipeline_faults(config, 2)
     assert fault.reason.startswith(f"pipeline.schedule = {name}: rank 0") and fault.fix == fix

@@ -1,4 +1,5 @@
-"""Every method against one process: out and all gradients in fp64, and the bytes against the closed forms."""
+"""Every method against one process: out and all gradients in fp64, and the bytes against the closed
+forms."""
 
 import math
 from functools import partial
@@ -20,16 +21,21 @@ from megatron5d.topology.axis import Axis
 S, B, A, D, DV = 48, 2, 8, 6, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 30 + [3] * 12, [0] * 1 + [1] * 1 + [2] * 46])
 MASKS = {
-    "causal": {}, "window": {"window": 7}, "documents": {"documents": DOCUMENTS},
-    "window and documents": {"window": 9, "documents": DOCUMENTS}, "full": {"causal": False},
+    "causal": {},
+    "window": {"window": 7},
+    "documents": {"documents": DOCUMENTS},
+    "window and documents": {"window": 9, "documents": DOCUMENTS},
+    "full": {"causal": False},
     "full, window and documents": {"causal": False, "window": 9, "documents": DOCUMENTS},
-}  # fmt: skip
+}
 
 
 def inputs(num_kv_heads, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = (S, B, A, D), (S, B, num_kv_heads, D), (S, B, num_kv_heads, DV), (S, B, A, DV), (A,)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes
+    ]
 
 
 def truth(num_kv_heads, mask, softcap, with_sinks):
@@ -44,7 +50,9 @@ def truth(num_kv_heads, mask, softcap, with_sinks):
         hidden = hidden | ((rows[:, None] - rows[None]).abs() >= mask["window"])
     hidden = hidden.expand(B, 1, S, S)
     if mask.get("documents") is not None:
-        hidden = hidden | (mask["documents"][:, None, :, None] != mask["documents"][:, None, None, :])
+        hidden = hidden | (
+            mask["documents"][:, None, :, None] != mask["documents"][:, None, None, :]
+        )
     scores = scores.masked_fill(hidden, float("-inf"))
     if with_sinks:
         scores = torch.cat((scores, sinks.view(1, A, 1, 1).expand(B, A, S, 1)), -1)
@@ -54,25 +62,35 @@ def truth(num_kv_heads, mask, softcap, with_sinks):
     return out.detach(), [t.grad for t in leaves]
 
 
-def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks, *, dtype=torch.float64):
+def run_method(
+    rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks, *, dtype=torch.float64
+):
     ledger = Ledger()
     inner = {"ulysses": size, "two_level": inner}.get(method, 1)
     layout = SequenceLayout(S, size // inner, inner)
     outer_rank, inner_rank = divmod(rank, layout.inner)
 
     def axis(name, ranks):
-        group = torch.distributed.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+        group = (
+            torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+            if len(ranks) > 1
+            else None
+        )
         return Axis(name, ranks, ranks.index(rank), group, ledger)
 
     outer = axis("cp_outer", tuple(range(inner_rank, size, layout.inner)))
-    inner_axis = axis("cp_inner", tuple(range(outer_rank * layout.inner, (outer_rank + 1) * layout.inner)))
+    inner_axis = axis(
+        "cp_inner", tuple(range(outer_rank * layout.inner, (outer_rank + 1) * layout.inner))
+    )
     masks = {name: value for name, value in mask.items() if name != "documents"}
     plan = Planner(layout, rank, **masks)(mask.get("documents"))
     rows = plan.own_rows
     q, k, v, dout, sinks = inputs(num_kv_heads, dtype)
     leaves = [t[rows].clone().requires_grad_() for t in (q, k, v)] + [sinks.requires_grad_()]
     attend = ContextAttention(method, outer, inner_axis)
-    out = attend(*leaves[:3], plan, scale=0.3, softcap=softcap, sinks=leaves[3] if with_sinks else None)
+    out = attend(
+        *leaves[:3], plan, scale=0.3, softcap=softcap, sinks=leaves[3] if with_sinks else None
+    )
     totals = {key: t.num_bytes for key, t in ledger.totals.items()}
     ledger.clear()
     out.backward(dout[rows])
@@ -82,7 +100,9 @@ def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sink
 
 def check(method, size, inner, num_kv_heads, mask, softcap=0.0, with_sinks=False):
     out, grads = truth(num_kv_heads, mask, softcap, with_sinks)
-    results = run_on_standing_ranks(run_method, size, method, inner, num_kv_heads, mask, softcap, with_sinks)
+    results = run_on_standing_ranks(
+        run_method, size, method, inner, num_kv_heads, mask, softcap, with_sinks
+    )
     dsinks = 0
     for rows, local, found, _, _ in results:
         torch.testing.assert_close(local, out[rows], rtol=1e-11, atol=1e-13)
@@ -128,7 +148,10 @@ def test_bytes_are_the_closed_forms():
     assert ring[4] == {("cp_outer", "shift"): 2 * 3 * block}
     gathered = check("allgather", 4, 1, g, {})[0]
     assert gathered[3] == {("cp_outer", "all_gather"): 3 * block}
-    assert gathered[4] == {("cp_outer", "all_gather"): 3 * block, ("cp_outer", "reduce_scatter"): 3 * block}
+    assert gathered[4] == {
+        ("cp_outer", "all_gather"): 3 * block,
+        ("cp_outer", "reduce_scatter"): 3 * block,
+    }
     ulysses = check("ulysses", 4, 1, g, {})[0]
     one_way = (S // 4) * B * 8 * (D + D + DV + DV) * 8 * 3 // 4  # q, k, v there, out back
     assert ulysses[3] == {("cp_inner", "all_to_all"): one_way}
@@ -137,16 +160,24 @@ def test_bytes_are_the_closed_forms():
 
 def test_groups_of_heads_hold_each_head_once():
     for count in range(1, 10):
-        held = [head for group in context_attention._groups(count) for head in range(group.start, group.stop)]
+        held = [
+            head
+            for group in context_attention._groups(count)
+            for head in range(group.start, group.stop)
+        ]
         assert held == list(range(count))
 
 
 def test_gradients_travel_in_fp32():
-    """In bf16 keys and values are sent as they are. Their gradients are not: every rank that adds would round."""
+    """In bf16 keys and values are sent as they are. Their gradients are not: every rank that adds
+    would round."""
     hop = 3 * (S // 4) * B * 8 * (D + DV)
     for method, sent in (
         ("ring", {("cp_outer", "shift"): hop * (2 + 4)}),
-        ("allgather", {("cp_outer", "all_gather"): hop * 2, ("cp_outer", "reduce_scatter"): hop * 4}),
+        (
+            "allgather",
+            {("cp_outer", "all_gather"): hop * 2, ("cp_outer", "reduce_scatter"): hop * 4},
+        ),
     ):
         in_bf16 = partial(run_method, dtype=torch.bfloat16)
         *_, num_bytes = run_ranks(in_bf16, 4, method, 1, 8, {}, 0.0, False)[0]
@@ -173,13 +204,24 @@ def ring_events(rank, size, mask):
     """What a rank's ring does in its forward, in order: (event, number of attention calls)."""
     events = []
     with pytest.MonkeyPatch.context() as patch:
-        start, attend, wait = context_attention.start_shift, context_attention.attend_block, Shift.wait
+        start, attend, wait = (
+            context_attention.start_shift,
+            context_attention.attend_block,
+            Shift.wait,
+        )
 
         def recorded(name, function, count=lambda args: 0):
-            return lambda *args, **kwargs: (events.append((name, count(args))), function(*args, **kwargs))[1]
+            return lambda *args, **kwargs: (
+                events.append((name, count(args))),
+                function(*args, **kwargs),
+            )[1]
 
         patch.setattr(context_attention, "start_shift", recorded("start", start))
-        patch.setattr(context_attention, "attend_block", recorded("attend", attend, lambda a: len(a[1].calls[a[2]])))
+        patch.setattr(
+            context_attention,
+            "attend_block",
+            recorded("attend", attend, lambda a: len(a[1].calls[a[2]])),
+        )
         patch.setattr(Shift, "wait", recorded("wait", wait))
         layout = SequenceLayout(S, size)
         axis = Axis("cp_outer", tuple(range(size)), rank, torch.distributed.group.WORLD)

@@ -41,12 +41,17 @@ def test_the_watch_sees_what_lives_and_what_was_largest():
         larger = torch.zeros(100)
         del passing, larger
         kept.mul_(2)
-    assert (watch.live_bytes, watch.peak_bytes, watch.largest[:2]) == (80, 80 + 80 + 400, (100, (100,)))
+    assert (watch.live_bytes, watch.peak_bytes, watch.largest[:2]) == (
+        80,
+        80 + 80 + 400,
+        (100, (100,)),
+    )
     assert view.numel() == 5
 
 
 def step_on_rank(rank: int, world: int, config):
-    """(bytes kept between forward and backward, most bytes alive, elements of the largest tensor) of one step."""
+    """(bytes kept between forward and backward, most bytes alive, elements of the largest tensor)
+    of one step."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
     model = GPT(config, mesh)
     model.initialize(1)
@@ -103,7 +108,8 @@ def test_no_mask_makes_a_square(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_recomputed_layers_keep_their_input_alone(method):
-    """Two layers: each keeps one hidden state of h = 32, and the head its logits of 32, its input and the norm's.
+    """Two layers: each keeps one hidden state of h = 32, and the head its logits of 32, its input
+    and the norm's.
 
     Both share the cosines and sines of a head's 8 columns.
     """

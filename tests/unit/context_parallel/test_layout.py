@@ -20,8 +20,11 @@ from megatron5d.context_parallel.zigzag import (
 )
 
 DOCUMENTS = [[0] * 5 + [1] * 1 + [2] * 20 + [3] * 22, [0] * 48]
-MASKS = [Mask(causal, window, documents) for causal in (True, False) for window, documents in
-         ((None, None), (7, None), (None, DOCUMENTS), (5, DOCUMENTS), (1, None))]  # fmt: skip
+MASKS = [
+    Mask(causal, window, documents)
+    for causal in (True, False)
+    for window, documents in ((None, None), (7, None), (None, DOCUMENTS), (5, DOCUMENTS), (1, None))
+]
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)])
@@ -102,28 +105,34 @@ def test_where_zigzag_helps_nobody_ranks_hold_neighbours(mask):
     """And keys go no further than the next rank needs them."""
     layout = even_layout(SequenceLayout(64, 4), mask)
     assert layout.order == tuple(range(8))
-    assert num_hops(layout, mask) == (1 if mask.causal else 3)  # backwards by one is forwards by three
+    # backwards by one is forwards by three
+    assert num_hops(layout, mask) == (1 if mask.causal else 3)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_other_deal_of_two_chunks_a_rank_is_more_even(mask):
     layout = SequenceLayout(48, 3)
     found = max(visible_pairs(even_layout(layout, mask), mask))
-    assert found == min(max(visible_pairs(replace(layout, order=order), mask)) for order in permutations(range(6)))
+    assert found == min(
+        max(visible_pairs(replace(layout, order=order), mask)) for order in permutations(range(6))
+    )
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_pairs_are_counted(mask):
     layout = SequenceLayout(48, 3)
     everything = mask.documents or [[0] * 48]
-    counted = [sum(seen(q, k, mask, row) for row in everything for k in range(48)) for q in range(48)]
+    counted = [
+        sum(seen(q, k, mask, row) for row in everything for k in range(48)) for q in range(48)
+    ]
     assert chunk_pairs(layout, mask).tolist() == np.array(counted).reshape(6, 8).sum(1).tolist()
     for rank, count in enumerate(visible_pairs(layout, mask)):
         assert count == sum(counted[q] for q in layout.outer_rows(rank))
 
 
 def test_a_plan_of_128k_rows_costs_milliseconds():
-    """The loader makes one per micro-batch; a Python loop over the rows would take a hundred times longer."""
+    """The loader makes one per micro-batch; a Python loop over the rows would take a hundred times
+    longer."""
     s = 131072
     lengths = torch.randint(1, 4000, (200,), generator=torch.Generator().manual_seed(0))
     documents = torch.repeat_interleave(torch.arange(200), lengths)[:s][None]
@@ -144,5 +153,6 @@ def test_balance_is_the_waiting_time():
     plans = [replace(plan, visible_pairs=[3, 1]), replace(plan, visible_pairs=[4, 6])]
     assert imbalance(plans) == (3 + 6) / (2 + 5)
     packed = Planner(SequenceLayout(8, 2), 0)(torch.tensor([[0, 0, 1, 2, 3, 4, 4, 4]]))
-    assert sorted(packed.visible_pairs) == [3 + 2, 5 + 2]  # chunks of 1 + 2, 1 + 1, 1 + 1 and 2 + 3 pairs
+    # chunks of 1 + 2, 1 + 1, 1 + 1 and 2 + 3 pairs
+    assert sorted(packed.visible_pairs) == [3 + 2, 5 + 2]
     assert imbalance([packed]) == 7 / 6

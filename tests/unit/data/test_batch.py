@@ -12,7 +12,9 @@ from megatron5d.pipeline_parallel.phase import IGNORED
 EOD = 0
 rows_of_tokens = st.integers(1, 4).flatmap(
     lambda b: st.integers(2, 12).flatmap(
-        lambda n: st.lists(st.lists(st.integers(0, 4), min_size=n, max_size=n), min_size=b, max_size=b)
+        lambda n: st.lists(
+            st.lists(st.integers(0, 4), min_size=n, max_size=n), min_size=b, max_size=b
+        )
     )
 )
 
@@ -35,7 +37,10 @@ def test_documents_and_positions_restart_after_each_eod(rows):
 @settings(max_examples=80, deadline=None)
 @given(rows_of_tokens)
 def test_boundaries_of_the_index_say_the_same_as_eods(rows):
-    starts = [np.array([p + 1 for p, t in enumerate(row[:-1]) if t == EOD], dtype=np.int64) for row in rows]
+    starts = [
+        np.array([p + 1 for p, t in enumerate(row[:-1]) if t == EOD], dtype=np.int64)
+        for row in rows
+    ]
     by_index = make_micro_batch(torch.tensor(rows), document_mask=True, document_starts=starts)
     by_token = make_micro_batch(torch.tensor(rows), document_mask=True, eod=EOD)
     assert torch.equal(by_index.documents, by_token.documents)
@@ -47,9 +52,9 @@ def test_without_document_mask_positions_run_through():
     assert batch.documents is None
     assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert batch.num_targets == 6
-    assert [t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)] == [torch.int64] * 3 + [
-        torch.float32
-    ]
+    assert [t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)] == [
+        torch.int64
+    ] * 3 + [torch.float32]
 
 
 def test_eod_mask_loss_drops_the_prediction_made_at_eod():
@@ -64,12 +69,19 @@ def test_padding_has_no_loss_and_a_legal_input():
     assert batch.labels.tolist() == [[8, IGNORED, IGNORED]]
     assert batch.loss_mask.tolist() == [[1, 0, 0]]
     logits = torch.randn(3, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ours = (torch.nn.functional.cross_entropy(logits, batch.labels[0], reduction="none") * batch.loss_mask[0]).sum()
-    assert torch.equal(ours / batch.num_targets, torch.nn.functional.cross_entropy(logits, batch.labels[0]))
+    ours = (
+        torch.nn.functional.cross_entropy(logits, batch.labels[0], reduction="none")
+        * batch.loss_mask[0]
+    ).sum()
+    assert torch.equal(
+        ours / batch.num_targets, torch.nn.functional.cross_entropy(logits, batch.labels[0])
+    )
 
 
 def test_padding_is_no_end_of_document():
-    batch = make_micro_batch(torch.tensor([[7, IGNORED, IGNORED, IGNORED]]), document_mask=True, eod=EOD)
+    batch = make_micro_batch(
+        torch.tensor([[7, IGNORED, IGNORED, IGNORED]]), document_mask=True, eod=EOD
+    )
     assert batch.documents.tolist() == [[0, 0, 0]]
 
 
@@ -93,7 +105,12 @@ def test_padding_neither_predicts_nor_is_seen(rows, causal, document_mask, eod_m
     rows = torch.tensor(rows)
     rows[rows == 4] = IGNORED
     depths = min(2, rows.shape[1] - 2)
-    options = {"causal": causal, "document_mask": document_mask, "eod": EOD, "eod_mask_loss": eod_mask_loss}
+    options = {
+        "causal": causal,
+        "document_mask": document_mask,
+        "eod": EOD,
+        "eod_mask_loss": eod_mask_loss,
+    }
     batch = look_ahead(make_micro_batch(rows, **options), depths)
     real, (b, s) = rows != IGNORED, batch.tokens.shape
     speaks = real & (rows != EOD) if eod_mask_loss else real

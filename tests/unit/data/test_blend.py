@@ -13,7 +13,9 @@ from megatron5d.data.samples import mixing_cycle, normalised, split_range
 
 
 def test_sources_are_weight_and_prefix():
-    assert [source_of(entry) for entry in ["0.3 /a/b", "0.3\t/a/b", " 7   c d ", "plain", "./3"]] == [
+    assert [
+        source_of(entry) for entry in ["0.3 /a/b", "0.3\t/a/b", " 7   c d ", "plain", "./3"]
+    ] == [
         Source("/a/b", 0.3, True),
         Source("/a/b", 0.3, True),
         Source("c d", 7.0, True),
@@ -40,7 +42,9 @@ def test_bad_sources_are_not_legal(entry):
     assert source_of("0.3 a").is_legal and not source_of(entry).is_legal
 
 
-@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "80,20", "100", "0,1,0", "0.5,0.25,0.25", "98.5,1,0.5"])
+@pytest.mark.parametrize(
+    "split", ["969,30,1", "1,1,1", "80,20", "100", "0,1,0", "0.5,0.25,0.25", "98.5,1,0.5"]
+)
 @pytest.mark.parametrize("num", [1, 7, 40, 1000, 12345])
 def test_split_parts_are_contiguous_and_complete(split, num):
     shares = [Fraction(s) for s in split.split(",")] + [Fraction(0)] * (3 - split.count(",") - 1)
@@ -69,11 +73,16 @@ def test_more_datasets_than_16_bits_count_keep_their_numbers():
     assert ids.min() == 0 and ids.max() == 39_999
     assert megatron_blend([1.0] * 9, 9)[0].dtype == np.int16  # as Megatron stores it
     ids, numbers = megatron_blend([0.0] * 39_999 + [1.0], 300)
-    assert ids.dtype == np.int32 and ids.tolist() == [39_999, 0, *[39_999] * 298] and numbers[-1] == 298
+    assert (
+        ids.dtype == np.int32
+        and ids.tolist() == [39_999, 0, *[39_999] * 298]
+        and numbers[-1] == 298
+    )
 
 
 def greedy(weights, size):
-    """The text: for i = 0 … size−1 the dataset that maximises w_d · max(i, 1) − taken_d, the first maximum wins."""
+    """The text: for i = 0 … size−1 the dataset that maximises w_d · max(i, 1) − taken_d, the first
+    maximum wins."""
     taken = [0] * len(weights)
     result = []
     for i in range(size):
@@ -88,7 +97,9 @@ def test_weights_whose_sum_is_beyond_floats_are_shares_all_the_same():
     assert normalised([1e308, 1e308, 5e307]) == pytest.approx([0.4, 0.4, 0.2])
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1], [3, 7], [1, 1, 1], [0.1, 0.2, 0.3, 0.4], [5, 0.001, 2], [1] * 7])
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 1], [3, 7], [1, 1, 1], [0.1, 0.2, 0.3, 0.4], [5, 0.001, 2], [1] * 7]
+)
 def test_megatron_blend_is_the_greedy_rule(weights):
     weights = normalised(weights)
     ids, numbers = megatron_blend(weights, 3000)
@@ -100,10 +111,14 @@ def test_megatron_blend_is_the_greedy_rule(weights):
 def test_stretches_computed_side_by_side_are_the_greedy_rule(kind, monkeypatch):
     """Weights of all sizes; guesses that are wrong, and parts of a few lanes, too."""
     random = np.random.default_rng(kind)
-    weights = normalised(random.dirichlet(np.full([2, 3, 4, 9, 20, 4][kind], [1, 1, 0.05, 0.2, 0.1, 1][kind])) + 1e-6)
+    weights = normalised(
+        random.dirichlet(np.full([2, 3, 4, 9, 20, 4][kind], [1, 1, 0.05, 0.2, 0.1, 1][kind])) + 1e-6
+    )
     expected = greedy(weights, 5000)
     if kind == 5:
-        monkeypatch.setattr(megatron_order, "_near", lambda shares, at: np.zeros((len(shares), len(at))))
+        monkeypatch.setattr(
+            megatron_order, "_near", lambda shares, at: np.zeros((len(shares), len(at)))
+        )
     for states in (1, 40, 1 << 14):
         monkeypatch.setattr(megatron_order, "STATES", states)
         for size in (1, 255, 257, 5000):
@@ -117,7 +132,9 @@ def test_megatron_sizes_carry_the_surplus():
     assert megatron_sizes([1.0], 10, 0.005) == [11]
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1], [0.3, 0.7], [0.1, 0.2, 0.3, 0.4], [1, 1e-9], [2, 3, 5, 7, 11, 13]])
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 1], [0.3, 0.7], [0.1, 0.2, 0.3, 0.4], [1, 1e-9], [2, 3, 5, 7, 11, 13]]
+)
 def test_mixing_cycle_is_even_at_every_length(weights):
     cycle = 4096
     ids, numbers, counts = mixing_cycle(weights, cycle)

@@ -1,4 +1,5 @@
-"""Corpora: files in a fixed order, units that can be resumed anywhere, documents or named faults."""
+"""Corpora: files in a fixed order, units that can be resumed anywhere, documents or named
+faults."""
 
 import bz2
 import gzip
@@ -20,7 +21,8 @@ LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumer
 
 def compress(name: str, data: bytes) -> bytes:
     if name.endswith((".gz", ".gzip")) or name.startswith("gz"):
-        return gzip.compress(data[:1000]) + gzip.compress(data[1000:])  # two members, as pigz and cat make
+        # two members, as pigz and cat make
+        return gzip.compress(data[:1000]) + gzip.compress(data[1000:])
     if name.endswith((".xz", ".bz2")):
         return (lzma if name.endswith("xz") else bz2).compress(data)
     if name.endswith((".zst", ".zstd")):
@@ -38,11 +40,17 @@ def read(files, keys=("text",), text_per="file", start=None):
     return [d for unit in units(files, text_per, start) for d in documents(unit, keys)]
 
 
-@pytest.mark.parametrize("name", [
-    *("a.jsonl", "a.json", "a.ndjson", "a.jsonlines", "a.jsonl.1", "lines", "a.txt"),
-    *("a.parquet", "a.pq", "a", "b.jsonl"),
-    *(f"a.jsonl{end}" for end in (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")), "a.ndjson.gz", "gz.jsonl", "gz.2",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl", "a.json", "a.ndjson", "a.jsonlines", "a.jsonl.1", "lines", "a.txt"),
+        *("a.parquet", "a.pq", "a", "b.jsonl"),
+        *(f"a.jsonl{end}" for end in (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")),
+        "a.ndjson.gz",
+        "gz.jsonl",
+        "gz.2",
+    ],
+)
 def test_all_containers_give_the_same_documents(tmp_path, monkeypatch, name):
     path = tmp_path / name
     if name in ("a.parquet", "a.pq", "a", "b.jsonl"):  # its first bytes tell it, too
@@ -90,15 +98,31 @@ def test_text_files_are_whole_documents_or_lines(tmp_path):
 
 
 def test_folders_are_searched_in_order_and_filtered(tmp_path):
-    names = ["b/x.py", "a.py", "b/test/y.py", "b/tests_of/z.py", "c.txt", "B.py", "b/x.pyc", "site-packages/q.py"]
+    names = [
+        "b/x.py",
+        "a.py",
+        "b/test/y.py",
+        "b/tests_of/z.py",
+        "c.txt",
+        "B.py",
+        "b/x.pyc",
+        "site-packages/q.py",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(name)
     found = list_files([str(tmp_path)], ["*.py"], ["site-packages", "test"])
-    assert [f.relative_to(tmp_path).as_posix() for f in found] == ["B.py", "a.py", "b/tests_of/z.py", "b/x.py"]
+    assert [f.relative_to(tmp_path).as_posix() for f in found] == [
+        "B.py",
+        "a.py",
+        "b/tests_of/z.py",
+        "b/x.py",
+    ]
     assert [f.name for f in list_files([str(tmp_path)])] == ["c.txt"]
     assert [f.name for f in list_files([str(tmp_path)], ["b/*"], ["b/test*"])] == ["x.py", "x.pyc"]
-    assert [f.name for f in list_files([str(tmp_path / "a.py"), str(tmp_path / "a.py")])] == ["a.py"]
+    assert [f.name for f in list_files([str(tmp_path / "a.py"), str(tmp_path / "a.py")])] == [
+        "a.py"
+    ]
     with pytest.raises(ValueError, match="no files that match --glob \\*.rs"):
         list_files([str(tmp_path)], ["*.rs"])
     with pytest.raises(ValueError, match="nowhere: no such file or folder"):
@@ -108,10 +132,16 @@ def test_folders_are_searched_in_order_and_filtered(tmp_path):
 def test_kinds_are_known_by_name_and_else_by_the_first_lines(tmp_path):
     object_, prose = b'{"text": "a"}\n', b"a word\n"
     for name, content, kind in [
-        ("a.JSONL", prose, "jsonl"), ("a.json.gz", gzip.compress(prose), "jsonl"), ("x.parquet", prose, "parquet"),
-        ("m.py", prose, "text"), ("README", b"", "text"), ("part-0", b"\n\xef\xbb\xbf" + object_ * 2, "jsonl"),
-        ("a.log", object_ + prose, "text"), ("b.txt", b"{\n}\n", "text"), ("c.txt.xz", lzma.compress(object_), "jsonl"),
-    ]:  # fmt: skip
+        ("a.JSONL", prose, "jsonl"),
+        ("a.json.gz", gzip.compress(prose), "jsonl"),
+        ("x.parquet", prose, "parquet"),
+        ("m.py", prose, "text"),
+        ("README", b"", "text"),
+        ("part-0", b"\n\xef\xbb\xbf" + object_ * 2, "jsonl"),
+        ("a.log", object_ + prose, "text"),
+        ("b.txt", b"{\n}\n", "text"),
+        ("c.txt.xz", lzma.compress(object_), "jsonl"),
+    ]:
         (tmp_path / name).write_bytes(content)
         assert kind_of(tmp_path / name) == kind, name
 
@@ -131,7 +161,9 @@ def test_named_fields_need_files_that_have_fields(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     (tmp_path / "a.rst").write_text("prose")
     assert kinds_of([tmp_path / "a.jsonl", tmp_path / "a.rst"]) == ["jsonl", "text"]
-    with pytest.raises(ValueError, match=r"a\.rst is text, which has no field that --json-keys q could name"):
+    with pytest.raises(
+        ValueError, match=r"a\.rst is text, which has no field that --json-keys q could name"
+    ):
         kinds_of([tmp_path / "a.jsonl", tmp_path / "a.rst"], keys=("q",))
 
 
@@ -162,11 +194,22 @@ def test_files_that_describe_the_data_are_passed_over_and_named(tmp_path):
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "train.parquet", {"text": TEXTS})
     (tmp_path / ".ipynb_checkpoints").mkdir()
-    for name in ("README.md", "README_zh.txt", "LICENSE.txt", "dataset_infos.json", "notes.txt", "a.csv",
-                 ".gitattributes", "data/._train.parquet", ".ipynb_checkpoints/notes-checkpoint.txt"):  # fmt: skip
+    for name in (
+        "README.md",
+        "README_zh.txt",
+        "LICENSE.txt",
+        "dataset_infos.json",
+        "notes.txt",
+        "a.csv",
+        ".gitattributes",
+        "data/._train.parquet",
+        ".ipynb_checkpoints/notes-checkpoint.txt",
+    ):
         (tmp_path / name).write_text("{}")
     passed_over = []
-    assert [f.name for f in list_files([str(tmp_path)], passed_over=passed_over)] == ["train.parquet"]
+    assert [f.name for f in list_files([str(tmp_path)], passed_over=passed_over)] == [
+        "train.parquet"
+    ]
     assert len(passed_over) == 9
     assert [f.name for f in list_files([str(tmp_path)], ["*.md"])] == ["README.md"]
     assert [f.name for f in list_files([str(tmp_path / "README.md")])] == ["README.md"]
@@ -182,7 +225,9 @@ def test_pages_whose_checksum_does_not_match_are_refused(tmp_path, version, dict
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"document {i % 40} " * 9 for i in range(400)]
     settings = {"compression": "none", "use_dictionary": dictionary, "data_page_version": version}
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", write_page_checksum=True, **settings)
+    parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "a.parquet", write_page_checksum=True, **settings
+    )
     assert read([tmp_path / "a.parquet"]) == [(text,) for text in texts]
     whole = bytearray((tmp_path / "a.parquet").read_bytes())
     whole[3000] ^= 4  # in text: of the dictionary's page, or of the first one of data
@@ -198,7 +243,9 @@ def test_a_parquet_string_that_is_not_utf8_is_one_bad_row(tmp_path):
     parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     first, bad, last = read([tmp_path / "a.parquet"])
     assert (first, last) == (("one",), ("three",))
-    assert str(bad) == f"{tmp_path / 'a.parquet'}:2: field 'text': byte 0xe9 at offset 2 is not UTF-8"
+    assert (
+        str(bad) == f"{tmp_path / 'a.parquet'}:2: field 'text': byte 0xe9 at offset 2 is not UTF-8"
+    )
 
 
 @pytest.mark.parametrize("text_per", ["file", "line"])
@@ -216,7 +263,10 @@ def test_json_that_is_not_lines_is_told_the_way_out(tmp_path, line):
 BAD = {
     "not json": (b'{"text": "a"', r"not JSON: .* at column 13"),
     "not object": (b'["text"]', "a JSON list, not an object"),
-    "no field": (b'{"content": "a", "id": 3}', r"no field 'text' \(--json-keys\); it has 'content', 'id'"),
+    "no field": (
+        b'{"content": "a", "id": 3}',
+        r"no field 'text' \(--json-keys\); it has 'content', 'id'",
+    ),
     "not string": (b'{"text": 5}', "field 'text' is a int, not a string"),
     "null": (b'{"text": null}', "field 'text' is a NoneType"),
     "not utf-8": (b'{"text": "\xff"}', "byte 0xff at column 11 is not UTF-8"),
@@ -229,7 +279,9 @@ BAD = {
 def test_bad_lines_are_named_by_file_and_line(tmp_path, monkeypatch, kind):
     line, message = BAD[kind]
     monkeypatch.setattr(corpus, "UNIT_BYTES", 20)  # so that line numbers must survive the cutting
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n\n{"text": "two"}\n' + line + b'\n{"text": "three"}\n')
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "one"}\n\n{"text": "two"}\n' + line + b'\n{"text": "three"}\n'
+    )
     found = read([tmp_path / "a.jsonl"])
     bad = [d for d in found if isinstance(d, BadLine)]
     assert [d for d in found if not isinstance(d, BadLine)] == [("one",), ("two",), ("three",)]
@@ -240,8 +292,12 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path, monkeypatch, kind):
 def test_bad_rows_of_parquet_are_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", {"text": ["a"] * 10 + [None] + ["b"]})
     found = read([tmp_path / "a.parquet"])
-    assert str(found[10]) == f"{tmp_path / 'a.parquet'}:11: field 'text' is a NoneType, not a string"
-    with pytest.raises(ValueError, match=r"a\.parquet: no column 'body' \(--json-keys\); it has text"):
+    assert (
+        str(found[10]) == f"{tmp_path / 'a.parquet'}:11: field 'text' is a NoneType, not a string"
+    )
+    with pytest.raises(
+        ValueError, match=r"a\.parquet: no column 'body' \(--json-keys\); it has text"
+    ):
         read([tmp_path / "a.parquet"], keys=("body",))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing")
     with pytest.raises(ValueError, match=r"b\.parquet: not a whole parquet file"):
@@ -250,7 +306,9 @@ def test_bad_rows_of_parquet_are_named(tmp_path):
 
 def test_what_parquet_cannot_give_is_named(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+    )
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "twice.parquet")
     with pytest.raises(ValueError, match=r"twice\.parquet: 2 columns are called 'text'"):
         read([tmp_path / "twice.parquet"])
@@ -273,7 +331,9 @@ def test_cut_and_damaged_compression_is_refused(tmp_path, suffix):
     path = tmp_path / f"a.jsonl{suffix}"
     for data in (whole[:-5], whole[: len(whole) // 2], whole[:300] + b"\x55" * 40 + whole[340:]):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix}: byte \d+: cannot be decompressed"):
+        with pytest.raises(
+            ValueError, match=rf"a\.jsonl\{suffix}: byte \d+: cannot be decompressed"
+        ):
             read([path])
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix} is empty"):

@@ -54,19 +54,29 @@ def test_writes_the_bytes_of_the_format(tmp_path):
 
 def test_reads_the_bytes_of_the_format(tmp_path):
     data = IndexedDataset(write_raw(tmp_path))
-    assert (data.num_tokens, data.num_documents, data.num_sequences, data.dtype) == (5, 2, 2, np.uint16)
+    assert (data.num_tokens, data.num_documents, data.num_sequences, data.dtype) == (
+        5,
+        2,
+        2,
+        np.uint16,
+    )
     assert data.document(0).tolist() == [1, 2, 3] and data.document(1).tolist() == [4, 5]
     assert data.tokens(1, 3).tolist() == [2, 3, 4]
     assert data.document_starts(0, 5).tolist() == [3] and data.document_starts(3, 2).tolist() == []
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(256, "u2"), (65499, "u2"), (65500, "i4"), (128256, "i4")])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(256, "u2"), (65499, "u2"), (65500, "i4"), (128256, "i4")]
+)
 def test_id_type_follows_the_vocabulary(vocab, dtype):
     assert dtype_for_vocab(vocab) == np.dtype(f"<{dtype}")
 
 
 @settings(max_examples=40, deadline=None)
-@given(docs=st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12), dtype=st.sampled_from(["u2", "i4"]))
+@given(
+    docs=st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12),
+    dtype=st.sampled_from(["u2", "i4"]),
+)
 def test_round_trip_with_empty_documents(tmp_path_factory, docs, dtype):
     data = IndexedDataset(write(tmp_path_factory.mktemp("d") / "x", docs, dtype))
     assert [data.document(i).tolist() for i in range(data.num_documents)] == docs
@@ -92,9 +102,21 @@ def put(at: int, value: bytes) -> bytes:
 DAMAGE = {
     "empty": (b"", BIN, r"x\.idx: byte 0: .*truncated"),
     "header cut": (IDX[:20], BIN, r"x\.idx: byte 20: .*header of 34 bytes"),
-    "lengths cut": (IDX[:40], BIN, r"x\.idx: byte 40: .*2 sequence lengths \(from byte 34\) reach to byte 42"),
-    "pointers cut": (IDX[:50], BIN, r"x\.idx: byte 50: .*2 byte offsets \(from byte 42\) reach to byte 58"),
-    "documents cut": (IDX[:81], BIN, r"x\.idx: byte 81: .*3 document indices \(from byte 58\) reach to byte 82"),
+    "lengths cut": (
+        IDX[:40],
+        BIN,
+        r"x\.idx: byte 40: .*2 sequence lengths \(from byte 34\) reach to byte 42",
+    ),
+    "pointers cut": (
+        IDX[:50],
+        BIN,
+        r"x\.idx: byte 50: .*2 byte offsets \(from byte 42\) reach to byte 58",
+    ),
+    "documents cut": (
+        IDX[:81],
+        BIN,
+        r"x\.idx: byte 81: .*3 document indices \(from byte 58\) reach to byte 82",
+    ),
     "foreign": (b"PAR1" + IDX[4:], BIN, r"x\.idx: byte 0: .*not a Megatron index"),
     "old": (b"TNTIDX\x00\x00" + IDX[8:], BIN, r"x\.idx: byte 0: .*TNTIDX.*preprocess\.py"),
     "version": (put(9, b"\x02"), BIN, r"x\.idx: byte 9: version 2"),
@@ -102,11 +124,19 @@ DAMAGE = {
     "float": (put(17, b"\x07"), BIN, r"x\.idx: byte 17: .*float32"),
     "no documents": (put(26, b"\x00"), BIN, r"x\.idx: byte 26"),
     "huge count": (put(18, b"\xff" * 7), BIN, r"x\.idx: byte 82: .*truncated"),
-    "negative length": (put(38, b"\xff\xff\xff\xff"), BIN, r"x\.idx: byte 38: sequence 1 has length -1"),
+    "negative length": (
+        put(38, b"\xff\xff\xff\xff"),
+        BIN,
+        r"x\.idx: byte 38: sequence 1 has length -1",
+    ),
     "pointer": (put(50, b"\x08"), BIN, r"x\.idx: byte 50: sequence 1 .* byte 8 of \.bin, not 6"),
     "first document": (put(58, b"\x01"), BIN, r"x\.idx: byte 58: the first document"),
     "documents fall": (put(66, b"\x03"), BIN, r"x\.idx: byte 74: document index 2 after 3"),
-    "last document": (put(74, b"\x01"), BIN, r"x\.idx: byte 74: the last document ends at sequence 1 of 2"),
+    "last document": (
+        put(74, b"\x01"),
+        BIN,
+        r"x\.idx: byte 74: the last document ends at sequence 1 of 2",
+    ),
     "modes": (IDX + b"\x00\x00", BIN, r"x\.idx: byte 82: .*multimodal"),
     "trailing": (IDX + b"\x00" * 9, BIN, r"x\.idx: byte 82: .*91 bytes"),
     "bin cut": (IDX, BIN[:7], r"x\.bin: byte 7: .*7 bytes.*says 10: truncated"),
@@ -125,7 +155,9 @@ def test_a_file_that_shrinks_under_way_is_not_read_as_zeros(tmp_path):
     data = IndexedDataset(write(tmp_path / "x", [[1, 0], [3, 4]]))
     assert data.tokens(0, 2).tolist() == [1, 0]  # a zero that was written
     os.truncate(tmp_path / "x.bin", 4)
-    with pytest.raises(ValueError, match=r"x\.bin: byte 4: the file has 4 bytes, its \.idx says 8: truncated"):
+    with pytest.raises(
+        ValueError, match=r"x\.bin: byte 4: the file has 4 bytes, its \.idx says 8: truncated"
+    ):
         data.tokens(1, 3)
 
 
@@ -135,10 +167,14 @@ def test_a_file_cut_short_under_a_loader_is_an_error_with_its_key(tmp_path, orde
     """Of a mapped file the process would end with SIGBUS."""
     write(tmp_path / "x", [[k] * 9 for k in range(9000)])
     samples = open_samples([str(tmp_path / "x")], seq_len=20, order=order, num_samples=800)
-    loader = Loader(samples, batches=[(0, 400)], mbs=400, document_mask=True, knob="data.valid", prefetch=0)
+    loader = Loader(
+        samples, batches=[(0, 400)], mbs=400, document_mask=True, knob="data.valid", prefetch=0
+    )
     next(loader)
     os.truncate(f"{tmp_path / 'x'}{ending}", 50)
-    with pytest.raises(ValueError, match=rf"data\.valid: .*x\{ending}: byte 50: the file has 50 bytes, .*truncated"):
+    with pytest.raises(
+        ValueError, match=rf"data\.valid: .*x\{ending}: byte 50: the file has 50 bytes, .*truncated"
+    ):
         next(loader)
 
 

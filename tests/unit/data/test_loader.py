@@ -24,13 +24,18 @@ def samples(tmp_path):
 
 def rows(batches):
     """All rows of a step as tuples of seq_len + 1 tokens."""
-    return [tuple(t.tolist()) for b in batches for t in torch.cat([b.tokens, b.labels[:, -1:]], dim=1)]
+    return [
+        tuple(t.tolist()) for b in batches for t in torch.cat([b.tokens, b.labels[:, -1:]], dim=1)
+    ]
 
 
 @pytest.mark.parametrize(("mbs", "dp"), [(1, 1), (12, 1), (1, 12), (2, 3), (3, 2), (6, 2)])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_global_batches_are_the_same_under_any_layout(samples, mbs, dp, prefetch):
-    loaders = [Loader(samples, batches=[(0, 12)], mbs=mbs, dp_rank=r, dp_size=dp, prefetch=prefetch) for r in range(dp)]
+    loaders = [
+        Loader(samples, batches=[(0, 12)], mbs=mbs, dp_rank=r, dp_size=dp, prefetch=prefetch)
+        for r in range(dp)
+    ]
     for step in range(4):
         ranks = [next(loader) for loader in loaders]
         assert {len(batches) for batches in ranks} == {12 // (mbs * dp)}
@@ -49,7 +54,9 @@ def test_resume_is_exact_at_every_step(samples, batches):
     whole.close()
     for start in range(8):
         consumed = samples_of_steps(start, batches)
-        rest = Loader(samples, batches=batches, mbs=2, dp_rank=1, dp_size=2, consumed_samples=consumed)
+        rest = Loader(
+            samples, batches=batches, mbs=2, dp_rank=1, dp_size=2, consumed_samples=consumed
+        )
         assert [rows(next(rest)) for _ in range(start, 8)] == steps[start:]
         rest.close()
 
@@ -73,12 +80,15 @@ def test_reads_ahead_no_further_than_told(samples):
     loader = Loader(counting, batches=[(0, 4)], mbs=4, prefetch=3)
     next(loader)
     threading.Event().wait(0.3)
-    assert 4 * 2 <= len(read) <= 4 * (1 + 3 + 1)  # the step taken, three in the queue, one waiting to enter it
+    # the step taken, three in the queue, one waiting to enter it
+    assert 4 * 2 <= len(read) <= 4 * (1 + 3 + 1)
     loader.close()
 
 
 def test_documents_from_eods_and_from_the_index_agree(samples):
-    by_token = next(Loader(samples, batches=[(0, 12)], mbs=12, document_mask=True, eod=0, prefetch=0))[0]
+    by_token = next(
+        Loader(samples, batches=[(0, 12)], mbs=12, document_mask=True, eod=0, prefetch=0)
+    )[0]
     by_index = next(Loader(samples, batches=[(0, 12)], mbs=12, document_mask=True, prefetch=0))[0]
     assert by_token.documents.max() > 0
     assert torch.equal(by_token.documents, by_index.documents)
@@ -88,7 +98,9 @@ def test_documents_from_eods_and_from_the_index_agree(samples):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_asked_for(samples, prefetch):
     loader = Loader(samples, batches=[(0, 12)], mbs=12, vocab_size=100, prefetch=prefetch)
-    with pytest.raises(ValueError, match=r"a: sample \d+ has token id \d+, model\.vocab_size is 100"):
+    with pytest.raises(
+        ValueError, match=r"a: sample \d+ has token id \d+, model\.vocab_size is 100"
+    ):
         next(loader)
     assert loader.consumed_samples == 0
     good = Loader(samples, batches=[(0, 12)], mbs=12, vocab_size=1000, prefetch=prefetch)
@@ -104,7 +116,11 @@ def test_negative_ids_other_than_padding_are_refused(tmp_path):
     for token, refused in ((-100, False), (-1, True)):
         (tmp_path / "a.bin").write_bytes(np.array([*range(1, 99), token], "<i4").tobytes())
         loader = Loader(
-            open_samples([str(tmp_path / "a")], seq_len=98), batches=[(0, 1)], mbs=1, vocab_size=100, prefetch=0
+            open_samples([str(tmp_path / "a")], seq_len=98),
+            batches=[(0, 1)],
+            mbs=1,
+            vocab_size=100,
+            prefetch=0,
         )
         if refused:
             with pytest.raises(ValueError, match=r"a: sample 0 has token id -1, .* ids begin at 0"):
@@ -114,7 +130,9 @@ def test_negative_ids_other_than_padding_are_refused(tmp_path):
 
 
 def test_an_order_that_ends_is_refused_only_when_its_end_is_asked_for(tmp_path, samples):
-    finite = open_samples([samples.streams[0].dataset.prefix], seq_len=8, order="megatron", num_samples=24)
+    finite = open_samples(
+        [samples.streams[0].dataset.prefix], seq_len=8, order="megatron", num_samples=24
+    )
     loader = Loader(finite, batches=[(0, finite.num_samples)], mbs=1)
     assert len(next(loader)) == finite.num_samples
     with pytest.raises(IndexError, match="data.order=megatron was built for"):

@@ -26,8 +26,9 @@ def write(prefix, lengths, first_id=0):
 def slow_samples(documents, seq_len, num_samples, seed):
     """The samples of a list of token lists, as the description says it and nothing cleverer.
 
-    E epochs of the documents, the least number with E·T >= N·seq_len + 1; shuffled (the last epoch by itself when fewer
-    than int(0.8 · samples per epoch) samples come from it); cut every seq_len tokens into seq_len + 1; shuffled again.
+    E epochs of the documents, the least number with E·T >= N·seq_len + 1; shuffled (the last epoch
+    by itself when fewer than int(0.8 · samples per epoch) samples come from it); cut every seq_len
+    tokens into seq_len + 1; shuffled again.
     """
     tokens_per_epoch = sum(len(d) for d in documents)
     epochs = 1
@@ -35,7 +36,9 @@ def slow_samples(documents, seq_len, num_samples, seed):
         epochs += 1
     random = np.random.RandomState(seed)
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
-    apart = epochs > 1 and num_samples - before_last < int(0.8 * ((tokens_per_epoch - 1) // seq_len))
+    apart = epochs > 1 and num_samples - before_last < int(
+        0.8 * ((tokens_per_epoch - 1) // seq_len)
+    )
     order = []
     for repeats in [epochs - 1, 1] if apart else [epochs]:
         part = np.array(list(range(len(documents))) * repeats, dtype=np.int32)
@@ -66,14 +69,24 @@ def test_equals_the_slow_transcription(tmp_path):
     apart_seen = set()
     for case, (lengths_seed, seq_len, num_samples, seed) in enumerate(CASES):
         random = np.random.default_rng(lengths_seed)
-        lengths = random.integers(0, 25, size=int(random.integers(12, 40))).tolist()  # some documents are empty
-        prefix = write(tmp_path / f"d{lengths_seed}", lengths) if case % 40 == 0 else str(tmp_path / f"d{lengths_seed}")
+        # some documents are empty
+        lengths = random.integers(0, 25, size=int(random.integers(12, 40))).tolist()
+        prefix = (
+            write(tmp_path / f"d{lengths_seed}", lengths)
+            if case % 40 == 0
+            else str(tmp_path / f"d{lengths_seed}")
+        )
         ends = np.cumsum(lengths)
         documents = [list(range(end - length, end)) for length, end in zip(lengths, ends)]
         expected, apart = slow_samples(documents, seq_len, num_samples, seed)
         apart_seen.add(apart)
         samples = open_samples(
-            [prefix], seq_len=seq_len, order="megatron", seed=seed, num_samples=num_samples, cache_dir=tmp_path / "c"
+            [prefix],
+            seq_len=seq_len,
+            order="megatron",
+            seed=seed,
+            num_samples=num_samples,
+            cache_dir=tmp_path / "c",
         )
         assert samples.num_samples == len(expected)
         assert [samples[i].tolist() for i in range(len(expected))] == expected
@@ -97,18 +110,28 @@ def test_splits_are_document_ranges(tmp_path, part):
     prefix = write(tmp_path / "d", lengths)
     low, high = {"train": (0, 32), "valid": (32, 38), "test": (38, 40)}[part]
     expected, _ = slow_samples([list(range(5 * d, 5 * d + 5)) for d in range(low, high)], 4, 30, 7)
-    samples = open_samples([prefix], seq_len=4, order="megatron", seed=7, num_samples=30, split="80,15,5", part=part)
+    samples = open_samples(
+        [prefix], seq_len=4, order="megatron", seed=7, num_samples=30, split="80,15,5", part=part
+    )
     assert [samples[i].tolist() for i in range(len(expected))] == expected
-    (built,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())  # beside the data, by default
+    # beside the data, by default
+    (built,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert stat.S_IMODE(built.stat().st_mode) == 0o755, "others may train on the same data"
 
 
 def test_blend_of_weighted_files(tmp_path):
     files = {"a": [7, 3, 9] * 30, "b": [11, 2] * 50, "c": [40] * 20}
-    prefixes = [write(tmp_path / name, lengths, 10**5 * k) for k, (name, lengths) in enumerate(files.items())]
+    prefixes = [
+        write(tmp_path / name, lengths, 10**5 * k)
+        for k, (name, lengths) in enumerate(files.items())
+    ]
     weights, num_samples = [0.5, 0.2, 0.3], 97
     samples = open_samples(
-        [f"{w} {p}" for w, p in zip(weights, prefixes)], seq_len=6, order="megatron", seed=3, num_samples=num_samples
+        [f"{w} {p}" for w, p in zip(weights, prefixes)],
+        seq_len=6,
+        order="megatron",
+        seed=3,
+        num_samples=num_samples,
     )
     streams = []
     for k, (weight, lengths) in enumerate(zip(weights, files.values())):
@@ -123,7 +146,9 @@ def test_blend_of_weighted_files(tmp_path):
         assert samples[i].tolist() == streams[d][taken[d]]
         taken[d] += 1
     assert samples.num_samples == sum(int(np.ceil(num_samples * w)) for w in weights)
-    with pytest.raises(IndexError, match="built for 98 samples|built for 99 samples|built for 97 samples"):
+    with pytest.raises(
+        IndexError, match="built for 98 samples|built for 99 samples|built for 97 samples"
+    ):
         samples[samples.num_samples]
 
 
@@ -132,8 +157,13 @@ def test_one_weighted_file_is_a_blend_only_under_a_split(tmp_path):
     sizes = {}
     for entry in (prefix, f"1.0 {prefix}"):
         for split in (None, "1,0,0"):
-            samples = open_samples([entry], seq_len=8, order="megatron", seed=3, num_samples=230, split=split)
-            sizes[entry == prefix, split] = len(samples.streams[0].order.shuffle_index), samples.num_samples
+            samples = open_samples(
+                [entry], seq_len=8, order="megatron", seed=3, num_samples=230, split=split
+            )
+            sizes[entry == prefix, split] = (
+                len(samples.streams[0].order.shuffle_index),
+                samples.num_samples,
+            )
     # 230 samples take two epochs of 225; a blend asks for 232 and shows 230
     assert sizes[True, None] == sizes[True, "1,0,0"] == sizes[False, None] == (449, 449)
     assert sizes[False, "1,0,0"] == (449, 230)
@@ -148,7 +178,9 @@ def test_dtypes_are_megatrons():
 @pytest.mark.parametrize(("lengths", "num_samples"), [([0, 0], 5), ([3, 4], None)])
 def test_too_few_tokens_are_refused(tmp_path, lengths, num_samples):
     prefix = write(tmp_path / "a", lengths)
-    with pytest.raises(ValueError, match=r"a: its 2 documents hold . tokens.* train\.seq_len \+ 1 = 8"):
+    with pytest.raises(
+        ValueError, match=r"a: its 2 documents hold . tokens.* train\.seq_len \+ 1 = 8"
+    ):
         open_samples([prefix], seq_len=7, order="megatron", num_samples=num_samples)
 
 
@@ -160,7 +192,8 @@ def test_a_billion_tokens_take_seconds():
     assert lengths.sum() > 0.99e9
     assert len(order.shuffle_index) >= 970_000
     assert seconds < 10, f"{seconds:.1f} s of CPU"
-    for j in (0, 1, 1000, len(order.shuffle_index)):  # spot checks: each sample starts j·seq_len tokens into the stream
+    # spot checks: each sample starts j·seq_len tokens into the stream
+    for j in (0, 1, 1000, len(order.shuffle_index)):
         position, offset = order.sample_index[j]
         assert lengths[order.document_index[:position]].sum() + offset == 1024 * j
 
@@ -186,7 +219,8 @@ def test_many_ranks_starting_at_once_build_one_index(tmp_path):
     for rank in ranks:
         rank.join()
     assert (tmp_path / "built").read_text() == "x"
-    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1  # no half-built folders
+    # no half-built folders
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
 
 
 def test_without_locks_the_first_to_finish_wins(tmp_path, monkeypatch):
@@ -206,12 +240,14 @@ def test_without_locks_the_first_to_finish_wins(tmp_path, monkeypatch):
 
 def test_other_inputs_get_another_index(tmp_path):
     def made(**inputs):
-        return index_cache.cached_arrays(tmp_path, inputs, "a", lambda: {"a": np.array([inputs["seed"]])})["a"].tolist()
+        return index_cache.cached_arrays(
+            tmp_path, inputs, "a", lambda: {"a": np.array([inputs["seed"]])}
+        )["a"].tolist()
 
     assert (made(seed=1), made(seed=2), made(seed=1)) == ([1], [2], [1])
-    assert index_cache.cached_arrays(tmp_path, {"seed": 1}, "a", lambda: pytest.fail("built again"))["a"].tolist() == [
-        1
-    ]
+    assert index_cache.cached_arrays(
+        tmp_path, {"seed": 1}, "a", lambda: pytest.fail("built again")
+    )["a"].tolist() == [1]
 
 
 def test_rewritten_data_is_not_read_through_an_old_index(tmp_path):
@@ -227,7 +263,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     prefix = write(tmp_path / "a", [5] * 20)
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="data.cache_dir"):
-        samples = open_samples([prefix], seq_len=4, order="megatron", num_samples=9, cache_dir=tmp_path / "file")
+        samples = open_samples(
+            [prefix], seq_len=4, order="megatron", num_samples=9, cache_dir=tmp_path / "file"
+        )
     again = open_samples([prefix], seq_len=4, order="megatron", num_samples=9)
     assert [samples[i].tolist() for i in range(9)] == [again[i].tolist() for i in range(9)]
 
@@ -242,7 +280,9 @@ def test_a_damaged_cache_is_named(tmp_path, kept):
     index_cache.cached_arrays(tmp_path, {}, "a", build)
     (file,) = tmp_path.glob("*/a.npy")
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=f"{file.parent} is damaged .*; remove it, and it is built again"):
+    with pytest.raises(
+        ValueError, match=f"{file.parent} is damaged .*; remove it, and it is built again"
+    ):
         index_cache.cached_arrays(tmp_path, {}, "a", build)
 
 
@@ -250,7 +290,9 @@ def test_what_was_deleted_from_a_cache_is_built_again(tmp_path):
     prefix = write(tmp_path / "a", [5] * 20)
 
     def rows():
-        samples = open_samples([prefix], seq_len=4, order="megatron", num_samples=9, cache_dir=tmp_path / "cache")
+        samples = open_samples(
+            [prefix], seq_len=4, order="megatron", num_samples=9, cache_dir=tmp_path / "cache"
+        )
         return [samples[i].tolist() for i in range(9)]
 
     first = rows()

@@ -34,15 +34,22 @@ def test_all_orders_of_four_are_equally_frequent():
     assert len(counts) == 24
     expected = rounds / 24
     chi_squared = sum((count - expected) ** 2 / expected for count in counts.values())
-    assert chi_squared < 49.7  # 23 degrees of freedom, p = 0.001; the keys are fixed, so this cannot flicker
+    # 23 degrees of freedom, p = 0.001; the keys are fixed, so this cannot flicker
+    assert chi_squared < 49.7
 
 
 def test_neighbours_are_scattered_and_keys_are_unrelated():
     n = 5000
     a, b = (np.array([Permutation(n, hash_key(key))(x) for x in range(0, n, 10)]) for key in (1, 2))
     identity = np.arange(0, n, 10)
-    for one, other in [(a, identity), (b, identity), (a, b), (np.diff(a)[1:], np.diff(a)[:-1] * -1)]:
-        limit = 0.62 if one.shape != a.shape else 0.15  # differences of a random order correlate by -1/2
+    for one, other in [
+        (a, identity),
+        (b, identity),
+        (a, b),
+        (np.diff(a)[1:], np.diff(a)[:-1] * -1),
+    ]:
+        # differences of a random order correlate by -1/2
+        limit = 0.62 if one.shape != a.shape else 0.15
         assert abs(np.corrcoef(one, other)[0, 1]) < limit
     assert np.count_nonzero(a == b) < 5
 

@@ -69,21 +69,39 @@ def test_documents_become_their_tokens(tmp_path, tokenizer_file, corpus_file, wo
 
 
 def test_documents_begin_with_the_begin_of_text_token_where_asked(tmp_path, corpus_file):
-    """Which the tokenizer or --bos names; the hash of a job without it is what it was before there was one."""
+    """Which the tokenizer or --bos names; the hash of a job without it is what it was before there
+    was one."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]")
+        tokenizers.models.WordLevel(
+            {w: i for i, w in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]"
+        )
     )
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model.add_special_tokens(["<s>", "</s>"])
     model.save(str(tmp_path / "tokenizer.json"))
-    common = ["--input", corpus_file, "--tokenizer", tmp_path / "tokenizer.json", "--workers", 1, "--append-eod"]
+    common = [
+        "--input",
+        corpus_file,
+        "--tokenizer",
+        tmp_path / "tokenizer.json",
+        "--workers",
+        1,
+        "--append-eod",
+    ]
     found = summary_of(*common, "--prepend-bos", "--out", tmp_path / "o")
     data, tokenizer = IndexedDataset(tmp_path / "o"), load_tokenizer(tmp_path)
     assert (found["bos"], found["eod"], found["eod_token"]) == (9, 10, "</s>")
-    assert [data.document(i).tolist() for i in range(9)] == [[9, *tokenizer.encode(text), 10] for text in TEXTS[:9]]
-    done = tool(*common, "--prepend-bos", "--bos", "alpha", "--eod", "beta", "--out", tmp_path / "other")
-    assert IndexedDataset(tmp_path / "other").document(0)[0] == 1 and "end-of-document token: 2 beta" in done.stdout
+    assert [data.document(i).tolist() for i in range(9)] == [
+        [9, *tokenizer.encode(text), 10] for text in TEXTS[:9]
+    ]
+    done = tool(
+        *common, "--prepend-bos", "--bos", "alpha", "--eod", "beta", "--out", tmp_path / "other"
+    )
+    assert (
+        IndexedDataset(tmp_path / "other").document(0)[0] == 1
+        and "end-of-document token: 2 beta" in done.stdout
+    )
     assert "token 1 ('alpha') is in every document that spells it" in done.stderr
     job = preprocess.Job((corpus_file,), "o", Recipe(str(tmp_path)))
     assert job.fingerprint(10, 9) == job.fingerprint(10, None)
@@ -93,35 +111,66 @@ def test_documents_begin_with_the_begin_of_text_token_where_asked(tmp_path, corp
     model.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
     refused = tool(*common, "--prepend-bos", "--out", tmp_path / "none")
-    assert refused.returncode == 2 and "no begin-of-text token; name one with --bos" in refused.stderr
+    assert (
+        refused.returncode == 2 and "no begin-of-text token; name one with --bos" in refused.stderr
+    )
 
 
 def test_a_tokenizer_that_does_not_keep_the_text_is_told(tmp_path, tokenizer_file, corpus_file):
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "m"), vocab_size=330, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="nmt_nfkc", minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="nmt_nfkc",
+        minloglevel=2,
+    )
     common = ["--input", corpus_file, "--workers", 1, "--out", tmp_path / "o", "--overwrite"]
     noted = tool(*common, "--tokenizer", tmp_path / "m.model").stderr
     assert "WARNING" in noted and "does not keep line breaks, tabs, runs of spaces: " in noted
     assert "WARNING" not in tool(*common, "--tokenizer", tokenizer_file).stderr
 
 
-def test_a_second_run_has_nothing_to_do_and_another_job_is_refused(tmp_path, tokenizer_file, corpus_file):
-    arguments = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 1]
+def test_a_second_run_has_nothing_to_do_and_another_job_is_refused(
+    tmp_path, tokenizer_file, corpus_file
+):
+    arguments = [
+        "--input",
+        corpus_file,
+        "--tokenizer",
+        tokenizer_file,
+        "--out",
+        tmp_path / "o",
+        "--workers",
+        1,
+    ]
     assert summary_of(*arguments)["up_to_date"] is False
     before = os.stat(tmp_path / "o.idx").st_mtime_ns
     assert summary_of(*arguments)["up_to_date"] is True
     assert os.stat(tmp_path / "o.idx").st_mtime_ns == before
     refused = tool(*arguments, "--append-eod")
-    assert refused.returncode == 2 and "o.idx is there already" in refused.stderr and "--overwrite" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "o.idx is there already" in refused.stderr
+        and "--overwrite" in refused.stderr
+    )
     assert summary_of(*arguments, "--append-eod", "--overwrite")["up_to_date"] is False
 
 
 def test_another_share_for_validation_is_another_job(tmp_path, tokenizer_file, corpus_file):
     """Its outputs have other names; the summary has one."""
-    arguments = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 1]
+    arguments = [
+        "--input",
+        corpus_file,
+        "--tokenizer",
+        tokenizer_file,
+        "--out",
+        tmp_path / "o",
+        "--workers",
+        1,
+    ]
     assert summary_of(*arguments, "--valid-fraction", 0.2)["up_to_date"] is False
     refused = tool(*arguments)
     assert refused.returncode == 2 and "o_train.idx is there already" in refused.stderr
@@ -129,7 +178,16 @@ def test_another_share_for_validation_is_another_job(tmp_path, tokenizer_file, c
 
 
 def test_outputs_among_the_inputs_are_not_taken_for_texts(tmp_path, tokenizer_file, corpus_file):
-    arguments = ["--input", tmp_path, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 1]
+    arguments = [
+        "--input",
+        tmp_path,
+        "--tokenizer",
+        tokenizer_file,
+        "--out",
+        tmp_path / "o",
+        "--workers",
+        1,
+    ]
     first = summary_of(*arguments)
     (tmp_path / "other.preprocess.partial.json").write_text("{}")
     assert summary_of(*arguments)["up_to_date"] is True and first["files"] == 1
@@ -140,7 +198,9 @@ def test_another_end_of_document_is_another_job(tmp_path, corpus_file):
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path / "tok"
     folder.mkdir()
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<a>": 0, "<b>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<a>": 0, "<b>": 1, "[UNK]": 2}, unk_token="[UNK]")
+    )
     model.save(str(folder / "tokenizer.json"))
     job = preprocess.Job((corpus_file,), str(tmp_path / "o"), Recipe(str(folder), append_eod=True))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<a>"}')
@@ -153,14 +213,19 @@ def test_another_end_of_document_is_another_job(tmp_path, corpus_file):
 
 def test_a_result_that_has_lost_its_tokens_is_made_again(tmp_path, tokenizer_file, corpus_file):
     """Its .idx alone would be taken for the result, by a copy that stopped half-way as well."""
-    job = preprocess.Job((corpus_file,), str(tmp_path / "o"), Recipe(str(tokenizer_file)), valid_fraction=0.1)
+    job = preprocess.Job(
+        (corpus_file,), str(tmp_path / "o"), Recipe(str(tokenizer_file)), valid_fraction=0.1
+    )
     preprocess.preprocess(job, workers=1)
     whole = contents(tmp_path, "o_*")
     (tmp_path / "o_train.bin").unlink()
     assert preprocess.preprocess(job, workers=1)["up_to_date"] is False
     (tmp_path / "o_valid.bin").write_bytes(b"")
     assert preprocess.preprocess(job, workers=1)["up_to_date"] is False
-    assert contents(tmp_path, "o_*") == whole and preprocess.preprocess(job, workers=1)["up_to_date"] is True
+    assert (
+        contents(tmp_path, "o_*") == whole
+        and preprocess.preprocess(job, workers=1)["up_to_date"] is True
+    )
 
 
 def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file):
@@ -168,13 +233,19 @@ def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file
     summary_of(*common, "--out", tmp_path / "all")
     summary = summary_of(*common, "--out", tmp_path / "o", "--valid-fraction", 0.2)
     parts = [IndexedDataset(tmp_path / f"o_{part}") for part in ("train", "valid")]
-    train, valid = ([part.document(i).tolist() for i in range(part.num_documents)] for part in parts)
+    train, valid = (
+        [part.document(i).tolist() for i in range(part.num_documents)] for part in parts
+    )
     whole = IndexedDataset(tmp_path / "all")
     in_order = [whole.document(i).tolist() for i in range(whole.num_documents)]
     assert 50 <= len(valid) <= 110  # 80 expected, 8 the standard deviation
     merged, left = [], list(valid)
     for document in in_order:  # each part keeps the corpus's order
-        if left and document == left[0] and (len(merged) >= len(train) or document != train[len(merged)]):
+        if (
+            left
+            and document == left[0]
+            and (len(merged) >= len(train) or document != train[len(merged)])
+        ):
             left.pop(0)
         else:
             merged.append(document)
@@ -183,17 +254,28 @@ def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file
 
 
 @pytest.mark.parametrize("text_per", ["line", "file"])
-@pytest.mark.parametrize(("documents", "fraction"), [(201, 0.01), (201, 0.05), (2, 0.5), (30, 0.001), (40, 0.99)])
-def test_few_documents_are_held_out_in_the_share_asked_for(tmp_path, tokenizer_file, documents, fraction, text_per):
-    """And at least one of two; whatever their numbers alone would draw, and when a run is killed drawing anew."""
+@pytest.mark.parametrize(
+    ("documents", "fraction"), [(201, 0.01), (201, 0.05), (2, 0.5), (30, 0.001), (40, 0.99)]
+)
+def test_few_documents_are_held_out_in_the_share_asked_for(
+    tmp_path, tokenizer_file, documents, fraction, text_per
+):
+    """And at least one of two; whatever their numbers alone would draw, and when a run is killed
+    drawing anew."""
     (tmp_path / "c").mkdir()
     for name in range(documents if text_per == "file" else 1):
-        (tmp_path / "c" / f"{name}.txt").write_text("alpha\n" * (1 if text_per == "file" else documents))
+        (tmp_path / "c" / f"{name}.txt").write_text(
+            "alpha\n" * (1 if text_per == "file" else documents)
+        )
     files = tuple(sorted((tmp_path / "c").iterdir()))
-    job = preprocess.Job(files, str(tmp_path / "o"), Recipe(str(tokenizer_file)), text_per, fraction)
+    job = preprocess.Job(
+        files, str(tmp_path / "o"), Recipe(str(tokenizer_file)), text_per, fraction
+    )
     wanted = min(max(1, round(documents * fraction)), documents - 1)
     with suppress(ZeroDivisionError):
-        preprocess.preprocess(job, 1, preprocess.Reporting(lambda _, progress: 1 / (progress.draw is None)))
+        preprocess.preprocess(
+            job, 1, preprocess.Reporting(lambda _, progress: 1 / (progress.draw is None))
+        )
     counts = [output["documents"] for output in preprocess.preprocess(job, 1)["outputs"].values()]
     assert sum(counts) == documents and abs(counts[1] - wanted) <= 0.2 * wanted
 
@@ -220,11 +302,15 @@ if __name__ == "__main__":
 
 def run_until(script, corpus_file, tokenizer_file, out, kill_after, save_every_s, workers):
     arguments = [corpus_file, tokenizer_file, out, kill_after, save_every_s, workers]
-    return subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
+    )
 
 
 @pytest.mark.parametrize(("save_every_s", "workers"), [(0, 1), (0.003, 1), (0, 2)])
-def test_killed_runs_go_on_and_end_with_the_same_bytes(tmp_path, tokenizer_file, corpus_file, save_every_s, workers):
+def test_killed_runs_go_on_and_end_with_the_same_bytes(
+    tmp_path, tokenizer_file, corpus_file, save_every_s, workers
+):
     script = tmp_path / "killer.py"
     script.write_text(KILLER)
     (tmp_path / "whole").mkdir()
@@ -235,19 +321,29 @@ def test_killed_runs_go_on_and_end_with_the_same_bytes(tmp_path, tokenizer_file,
     resumed = 0
     for kill_after in (7, 1, 9) if workers == 1 else (12,):
         killed = run_until(
-            script, corpus_file, tokenizer_file, tmp_path / "killed" / "o", kill_after, save_every_s, workers
+            script,
+            corpus_file,
+            tokenizer_file,
+            tmp_path / "killed" / "o",
+            kill_after,
+            save_every_s,
+            workers,
         )
         assert killed.returncode == -9, killed.stderr
         assert not list((tmp_path / "killed").glob("*.idx"))
         with (tmp_path / "killed" / "o_train.bin.partial").open("ab") as file:
             file.write(b"half a write")
-    last = run_until(script, corpus_file, tokenizer_file, tmp_path / "killed" / "o", 0, save_every_s, workers)
+    last = run_until(
+        script, corpus_file, tokenizer_file, tmp_path / "killed" / "o", 0, save_every_s, workers
+    )
     assert last.returncode == 0, last.stderr
     units_left, resumed = map(int, last.stdout.split())
     if save_every_s == 0:
         assert units_left == num_units - (17 if workers == 1 else 12) and resumed > 0
     for suffix in ("_train.bin", "_train.idx", "_valid.bin", "_valid.idx"):
-        assert (tmp_path / "killed" / f"o{suffix}").read_bytes() == (tmp_path / "whole" / f"o{suffix}").read_bytes()
+        assert (tmp_path / "killed" / f"o{suffix}").read_bytes() == (
+            tmp_path / "whole" / f"o{suffix}"
+        ).read_bytes()
     assert not list((tmp_path / "killed").glob("*.partial*"))
 
 
@@ -269,8 +365,11 @@ def test_killed_parents_leave_no_processes(tmp_path, tokenizer_file, corpus_file
     script.write_text(KILLER)
     arguments = map(str, [script, corpus_file, tokenizer_file, tmp_path / "o", 5, 0, 2])
     environment = {**os.environ, "KILLED_RUN": str(tmp_path)}
-    # output to nowhere: a pipe would be held open by orphans, and waiting for its end would wait for them
-    parent = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    # output to nowhere: a pipe would be held open by orphans, and waiting for its end would wait
+    # for them
+    parent = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+    )
     most = 0
     while parent.poll() is None:
         most = max(most, len(processes_marked(mark)))
@@ -283,9 +382,13 @@ def test_killed_parents_leave_no_processes(tmp_path, tokenizer_file, corpus_file
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_kill_while_the_files_get_their_names_is_finished(tmp_path, tokenizer_file, corpus_file, monkeypatch, at):
+def test_a_kill_while_the_files_get_their_names_is_finished(
+    tmp_path, tokenizer_file, corpus_file, monkeypatch, at
+):
     def job(out):
-        return preprocess.Job((corpus_file,), str(tmp_path / out), Recipe(str(tokenizer_file)), valid_fraction=0.1)
+        return preprocess.Job(
+            (corpus_file,), str(tmp_path / out), Recipe(str(tokenizer_file)), valid_fraction=0.1
+        )
 
     preprocess.preprocess(job("whole"), 1)
     calls = []
@@ -324,9 +427,18 @@ def test_an_unfinished_run_of_another_job_is_not_mixed_in(tmp_path, tokenizer_fi
     (tmp_path / "killer.py").write_text(KILLER)
     run_until(tmp_path / "killer.py", corpus_file, tokenizer_file, tmp_path / "o", 5, 0, 1)
     refused = tool(
-        "--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--valid-fraction", 0.1
+        "--input",
+        corpus_file,
+        "--tokenizer",
+        tokenizer_file,
+        "--out",
+        tmp_path / "o",
+        "--valid-fraction",
+        0.1,
     )
-    assert refused.returncode == 2 and "unfinished run with other inputs or settings" in refused.stderr
+    assert (
+        refused.returncode == 2 and "unfinished run with other inputs or settings" in refused.stderr
+    )
 
 
 def test_a_job_of_which_an_output_is_gone_is_not_finished(tmp_path):
@@ -358,13 +470,17 @@ def test_empty_documents_are_counted_and_not_written(tmp_path, tokenizer_file):
 
 
 def test_each_key_is_a_dataset_of_its_own(tmp_path, tokenizer_file):
-    (tmp_path / "c.jsonl").write_text('{"q": "alpha", "a": "beta gamma"}\n{"q": "", "a": "delta"}\n')
+    (tmp_path / "c.jsonl").write_text(
+        '{"q": "alpha", "a": "beta gamma"}\n{"q": "", "a": "delta"}\n'
+    )
     common = ["--tokenizer", tokenizer_file, "--json-keys", "q", "a", "--workers", 1]
     summary_of("--input", tmp_path / "c.jsonl", "--out", tmp_path / "o", *common)
     tokenizer = load_tokenizer(tokenizer_file)
     for key, texts in {"q": ["alpha"], "a": ["beta gamma", "delta"]}.items():
         data = IndexedDataset(tmp_path / f"o_{key}")
-        assert [data.document(i).tolist() for i in range(data.num_documents)] == [tokenizer.encode(t) for t in texts]
+        assert [data.document(i).tolist() for i in range(data.num_documents)] == [
+            tokenizer.encode(t) for t in texts
+        ]
 
 
 @pytest.mark.parametrize(
@@ -379,10 +495,19 @@ def test_each_key_is_a_dataset_of_its_own(tmp_path, tokenizer_file):
         ({"--json-keys": "text", "text": "text"}, "--json-keys text text text"),
     ],
 )
-def test_wrong_arguments_are_refused_with_code_2(tmp_path, tokenizer_file, corpus_file, change, message):
-    settings = {"--input": corpus_file, "--tokenizer": tokenizer_file, "--out": tmp_path / "o", **change}
+def test_wrong_arguments_are_refused_with_code_2(
+    tmp_path, tokenizer_file, corpus_file, change, message
+):
+    settings = {
+        "--input": corpus_file,
+        "--tokenizer": tokenizer_file,
+        "--out": tmp_path / "o",
+        **change,
+    }
     refused = tool(*(part for pair in settings.items() for part in pair))
-    assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
+    )
     assert not list(tmp_path.glob("o*"))
 
 

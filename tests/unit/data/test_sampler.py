@@ -16,7 +16,10 @@ def test_global_batches_do_not_depend_on_the_layout(mbs, dp):
         ranks = [micro_batch_samples(step * gbs, gbs, mbs, rank, dp) for rank in range(dp)]
         taken = [i for rank in ranks for each in rank for i in each]
         assert sorted(taken) == list(range(step * gbs, (step + 1) * gbs))
-        assert all(len(rank) == gbs // (mbs * dp) and all(len(each) == mbs for each in rank) for rank in ranks)
+        assert all(
+            len(rank) == gbs // (mbs * dp) and all(len(each) == mbs for each in rank)
+            for rank in ranks
+        )
 
 
 def test_micro_steps_take_consecutive_entries_rank_by_rank():
@@ -26,7 +29,8 @@ def test_micro_steps_take_consecutive_entries_rank_by_rank():
 
 
 def slow_ramp(consumed, gbs, start, increment, length):
-    """Megatron's rule with exact fractions: an increment after each length / ((gbs − start) / increment) samples."""
+    """Megatron's rule with exact fractions: an increment after each length / ((gbs − start) /
+    increment) samples."""
     size = start
     passed = 1
     while size < gbs and consumed * ((gbs - start) // increment) >= passed * length:
@@ -36,10 +40,14 @@ def slow_ramp(consumed, gbs, start, increment, length):
 
 
 def ramped(*ramp, gbs=16, seq_len=10):
-    return batch_schedule(Config(train=TrainConfig(gbs=gbs, gbs_ramp=[str(part) for part in ramp], seq_len=seq_len)))
+    return batch_schedule(
+        Config(train=TrainConfig(gbs=gbs, gbs_ramp=[str(part) for part in ramp], seq_len=seq_len))
+    )
 
 
-@pytest.mark.parametrize("ramp", [[4, 4, 100], [8, 2, 37], [2, 14, 64], [16, 4, 50], [4, 4, 0], [4, 1, 5]])
+@pytest.mark.parametrize(
+    "ramp", [[4, 4, 100], [8, 2, 37], [2, 14, 64], [16, 4, 50], [4, 4, 0], [4, 1, 5]]
+)
 def test_ramp_grows_in_equal_increments(ramp):
     schedule = ramped(*ramp)
     sizes = [global_batch_size(consumed, schedule) for consumed in range(200)]
@@ -53,7 +61,8 @@ def test_ramp_grows_in_equal_increments(ramp):
 
 
 def megatrons_size(consumed, thresholds):
-    """Of its StepBatchsizeNumMicroBatchesCalculator: (threshold in samples, size), the last that is reached."""
+    """Of its StepBatchsizeNumMicroBatchesCalculator: (threshold in samples, size), the last that is
+    reached."""
     return [size for begin, size in thresholds if consumed >= begin][-1]
 
 
@@ -71,16 +80,22 @@ def test_stages_by_tokens_are_megatrons(text):
 
 
 def test_stages_by_steps_and_tokens():
-    """6 steps of 2, 10 of 4, then 8 from the first step after 500 tokens, and 16 from step 20 on."""
+    """6 steps of 2, 10 of 4, then 8 from the first step after 500 tokens, and 16 from step 20
+    on."""
     schedule = ramped("0:2", "6steps:4", "500:8", "20steps:16")
     sizes = [2] * 6 + [4] * 10 + [8] * 4 + [16] * 5  # 12 samples, then 40 by 50 samples
     consumed = 0
     for step, size in enumerate(sizes):
-        assert (samples_of_steps(step, schedule), global_batch_size(consumed, schedule)) == (consumed, size)
+        assert (samples_of_steps(step, schedule), global_batch_size(consumed, schedule)) == (
+            consumed,
+            size,
+        )
         consumed += size
 
 
-@pytest.mark.parametrize("text", ["50:4 100:8", "0:4 0:8", "0:4 100:8 90:16", "0:4 3steps:8 2steps:16", "0:4 9:8"])
+@pytest.mark.parametrize(
+    "text", ["50:4 100:8", "0:4 0:8", "0:4 100:8 90:16", "0:4 3steps:8 2steps:16", "0:4 9:8"]
+)
 def test_stages_that_do_not_follow_each_other(text):
     with pytest.raises(ValueError, match="does not begin"):
         ramped(text)

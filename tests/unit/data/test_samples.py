@@ -1,4 +1,5 @@
-"""Our own orders: what sample i is, that an epoch is complete, and that a blend keeps its proportions."""
+"""Our own orders: what sample i is, that an epoch is complete, and that a blend keeps its
+proportions."""
 
 import numpy as np
 import pytest
@@ -56,7 +57,9 @@ def test_split_parts_never_share_a_token(prefix, order):
     seen = []
     for part in ("train", "valid"):
         samples = open_samples([prefix], seq_len=5, order=order, split="70,30,0", part=part)
-        seen.append({t for i in range(samples.streams[0].samples_per_epoch) for t in samples[i].tolist()})
+        seen.append(
+            {t for i in range(samples.streams[0].samples_per_epoch) for t in samples[i].tolist()}
+        )
     assert max(seen[0]) < sum(LENGTHS[:7]) <= min(seen[1])
 
 
@@ -77,7 +80,11 @@ def test_blend_takes_each_dataset_in_proportion_and_in_its_own_order(tmp_path, o
         if order == "sequential":
             assert rows == chunks + chunks
         else:
-            assert sorted(rows[:133]) == chunks and sorted(rows[133:]) == chunks and rows[:133] != rows[133:]
+            assert (
+                sorted(rows[:133]) == chunks
+                and sorted(rows[133:]) == chunks
+                and rows[:133] != rows[133:]
+            )
     # the borders between cycles lose nothing either
     for d, first in ((0, 39_000), (2, 6500)):
         numbers = [samples.locate(int(i))[1] for i in np.flatnonzero(took == d)]
@@ -87,7 +94,9 @@ def test_blend_takes_each_dataset_in_proportion_and_in_its_own_order(tmp_path, o
 @pytest.mark.parametrize("order", ["shuffled", "sequential", "megatron"])
 def test_a_list_without_weights_is_mixed_by_size(tmp_path, order):
     """And with data.weights=equal, or beside a weight, each entry weighs 1."""
-    prefixes = [write(tmp_path / f"d{k}", [tokens], 1000 * k) for k, tokens in enumerate((601, 301, 101))]
+    prefixes = [
+        write(tmp_path / f"d{k}", [tokens], 1000 * k) for k, tokens in enumerate((601, 301, 101))
+    ]
     settings = {"seq_len": 3, "order": order, "seed": 1, "cache_dir": tmp_path / "cache"}
 
     def taken(sources, n, **more):
@@ -100,7 +109,12 @@ def test_a_list_without_weights_is_mixed_by_size(tmp_path, order):
     assert np.abs(np.bincount(took[:100], minlength=3) - [60, 30, 10]).max() <= 1
     assert np.abs(np.bincount(taken(prefixes, 999)[0]) - [600, 300, 99]).max() <= 2
     assert np.abs(np.bincount(taken(prefixes, 300, unweighted="equal")[0]) - 100).max() <= 2
-    assert np.abs(np.bincount(taken([prefixes[0], f"1 {prefixes[1]}", prefixes[2]], 300)[0]) - 100).max() <= 2
+    assert (
+        np.abs(
+            np.bincount(taken([prefixes[0], f"1 {prefixes[1]}", prefixes[2]], 300)[0]) - 100
+        ).max()
+        <= 2
+    )
     if order == "megatron":
         assert np.bincount(took).tolist() == [200, 100, 33]
         # the text: for i = 0 ... size-1 the first of those furthest below weight * max(i, 1)
@@ -115,7 +129,9 @@ def test_a_list_without_weights_is_mixed_by_size(tmp_path, order):
 
 def test_the_same_file_twice_is_read_in_two_orders(prefix):
     samples = open_samples([prefix, prefix], seq_len=3, seed=5)
-    assert [samples[i].tolist() for i in range(0, 60, 2)] != [samples[i].tolist() for i in range(1, 60, 2)]
+    assert [samples[i].tolist() for i in range(0, 60, 2)] != [
+        samples[i].tolist() for i in range(1, 60, 2)
+    ]
 
 
 def test_document_starts_are_those_of_the_index(prefix):
@@ -123,7 +139,9 @@ def test_document_starts_are_those_of_the_index(prefix):
     samples = open_samples([prefix], seq_len=12, seed=2)
     for i in range(8):
         tokens = samples[i].tolist()
-        assert samples.document_starts(i).tolist() == [p for p, t in enumerate(tokens) if p and t in begins]
+        assert samples.document_starts(i).tolist() == [
+            p for p, t in enumerate(tokens) if p and t in begins
+        ]
 
 
 def test_wrong_settings_name_the_knob_and_a_legal_value(prefix, tmp_path):

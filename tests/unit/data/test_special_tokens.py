@@ -18,7 +18,8 @@ def write(folder, **files):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tokenizer.json with ids 0 to 3 special and nothing that says which of them ends a document."""
+    """A tokenizer.json with ids 0 to 3 special and nothing that says which of them ends a
+    document."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,43 +38,81 @@ def folder(tmp_path):
     "files",
     [
         {"tokenizer_config": {"eos_token": "[END]", "bos_token": "[BEGIN]"}},
-        {"tokenizer_config": {"eos_token": AS_OBJECT, "bos_token": {"content": "[BEGIN]", "__type": "AddedToken"}}},
+        {
+            "tokenizer_config": {
+                "eos_token": AS_OBJECT,
+                "bos_token": {"content": "[BEGIN]", "__type": "AddedToken"},
+            }
+        },
         {"special_tokens_map": {"eos_token": "[END]", "bos_token": {"content": "[BEGIN]"}}},
-        {"generation_config": {"eos_token_id": 1, "bos_token_id": 2}, "config": {"eos_token_id": 3, "bos_token_id": 3}},
+        {
+            "generation_config": {"eos_token_id": 1, "bos_token_id": 2},
+            "config": {"eos_token_id": 3, "bos_token_id": 3},
+        },
         {"generation_config": {}, "config": {"eos_token_id": [1, 0], "bos_token_id": 2}},
         {"config": {"text_config": {"eos_token_id": 1, "bos_token_id": 2}}},
-        {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "[END]", "bos_token": "[BEGIN]"}},
-        # where both name one, transformers takes the first file if it lists the added tokens, else the second
+        {
+            "tokenizer_config": {"eos_token": None},
+            "special_tokens_map": {"eos_token": "[END]", "bos_token": "[BEGIN]"},
+        },
+        # where both name one, transformers takes the first file if it lists the added tokens, else
+        # the second
         {
             "tokenizer_config": {"eos_token": "<s>", "bos_token": "<s>"},
             "special_tokens_map": {"eos_token": "[END]", "bos_token": "[BEGIN]"},
         },
         {
-            "tokenizer_config": {"eos_token": "[END]", "bos_token": "[BEGIN]", "added_tokens_decoder": {}},
+            "tokenizer_config": {
+                "eos_token": "[END]",
+                "bos_token": "[BEGIN]",
+                "added_tokens_decoder": {},
+            },
             "special_tokens_map": {"eos_token": "<s>", "bos_token": "<s>"},
         },
     ],
 )
 def test_every_file_that_names_the_tokens_is_asked_before_usual_names(folder, files):
-    assert (load_tokenizer(folder).eod, load_tokenizer(folder).bos) == (0, 3)  # by their names alone
+    # by their names alone
+    assert (load_tokenizer(folder).eod, load_tokenizer(folder).bos) == (0, 3)
     write(folder, **files)
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.eod, tokenizer.bos) == (1, 2)
     transformers = pytest.importorskip("transformers")
     if "tokenizer_config" in files and files["tokenizer_config"].get("eos_token"):
-        write(folder, tokenizer_config={**files["tokenizer_config"], "tokenizer_class": "PreTrainedTokenizerFast"})
+        write(
+            folder,
+            tokenizer_config={
+                **files["tokenizer_config"],
+                "tokenizer_class": "PreTrainedTokenizerFast",
+            },
+        )
         assert transformers.AutoTokenizer.from_pretrained(folder).eos_token_id == 1
-    assert (load_tokenizer(folder, eod="<s>", bos="0").eod, load_tokenizer(folder, bos=0).bos) == (3, 0)
+    assert (load_tokenizer(folder, eod="<s>", bos="0").eod, load_tokenizer(folder, bos=0).bos) == (
+        3,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "tokenizer_config.json: eos_token '<|im_end|>' is not in"),
-        ({"special_tokens_map": {"eos_token": "<eot>"}}, "special_tokens_map.json: eos_token '<eot>' is not in"),
-        ({"generation_config": {"eos_token_id": 5000}}, "generation_config.json: eos_token_id 5000 is not in"),
+        (
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}},
+            "tokenizer_config.json: eos_token '<|im_end|>' is not in",
+        ),
+        (
+            {"special_tokens_map": {"eos_token": "<eot>"}},
+            "special_tokens_map.json: eos_token '<eot>' is not in",
+        ),
+        (
+            {"generation_config": {"eos_token_id": 5000}},
+            "generation_config.json: eos_token_id 5000 is not in",
+        ),
         ({"tokenizer_config": []}, "tokenizer_config.json is no JSON object"),
-        ({"tokenizer_config": {"added_tokens_decoder": {"x": "a"}}}, "tokenizer_config.json: tokens and ids of added"),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": {"x": "a"}}},
+            "tokenizer_config.json: tokens and ids of added",
+        ),
         ({"added_tokens": {"a": "x"}}, "added_tokens.json: tokens and ids of added"),
         ({"config": {"eos_token_id": [40, 5000]}}, "config.json: eos_token_id 5000 is not in"),
     ],
@@ -98,8 +137,16 @@ def test_tokens_that_other_files_add_belong_to_the_vocabulary(folder):
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.eod, tokenizer.vocab_size) == (size, size + 1)
     assert tokenizer.decode([*tokenizer.encode("ab"), size]) == "ab"
-    write(folder, tokenizer_config={"bos_token": None, "added_tokens_decoder": {str(size): {"content": "<|im_end|>"}}})
-    assert load_tokenizer(folder, eod="<|im_end|>").eod == size and load_tokenizer(folder).bos is None
+    write(
+        folder,
+        tokenizer_config={
+            "bos_token": None,
+            "added_tokens_decoder": {str(size): {"content": "<|im_end|>"}},
+        },
+    )
+    assert (
+        load_tokenizer(folder, eod="<|im_end|>").eod == size and load_tokenizer(folder).bos is None
+    )
 
 
 def hugging_face(folder, special):
@@ -135,10 +182,17 @@ def rank_file(folder, tekken):
     pytest.importorskip("tiktoken")
     if tekken:
         config = {"pattern": r"\w+|.", "default_vocab_size": 266, "default_num_special_tokens": 10}
-        vocab = [{"rank": b, "token_bytes": base64.b64encode(bytes([b])).decode()} for b in range(256)]
+        vocab = [
+            {"rank": b, "token_bytes": base64.b64encode(bytes([b])).decode()} for b in range(256)
+        ]
         special = ["<unk>", "<s>", "</s>", "<|endoftext|>", "[END]", "<|x|>"]
-        listed = [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)]
-        write(folder, tekken={"config": config, "vocab": [*vocab, *vocab[:9]], "special_tokens": listed})
+        listed = [
+            {"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)
+        ]
+        write(
+            folder,
+            tekken={"config": config, "vocab": [*vocab, *vocab[:9]], "special_tokens": listed},
+        )
         return folder / "tekken.json"
     path = folder / "x.tiktoken"
     path.write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
@@ -168,7 +222,10 @@ def rank_file(folder, tekken):
 def test_no_text_is_read_as_the_token_that_ends_a_document(folder, make):
     """Whatever kind of file it is, however it lists the token, and whichever token is named."""
     file = make(folder)
-    for eod, others in ((None, ["<|endoftext|>", "</s>", "<|x|>"]), ("[END]", ["[END]", "<|endoftext|>"])):
+    for eod, others in (
+        (None, ["<|endoftext|>", "</s>", "<|x|>"]),
+        ("[END]", ["[END]", "<|endoftext|>"]),
+    ):
         tokenizer = load_tokenizer(file, eod)
         ids = tokenizer.encode(SPELLED)
         names = {tokenizer._names.get(i) for i in ids}
@@ -178,16 +235,26 @@ def test_no_text_is_read_as_the_token_that_ends_a_document(folder, make):
 
 def test_an_ordinary_token_with_a_role_stays_text(folder):
     """A pad_token "!" is in texts, and comes back."""
-    write(folder, tokenizer_config={"eos_token": "[END]", "pad_token": "!", "additional_special_tokens": ["a"]})
+    write(
+        folder,
+        tokenizer_config={
+            "eos_token": "[END]",
+            "pad_token": "!",
+            "additional_special_tokens": ["a"],
+        },
+    )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.decode([*tokenizer.encode("a! b"), tokenizer.eod]) == "a! b"
 
 
 def test_tokens_added_as_text_are_read_as_transformers_reads_them(folder):
-    """Runs of spaces (GPT-NeoX) and tags (Gemma, Qwen 3) are in the vocabulary to be found in text."""
+    """Runs of spaces (GPT-NeoX) and tags (Gemma, Qwen 3) are in the vocabulary to be found in
+    text."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ("    ", "<think>")])
+    model.add_tokens(
+        [tokenizers.AddedToken(text, normalized=False) for text in ("    ", "<think>")]
+    )
     model.save(str(folder / "tokenizer.json"))
     text = "    <think>a\n    b"
     assert load_tokenizer(folder).encode(text) == model.encode(text).ids

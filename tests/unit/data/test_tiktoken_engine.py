@@ -1,4 +1,5 @@
-"""tiktoken as the engine of a tokenizer.json: the ids of the package tokenizers for every text, or no ids at all."""
+"""tiktoken as the engine of a tokenizer.json: the ids of the package tokenizers for every text, or
+no ids at all."""
 
 import json
 import random
@@ -18,15 +19,25 @@ from megatron5d.data.tokenizer import load_tokenizer  # noqa: E402
 from megatron5d.data.tokenizer_export import PROBES  # noqa: E402
 from megatron5d.tools.tokenizer import train_byte_level  # noqa: E402
 
-CORPUS = [Path(path).read_text(encoding="utf-8") for path in (random.__file__, json.__file__, bpe_files.__file__)]
-ALL_CHARACTERS = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]]
+CORPUS = [
+    Path(path).read_text(encoding="utf-8")
+    for path in (random.__file__, json.__file__, bpe_files.__file__)
+]
+ALL_CHARACTERS = [
+    chr(code) for code in [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
+]
 
 
 def invented(seed):
-    """A BPE of random merges, as no training makes them: tokens of several merges, of none, in any order."""
+    """A BPE of random merges, as no training makes them: tokens of several merges, of none, in any
+    order."""
     draw = random.Random(seed)
     letters = "abc"[: draw.choice([1, 2, 3])]
-    vocab, merges, known = {sign: i for i, sign in enumerate(byte_signs().values())}, [], list(letters)
+    vocab, merges, known = (
+        {sign: i for i, sign in enumerate(byte_signs().values())},
+        [],
+        list(letters),
+    )
     for _ in range(draw.randrange(2, 25)):
         pair = draw.choice(known), draw.choice(known)
         token = "".join(pair)
@@ -38,8 +49,13 @@ def invented(seed):
     for _ in range(draw.choice([0, 0, 1, 2])):
         vocab.setdefault("".join(draw.choices(letters, k=draw.randrange(2, 7))), len(vocab))
     model = tokenizers.models.BPE(vocab, merges, ignore_merges=draw.random() < 0.5)
-    texts = ["".join(draw.choices(f"{letters} ", k=draw.choice([5, 12, 40, 700]))) for _ in range(40)]
-    return byte_level(model, bpe_files.GPT2_PATTERN), [*texts, *(text.replace(" ", "") for text in texts)]
+    texts = [
+        "".join(draw.choices(f"{letters} ", k=draw.choice([5, 12, 40, 700]))) for _ in range(40)
+    ]
+    return byte_level(model, bpe_files.GPT2_PATTERN), [
+        *texts,
+        *(text.replace(" ", "") for text in texts),
+    ]
 
 
 def test_invented_vocabularies_are_refused_or_give_the_same_ids(monkeypatch):
@@ -52,7 +68,10 @@ def test_invented_vocabularies_are_refused_or_give_the_same_ids(monkeypatch):
             except ValueError:
                 continue
             accepted += 1
-            wrong += any(engine.encode(text) != model.encode(text, add_special_tokens=False).ids for text in texts)
+            wrong += any(
+                engine.encode(text) != model.encode(text, add_special_tokens=False).ids
+                for text in texts
+            )
         return accepted, wrong
 
     accepted, wrong = differing(range(150))
@@ -60,7 +79,9 @@ def test_invented_vocabularies_are_refused_or_give_the_same_ids(monkeypatch):
     # without the proof many of them differ, so these texts can tell
     taken = {sign: byte for byte, sign in byte_signs().items()}
     monkeypatch.setattr(
-        bpe_files, "_reached", lambda m: {bytes(taken[s] for s in token): i for token, i in m["vocab"].items()}
+        bpe_files,
+        "_reached",
+        lambda m: {bytes(taken[s] for s in token): i for token, i in m["vocab"].items()},
     )
     accepted, wrong = differing(range(60))
     assert accepted == 60 and wrong > 5
@@ -68,7 +89,11 @@ def test_invented_vocabularies_are_refused_or_give_the_same_ids(monkeypatch):
 
 @pytest.fixture(scope="module", params=["gpt2", "cl100k", "o200k", "qwen2"])
 def trained(request, tmp_path_factory):
-    return load_tokenizer(train_byte_level(CORPUS, 1500, tmp_path_factory.mktemp("bpe") / request.param, request.param))
+    return load_tokenizer(
+        train_byte_level(
+            CORPUS, 1500, tmp_path_factory.mktemp("bpe") / request.param, request.param
+        )
+    )
 
 
 def test_trained_vocabularies(trained):
@@ -87,18 +112,25 @@ def test_trained_vocabularies(trained):
 
 
 def test_every_character_is_of_the_same_class_or_known_to_differ(trained):
-    """In the contexts in which a class decides; characters that the engines class differently leave to the slow one."""
+    """In the contexts in which a class decides; characters that the engines class differently leave
+    to the slow one."""
     engine = trained._fast
     engine.encode(" ".join(ALL_CHARACTERS[::3]))
     assert len(engine._alike) + len(engine._differ) >= len(ALL_CHARACTERS) // 3
-    texts = ["".join(f"a{c} {c}1{c}'s" for c in ALL_CHARACTERS[at : at + 400]) for at in range(0, 0x3000, 400)]
+    texts = [
+        "".join(f"a{c} {c}1{c}'s" for c in ALL_CHARACTERS[at : at + 400])
+        for at in range(0, 0x3000, 400)
+    ]
     assert trained.encode_all(texts) == [trained.encode(text) for text in texts]
 
 
 def test_a_character_that_one_engine_classes_otherwise_is_left_to_the_exact_one(trained):
     engine = TiktokenEngine(trained._model)
     wrong = tiktoken.Encoding(
-        "class", pat_str="[a-zé]", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
+        "class",
+        pat_str="[a-zé]",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={},
     )
     engine._classes = [(each, wrong) for each, _ in engine._classes]
     assert engine.encode("plain") and engine.encode("naïv") is None and engine.encode("中") is None
@@ -112,17 +144,34 @@ def test_what_is_not_only_splitting_and_merging_is_refused(trained):
             TiktokenEngine(tokenizers.Tokenizer.from_str(json.dumps(content | change)))
         return str(raised.value)
 
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    split = {"type": "Split", "pattern": {"Regex": r"\p{L}+"}, "behavior": "Isolated", "invert": False}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": r"\p{L}+"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     content = json.loads(trained._model.to_str())["model"]
     assert "changes text" in refused(normalizer={"type": "Lowercase"})
     assert "way of splitting" in refused(
-        pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}
+        pre_tokenizer={
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": "never",
+            "split": True,
+        }
     )
     assert "way of splitting" in refused(pre_tokenizer=level | {"add_prefix_space": True})
     for change in ({"behavior": "Removed"}, {"invert": True}, {"pattern": {"String": "a"}}):
         steps = [split | change, level | {"use_regex": False}]
-        assert "way of splitting" in refused(pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+        assert "way of splitting" in refused(
+            pre_tokenizer={"type": "Sequence", "pretokenizers": steps}
+        )
     steps = [split | {"pattern": {"Regex": r"^\w+"}}, level | {"use_regex": False}]
     assert "two ways" in refused(pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
     assert "no plain BPE" in refused(model={"dropout": 0.1})
@@ -164,6 +213,9 @@ def test_a_unit_is_tokenised_document_by_document(trained, tmp_path, append_eod,
     reference = load_tokenizer(tmp_path, bos="a")
     for k, key in enumerate([texts, [text[:3] for text in texts]]):
         ids = [reference.encode(text) for text in key]
-        ids = [[reference.bos] * prepend_bos + each + [reference.eod] * append_eod if each else [] for each in ids]
+        ids = [
+            [reference.bos] * prepend_bos + each + [reference.eod] * append_eod if each else []
+            for each in ids
+        ]
         assert found.lengths[k].tolist() == [len(each) for each in ids]
         assert found.ids[k].tolist() == sum(ids, []) and found.ids[k].dtype == "int32"

@@ -12,9 +12,23 @@ from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.tools.tokenizer import train_byte_level, train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[3]
-CORPUS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests" / "unit" / "data").glob("*.py"))]
-TEXTS = ["", " ", "def f(x):\n        return  x\n\n\ttab\r\n", "naïve CAFÉ 中文 👩‍👩‍👧 \u200b\x00", "a <|endoftext|> b",
-         "don't I'LL 've", "x=3.14 12345\xb2", "\r\n\r\n a\tb", "e\u0301 \xe9", "\u3000\xa0x", "a\u200d"]  # fmt: skip
+CORPUS = [
+    path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "tests" / "unit" / "data").glob("*.py"))
+]
+TEXTS = [
+    "",
+    " ",
+    "def f(x):\n        return  x\n\n\ttab\r\n",
+    "naïve CAFÉ 中文 👩‍👩‍👧 \u200b\x00",
+    "a <|endoftext|> b",
+    "don't I'LL 've",
+    "x=3.14 12345\xb2",
+    "\r\n\r\n a\tb",
+    "e\u0301 \xe9",
+    "\u3000\xa0x",
+    "a\u200d",
+]
 
 
 def tool(*arguments, **options):
@@ -30,17 +44,38 @@ def tool(*arguments, **options):
 def test_tool_trains_and_shows(tmp_path):
     pytest.importorskip("sentencepiece")
     made = tool(
-        "train", "--input", "tests/unit/data", "--glob", "*.py", "--vocab-size", 600, "--out", tmp_path / "t", "--json"
+        "train",
+        "--input",
+        "tests/unit/data",
+        "--glob",
+        "*.py",
+        "--vocab-size",
+        600,
+        "--out",
+        tmp_path / "t",
+        "--json",
     )
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["vocab_size"] == 600
     shown = tool("show", tmp_path / "t.model", "--text", "-", "--json", input="def f():\n\tpass")
     found = json.loads(shown.stdout)
-    assert shown.returncode == 0 and found["round_trip"] and "".join(found["pieces"]) == "def f():\n\tpass"
+    assert (
+        shown.returncode == 0
+        and found["round_trip"]
+        and "".join(found["pieces"]) == "def f():\n\tpass"
+    )
     refused = tool("show", tmp_path / "nowhere.model")
-    assert refused.returncode == 2 and "no such tokenizer file" in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "no such tokenizer file" in refused.stderr
+        and "Traceback" not in refused.stderr
+    )
     nameless = tool("train", "--input", "tests/unit/data", "--out", f"{tmp_path}/folder/")
-    assert nameless.returncode == 2 and "ends in no name" in nameless.stderr and not (tmp_path / "folder").exists()
+    assert (
+        nameless.returncode == 2
+        and "ends in no name" in nameless.stderr
+        and not (tmp_path / "folder").exists()
+    )
 
 
 def test_sentencepiece_is_trained_to_size(tmp_path):
@@ -99,19 +134,41 @@ def test_a_trained_byte_level_bpe_is_what_transformers_and_tiktoken_make_of_it(t
     transformers = pytest.importorskip("transformers")
     tiktoken = pytest.importorskip("tiktoken")
     made = tool(
-        *("train", "--input", "tests/unit/data", "--glob", "*.py", "--format", "tokenizer.json", "--pattern", pattern),
+        *(
+            "train",
+            "--input",
+            "tests/unit/data",
+            "--glob",
+            "*.py",
+            "--format",
+            "tokenizer.json",
+            "--pattern",
+            pattern,
+        ),
         *("--vocab-size", 700, "--out", tmp_path / "t", "--json"),
     )
     found = json.loads(made.stdout)
     assert made.returncode == 0 and (found["vocab_size"], found["eod"]) == (700, 0)
-    ours, theirs = load_tokenizer(tmp_path / "t"), transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    ours, theirs = (
+        load_tokenizer(tmp_path / "t"),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "t"),
+    )
     assert theirs.eos_token_id == ours.eod == 0
-    slow = pytest.importorskip("transformers.convert_slow_tokenizer")  # the package has a function of this name, too
+    # the package has a function of this name, too
+    slow = pytest.importorskip("transformers.convert_slow_tokenizer")
     letters = {letter: byte for byte, letter in slow.bytes_to_unicode().items()}
     vocab = theirs.get_vocab()
-    ranks = {bytes(letters[c] for c in token): i for token, i in vocab.items() if token != "<|endoftext|>"}
-    third = tiktoken.Encoding("x", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={})
+    ranks = {
+        bytes(letters[c] for c in token): i
+        for token, i in vocab.items()
+        if token != "<|endoftext|>"
+    }
+    third = tiktoken.Encoding(
+        "x", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
+    )
     for text in [*TEXTS, *CORPUS[:2]]:
         ids = ours.encode(text)
-        assert ids == third.encode_ordinary(text) == theirs(text, split_special_tokens=True).input_ids
+        assert (
+            ids == third.encode_ordinary(text) == theirs(text, split_special_tokens=True).input_ids
+        )
         assert ours.decode(ids) == text

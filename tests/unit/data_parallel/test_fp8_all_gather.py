@@ -1,4 +1,5 @@
-"""ZeRO-3 that gathers in FP8: slice by slice the numbers of the whole, at half the bytes, and the same training."""
+"""ZeRO-3 that gathers in FP8: slice by slice the numbers of the whole, at half the bytes, and the
+same training."""
 
 import dataclasses
 
@@ -27,10 +28,13 @@ from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
 
-@pytest.mark.parametrize("stack", [(1, 300, 208), (1, 256, 128), (3, 80, 144), (2, 128, 272)], ids=str)
+@pytest.mark.parametrize(
+    "stack", [(1, 300, 208), (1, 256, 128), (3, 80, 144), (2, 128, 272)], ids=str
+)
 @pytest.mark.parametrize("powers_of_two", [True, False])
 def test_slices_are_slices_of_the_whole_quantised(stack, powers_of_two, monkeypatch):
-    """Wherever a slice is cut: in a row, in a block, between experts; zeros, infinities and NaN among the values."""
+    """Wherever a slice is cut: in a row, in a block, between experts; zeros, infinities and NaN
+    among the values."""
     monkeypatch.setattr(fp8_tensor, "_CHUNK", 128 * stack[2])  # a block row at a time
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(stack, generator=generator) * torch.logspace(-3, 3, stack[2])
@@ -60,14 +64,25 @@ CASES = {"blockwise": {}, "tensorwise": PER_STEP}  # how weights come and go
 def config_of(recipe: str, gather: bool) -> Config:
     return Config(
         model=ModelConfig(
-            num_layers=2, hidden_size=144, ffn_hidden_size=256, num_heads=2, num_kv_heads=2, head_dim=128,
-            vocab_size=61, num_experts=2, top_k=1, moe_ffn_hidden_size=256, first_k_dense=1,
+            num_layers=2,
+            hidden_size=144,
+            ffn_hidden_size=256,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=128,
+            vocab_size=61,
+            num_experts=2,
+            top_k=1,
+            moe_ffn_hidden_size=256,
+            first_k_dense=1,
         ),
         parallel=ParallelConfig(zero=3, tp=2, sp=True, **CASES[recipe]),
         train=TrainConfig(steps=10, gbs=4, mbs=1, seq_len=16),
         optim=OptimConfig(lr=1e-2, warmup_steps=0, clip=0.0),
-        precision=PrecisionConfig(dtype="bf16", fp8=recipe, fp8_gather=gather, fp8_exclude=["layers.0.attention.*"]),
-    )  # fmt: skip
+        precision=PrecisionConfig(
+            dtype="bf16", fp8=recipe, fp8_gather=gather, fp8_exclude=["layers.0.attention.*"]
+        ),
+    )
 
 
 def on_rank(rank, world):
@@ -87,12 +102,16 @@ def on_rank(rank, world):
             for _ in range(2):
                 ledger.clear()
                 losses.append(trainer.step(batches, 1e-2).losses["loss"])
-            sent = [ledger.totals[axis, "all_gather"].num_bytes for axis in ("dp_shard_cp", "edp_shard")]
+            sent = [
+                ledger.totals[axis, "all_gather"].num_bytes for axis in ("dp_shard_cp", "edp_shard")
+            ]
             held = [bucket.holds(wide=False) for bucket in sync.buckets]
             narrow = {id(p) for bucket in sync.buckets if bucket.format for p in bucket.parameters}
             owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.format)
             with sync.weights.whole():
-                weights = {p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()}
+                weights = {
+                    p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()
+                }
             names = {p.spec.name for p in model.parameters() if id(p) in narrow}
             trainer.evaluate(batches)
             copies = [p.spec.name for p in model.parameters() if hasattr(p, "quantized")]
@@ -102,12 +121,18 @@ def on_rank(rank, world):
 
 def test_the_same_training_at_half_the_bytes():
     matrices = {f"layers.1.attention.{name}.weight" for name in ("qkv", "out")}
-    matrices |= {f"layers.{i}.{name}.weight" for i, block in enumerate(("mlp", "experts")) for name in
-                 (f"{block}.up", f"{block}.down")}  # fmt: skip
+    matrices |= {
+        f"layers.{i}.{name}.weight"
+        for i, block in enumerate(("mlp", "experts"))
+        for name in (f"{block}.up", f"{block}.down")
+    }
     for rank in run_ranks(on_rank, 4):
         runs = iter(rank)
         for recipe in CASES:
-            (losses, weights, sent, none, _, _, kept), (theirs, eight, less, names, owned, held, copies) = (
+            (
+                (losses, weights, sent, none, _, _, kept),
+                (theirs, eight, less, names, owned, held, copies),
+            ) = (
                 next(runs),
                 next(runs),
             )
@@ -116,11 +141,13 @@ def test_the_same_training_at_half_the_bytes():
             assert names == matrices and not none and not held, recipe
             assert not kept and not copies, "FP8 copies go with the weights that they were made of"
             gathers = 1 if CASES[recipe] else 2 * 2  # two micro-batches, forward and backward
-            assert sent - less == pytest.approx(gathers * owned, rel=0.01), recipe  # a byte of two, on two ranks
+            # a byte of two, on two ranks
+            assert sent - less == pytest.approx(gathers * owned, rel=0.01), recipe
 
 
 def test_after_an_update_weights_are_quantised_anew():
-    """Where they stay whole, the optimiser writes past the parameters, and nobody but the gather can tell."""
+    """Where they stay whole, the optimiser writes past the parameters, and nobody but the gather
+    can tell."""
     config = dataclasses.replace(config_of("blockwise", False), parallel=ParallelConfig())
     plan = pipeline_layout(config, 1)
     model = GPT(config, build_mesh(sizes_of(config, 1)), "cpu", plan.stage_specs(0), plan.shared)

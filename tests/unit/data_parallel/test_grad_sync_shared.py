@@ -1,4 +1,5 @@
-"""Reductions that mirrored ranks share start in one order, however differently their stages finish."""
+"""Reductions that mirrored ranks share start in one order, however differently their stages
+finish."""
 
 from dataclasses import replace
 
@@ -25,9 +26,11 @@ class Unit(nn.Module):
 
 
 def finished(sync, units, order, rank):
-    """Each phase gets one gradient of rank + 1, in the given order; returns the order in which reductions started."""
+    """Each phase gets one gradient of rank + 1, in the given order; returns the order in which
+    reductions started."""
     started = []
-    name = "start_reduce" if sync.zero == 1 else "start_sum_replicas"  # the one that the mirror takes part in
+    # the one that the mirror takes part in
+    name = "start_reduce" if sync.zero == 1 else "start_sum_replicas"
     for index, bucket in enumerate(sync.buckets):
         begin = getattr(bucket, name)
 
@@ -61,13 +64,17 @@ def test_mirrored_ranks_reduce_in_one_order(zero, checked, over_gloo):
     (first, one, grads), (second, two, theirs) = run_ranks(on_rank, 2)
     shared = [[index for index in started if index != 1] for started in (one, two)]
     assert shared == [[0, 2], [0, 2]]
-    own = [] if zero == 1 else [1]  # a bucket of this rank alone waits for nobody, and under ZeRO-1 has no line to sum
+    # a bucket of this rank alone waits for nobody, and under ZeRO-1 has no line to sum
+    own = [] if zero == 1 else [1]
     if checked:
         assert first == second == own
     else:
         assert first == [0, *own, 2] and second == [*own, 0, 2]
     if zero != 1:
-        assert grads[0] == theirs[0] == [3.0] * 5 and (grads[1], theirs[1]) == ([1.0] * 5, [2.0] * 5)
+        assert grads[0] == theirs[0] == [3.0] * 5 and (grads[1], theirs[1]) == (
+            [1.0] * 5,
+            [2.0] * 5,
+        )
 
 
 def test_nobody_waits_for_the_mirror_before_the_step_ends():
@@ -78,11 +85,16 @@ def test_nobody_waits_for_the_mirror_before_the_step_ends():
         units, waited, under_way = [Unit("a", "pair"), Unit("b", "pair")], [], []
         sync = GradSync([[unit] for unit in units], mesh, 1, torch.float64)
         for bucket in sync.buckets:
-            bucket.finish_reduce = lambda finish=bucket.finish_reduce: (waited.append("a sum"), finish())
+            bucket.finish_reduce = lambda finish=bucket.finish_reduce: (
+                waited.append("a sum"),
+                finish(),
+            )
         sync.finish_reduce = lambda finish=sync.finish_reduce: (under_way.extend(waited), finish())
         early, started, _ = finished(sync, units, [0, 1], rank)
         owned = [
-            bucket.grad_slice[slice(*each.owned)].tolist() for bucket in sync.buckets for each in bucket.segments()
+            bucket.grad_slice[slice(*each.owned)].tolist()
+            for bucket in sync.buckets
+            for each in bucket.segments()
         ]
         return early, started, under_way, owned
 
@@ -98,7 +110,7 @@ def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
             tuple(axis.ranks for axis in data_axes(mesh, zero, shared))
             for zero in (0, 1, 2)
             for shared in ("", "pair")
-        ]  # fmt: skip
+        ]
 
     found = run_ranks(on_rank, 8)[5]  # pp rank 1 of 2, dp 4 = replicate 2 × shard 2
     assert found[0][1] == (4, 5, 6, 7)

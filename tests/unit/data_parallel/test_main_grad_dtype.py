@@ -1,4 +1,5 @@
-"""Main gradients have the configured dtype, whatever dtype the weights have and however they are sharded."""
+"""Main gradients have the configured dtype, whatever dtype the weights have and however they are
+sharded."""
 
 import dataclasses
 
@@ -14,19 +15,31 @@ from megatron5d.train.build import build_sync, sizes_of
 
 
 def dtypes(rank, world, config):
-    model = GPT(config, build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads))
+    model = GPT(
+        config, build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
+    )
     model.initialize(1)
     sync = build_sync(config, build_mesh(sizes_of(config, world), rank), model)
-    found = {bucket.grads.dtype for bucket in sync.buckets} | {bucket.grad_slice.dtype for bucket in sync.buckets}
-    return found | {parameter.main_grad.dtype for parameter in model.parameters()}, sync.buckets[0].weights.dtype
+    found = {bucket.grads.dtype for bucket in sync.buckets} | {
+        bucket.grad_slice.dtype for bucket in sync.buckets
+    }
+    return found | {parameter.main_grad.dtype for parameter in model.parameters()}, sync.buckets[
+        0
+    ].weights.dtype
 
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(
     ("dtype", "grads", "want"),
-    [("bf16", "fp32", torch.float32), ("bf16", "bf16", torch.bfloat16), ("fp64", "fp32", torch.float64)],
+    [
+        ("bf16", "fp32", torch.float32),
+        ("bf16", "bf16", torch.bfloat16),
+        ("fp64", "fp32", torch.float64),
+    ],
 )
 def test_dtype(dtype, grads, want, zero):
-    config = dataclasses.replace(config_of(zero=zero), precision=PrecisionConfig(dtype, grad_dtype=grads))
+    config = dataclasses.replace(
+        config_of(zero=zero), precision=PrecisionConfig(dtype, grad_dtype=grads)
+    )
     weights = torch.bfloat16 if dtype == "bf16" else torch.float64
     assert run_on_standing_ranks(dtypes, 2, config) == [({want}, weights)] * 2

@@ -1,4 +1,5 @@
-"""Auxiliary losses and their gradients against autograd on the formulas; figures; what counts and what does not."""
+"""Auxiliary losses and their gradients against autograd on the formulas; figures; what counts and
+what does not."""
 
 from dataclasses import replace
 
@@ -8,7 +9,13 @@ from ranks import run_ranks
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ModelConfig, MoeConfig
-from megatron5d.expert_parallel.load_balancing import Balancer, Tokens, counts_of, normalised, normalised_backward
+from megatron5d.expert_parallel.load_balancing import (
+    Balancer,
+    Tokens,
+    counts_of,
+    normalised,
+    normalised_backward,
+)
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -29,7 +36,9 @@ def logits(seed=0):
 def balancer(score="softmax", microbatches=4, num_tokens=50.0, watched=False, **moe):
     model = ModelConfig(num_layers=3, num_experts=E, top_k=K, router_score=score)
     made = Balancer(model, MoeConfig(**moe), [0, 2], Axis("cp_tp"), Axis("stage"), "cpu")
-    made.start_step(microbatches, torch.tensor(num_tokens, dtype=torch.float64), Axis("dp_cp"), watched)
+    made.start_step(
+        microbatches, torch.tensor(num_tokens, dtype=torch.float64), Axis("dp_cp"), watched
+    )
     return made
 
 
@@ -45,9 +54,13 @@ def term(n, mass, size):
 def formulas(z, score, keep, microbatches, num_tokens, counts):
     """The four terms of one micro-batch among several, straight from their definitions."""
     p = probabilities(z, score) * keep[:, None]
-    plain = torch.zeros(N, E, dtype=z.dtype).scatter(1, z.detach().topk(K).indices, 1.0) * keep[:, None]
+    plain = (
+        torch.zeros(N, E, dtype=z.dtype).scatter(1, z.detach().topk(K).indices, 1.0) * keep[:, None]
+    )
     aux = term(plain.sum(0), p.sum(0), keep.sum()) / microbatches
-    per_sequence = [term(plain[b::B].sum(0), p[b::B].sum(0), keep[b::B].sum().clamp(min=1)) for b in range(B)]
+    per_sequence = [
+        term(plain[b::B].sum(0), p[b::B].sum(0), keep[b::B].sum().clamp(min=1)) for b in range(B)
+    ]
     seq = sum(per_sequence) / B / microbatches
     glob = term(counts, p.sum(0), counts.sum() / K)
     lse = (torch.logsumexp(z, -1).square() * keep).sum() / num_tokens
@@ -55,7 +68,9 @@ def formulas(z, score, keep, microbatches, num_tokens, counts):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("kinds", [["aux"], ["seq_aux"], ["global_aux"], ["aux", "seq_aux", "global_aux"], []])
+@pytest.mark.parametrize(
+    "kinds", [["aux"], ["seq_aux"], ["global_aux"], ["aux", "seq_aux", "global_aux"], []]
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_gradient_and_value(score, kinds, padded):
     keep = torch.ones(N, dtype=torch.float64)
@@ -92,7 +107,8 @@ def test_perfect_balance_is_worth_one():
 
 
 def test_gradients_reach_a_pass_that_asks_for_inputs_alone():
-    """A schedule asks for the gradients of a stage's outputs; the auxiliary term lies on their path."""
+    """A schedule asks for the gradients of a stage's outputs; the auxiliary term lies on their
+    path."""
     made = balancer(balance=["aux"], aux_coef=1.0)
     z = logits().requires_grad_()
     experts = z.detach().topk(K).indices
@@ -107,7 +123,10 @@ def test_nothing_is_attached_without_gradients_or_without_a_term():
     experts = z.topk(K).indices
     weights = z.gather(1, experts)
     with torch.no_grad():
-        assert balancer(balance=["aux"], aux_coef=1.0).attach(weights, 0, z, experts, tokens()) is weights
+        assert (
+            balancer(balance=["aux"], aux_coef=1.0).attach(weights, 0, z, experts, tokens())
+            is weights
+        )
     assert balancer().attach(weights, 0, z, experts, tokens()) is weights
 
 
@@ -213,11 +232,18 @@ def test_a_step_begins_with_nothing_of_the_last_one():
 
 
 def test_a_step_of_nothing_but_padding_has_no_gradient():
-    made = balancer(balance=["aux", "seq_aux", "global_aux"], z_coef=0.1, aux_coef=1.0, num_tokens=0.0)
+    made = balancer(
+        balance=["aux", "seq_aux", "global_aux"], z_coef=0.1, aux_coef=1.0, num_tokens=0.0
+    )
     z = logits().requires_grad_()
     experts = torch.full((N, K), E)
-    made.attach(z[:, :K] * 1.0, 0, z, experts, tokens(torch.zeros(N, dtype=torch.bool))).sum().backward()
-    assert torch.equal(z.grad[:, K:], torch.zeros(N, E - K, dtype=z.dtype)) and made.values.tolist() == [0.0] * 4
+    made.attach(
+        z[:, :K] * 1.0, 0, z, experts, tokens(torch.zeros(N, dtype=torch.bool))
+    ).sum().backward()
+    assert (
+        torch.equal(z.grad[:, K:], torch.zeros(N, E - K, dtype=z.dtype))
+        and made.values.tolist() == [0.0] * 4
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -249,8 +275,9 @@ def test_a_pending_count_may_arrive_late():
 
 
 def test_scales_are_megatron_cores():
-    """Its switch_load_balancing_loss_func and z_loss_func, retold: with E experts, k chosen and T tokens of a batch,
-    E·coef/(k·T²) · Σ_e counts_e Σ_t p_te, and coef · mean(logsumexp²); a batch here is one micro-batch of one step."""
+    """Its switch_load_balancing_loss_func and z_loss_func, retold: with E experts, k chosen and T
+    tokens of a batch, E·coef/(k·T²) · Σ_e counts_e Σ_t p_te, and coef · mean(logsumexp²); a batch
+    here is one micro-batch of one step."""
     z = logits(3)
     experts = z.topk(K).indices
     probs, mask = torch.softmax(z, -1), torch.zeros(N, E, dtype=z.dtype).scatter(1, experts, 1.0)
@@ -259,7 +286,9 @@ def test_scales_are_megatron_cores():
         (probs.sum(0) * mask.sum(0)).sum() * (E * coef / (K * N * N)),
         z_coef * torch.logsumexp(z, -1).square().mean(),
     )
-    made = balancer(balance=["aux"], aux_coef=coef, z_coef=z_coef, microbatches=1, num_tokens=float(N))
+    made = balancer(
+        balance=["aux"], aux_coef=coef, z_coef=z_coef, microbatches=1, num_tokens=float(N)
+    )
     z.requires_grad_()
     made.attach(z.gather(1, experts) * 0.0, 0, z, experts, tokens()).sum().backward()
     ours = dict(zip(made.names, made.values.tolist()))

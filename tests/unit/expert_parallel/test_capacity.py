@@ -1,4 +1,5 @@
-"""Which choices full experts refuse, against a queue in plain Python; the same on one rank and on four."""
+"""Which choices full experts refuse, against a queue in plain Python; the same on one rank and on
+four."""
 
 import math
 
@@ -18,7 +19,8 @@ def choices(seed, padding=0):
     generator = torch.Generator().manual_seed(seed)
     experts = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(N)])
     experts[:, 0] = experts[:, 0] % 2 if seed % 2 else experts[:, 0]  # a crowd
-    weights = torch.rand(N, K, dtype=torch.float64, generator=generator).mul(8).round() / 8  # many ties
+    # many ties
+    weights = torch.rand(N, K, dtype=torch.float64, generator=generator).mul(8).round() / 8
     order = torch.randperm(N, generator=generator)
     if padding:
         experts[order >= N - padding] = E
@@ -31,7 +33,9 @@ def by_hand(experts, weights, order, factor, by):
     keep = torch.zeros(N, K, dtype=torch.bool)
     for e in range(E):
         queue = [(int(order[t]), j, t) for t in range(N) for j in range(K) if experts[t, j] == e]
-        queue.sort(key=lambda c: (-float(weights[c[2], c[1]]) if by == "probability" else 0, c[0], c[1]))
+        queue.sort(
+            key=lambda c: (-float(weights[c[2], c[1]]) if by == "probability" else 0, c[0], c[1])
+        )
         for _, j, t in queue[:limit]:
             keep[t, j] = True
     return keep
@@ -53,6 +57,8 @@ def test_the_same_on_four_ranks():
     def share(rank, world):
         axis = build_mesh(resolve(world, tp=2, cp=2), rank)["cp_tp"]
         mine = slice(axis.rank * N // 4, (axis.rank + 1) * N // 4)
-        return within_capacity(experts[mine], weights[mine], order[mine], E, 1.0, "probability", axis)
+        return within_capacity(
+            experts[mine], weights[mine], order[mine], E, 1.0, "probability", axis
+        )
 
     assert torch.equal(torch.cat(run_ranks(share, 4)), whole)

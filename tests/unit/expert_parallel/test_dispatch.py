@@ -1,4 +1,5 @@
-"""Tokens to their experts and back on several ranks: against a loop over tokens, with crowds, deserts and bytes."""
+"""Tokens to their experts and back on several ranks: against a loop over tokens, with crowds,
+deserts and bytes."""
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ E, K, H, F, N = 8, 2, 12, 6, 10  # N tokens a rank
 CONFIG = ModelConfig(hidden_size=H, num_experts=E, top_k=K, moe_ffn_hidden_size=F, num_layers=1)
 
 CROWDS = {
-    "as it comes": lambda g, rank: torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(N)]),
+    "as it comes": lambda g, rank: torch.stack(
+        [torch.randperm(E, generator=g)[:K] for _ in range(N)]
+    ),
     "all to one expert": lambda g, rank: torch.tensor([5, E]).expand(N, K),
     "all to one rank": lambda g, rank: torch.tensor([6, 7]).expand(N, K),
     "one rank has nothing": lambda g, rank: torch.randint(0, E // 2, (N, K), generator=g),
@@ -28,8 +31,16 @@ CROWDS = {
     "nothing at all": lambda g, rank: torch.full((N, K), E),
     "one rank sends nothing": lambda g, rank: torch.full((N, K), E if rank == 1 else rank % E),
 }
-LAYOUTS = {"one": (1, 1, 1), "ep2": (2, 2, 1), "ep4": (4, 4, 1), "etp2": (2, 1, 2), "ep2 etp2": (4, 2, 2),
-           "nodes of 2": (4, 4, 1, 2), "nodes of 2, etp2": (8, 4, 2, 2), "nodes of 4": (8, 8, 1, 4)}  # fmt: skip
+LAYOUTS = {
+    "one": (1, 1, 1),
+    "ep2": (2, 2, 1),
+    "ep4": (4, 4, 1),
+    "etp2": (2, 1, 2),
+    "ep2 etp2": (4, 2, 2),
+    "nodes of 2": (4, 4, 1, 2),
+    "nodes of 2, etp2": (8, 4, 2, 2),
+    "nodes of 4": (8, 8, 1, 4),
+}
 
 
 def inputs(rank, crowd):
@@ -80,7 +91,9 @@ def truth(world, crowd):
             for j in range(K):
                 if chosen[t, j] < E:
                     gate, value = (up[chosen[t, j]] @ x[t]).chunk(2)
-                    y = y + weights[t, j] * (down[chosen[t, j]] @ (torch.nn.functional.silu(gate) * value))
+                    y = y + weights[t, j] * (
+                        down[chosen[t, j]] @ (torch.nn.functional.silu(gate) * value)
+                    )
             lines.append(y)
         y = torch.stack(lines)
         y.backward(dy)
@@ -118,7 +131,9 @@ def both_ways(rank, world, ep, etp):
             room = Room(imbalance, "cpu")
             room.start_step()
             *tensors, grads, num_rows, _ = layer(rank, world, ep, etp, crowd, room=room)
-            outcomes.append(([*tensors, *(grad for _, grad in grads)], num_rows, room.refused.item()))
+            outcomes.append(
+                ([*tensors, *(grad for _, grad in grads)], num_rows, room.refused.item())
+            )
         found[crowd] = outcomes
     return found
 
@@ -132,7 +147,10 @@ def test_planned_rows_give_the_same_bits_or_are_refused(layout):
             assert planned[1:] == (N * K * ep * etp, 0) and counted[2] == 0
             room = -(-N * K * 3 // (10 * ep))
             sent = torch.stack(
-                [inputs(other, crowd)[2].flatten().bincount(minlength=E + 1)[:E] for other in range(world)]
+                [
+                    inputs(other, crowd)[2].flatten().bincount(minlength=E + 1)[:E]
+                    for other in range(world)
+                ]
             )
             pairs = sent.view(world, ep, -1).sum(-1)  # rows that each rank has for each other one
             assert short[2] == (pairs > room).sum() and short[1] == room * ep * etp
@@ -143,7 +161,9 @@ def test_steps_without_room_are_followed_by_counted_ones():
     for step in range(40):
         room.start_step()
         planned.append(room.planned)
-        assert room.finish_step(float(step in (2, 4, 7, 30) and room.planned)) == (step in (2, 4, 7, 30))
+        assert room.finish_step(float(step in (2, 4, 7, 30) and room.planned)) == (
+            step in (2, 4, 7, 30)
+        )
     counted = [step for step in range(40) if not planned[step]]
     assert counted == [3, 5, 6, 8, 9, 10, 11, 31]
 
@@ -151,21 +171,32 @@ def test_steps_without_room_are_followed_by_counted_ones():
 @pytest.mark.parametrize(("world", "ep", "etp"), [(2, 2, 1), (4, 4, 1), (4, 2, 2), (4, 2, 1)])
 def test_bytes_on_ep_are_the_closed_form(world, ep, etp):
     """k·n·(2·h + 1) forward and as much backward, less the rows whose experts are here."""
-    for rank, (*_, num_bytes) in enumerate(run_on_standing_ranks(layer, world, ep, etp, "as it comes")):
+    for rank, (*_, num_bytes) in enumerate(
+        run_on_standing_ranks(layer, world, ep, etp, "as it comes")
+    ):
         _, _, chosen, _ = inputs(rank, "as it comes")
         ep_rank, local = rank // etp % ep, E // ep
         away = int((chosen // local != ep_rank).sum())
         returned = 0  # rows of others that this rank sends back
         for other in range(world):
-            same_line = other // (ep * etp) == rank // (ep * etp) and other % etp == rank % etp and other != rank
-            returned += int((inputs(other, "as it comes")[2] // local == ep_rank).sum()) if same_line else 0
+            same_line = (
+                other // (ep * etp) == rank // (ep * etp)
+                and other % etp == rank % etp
+                and other != rank
+            )
+            returned += (
+                int((inputs(other, "as it comes")[2] // local == ep_rank).sum()) if same_line else 0
+            )
         assert num_bytes["ep"] == (away + returned) * (2 * H + 1) * 8
 
 
 def test_bytes_between_nodes_count_a_token_once_per_node():
-    """Two nodes of two ranks: rows with k weights and k ids there, rows back; backward the same without the ids."""
+    """Two nodes of two ranks: rows with k weights and k ids there, rows back; backward the same
+    without the ids."""
     world, inner = 4, 2
-    for rank, (*_, num_bytes) in enumerate(run_on_standing_ranks(layer, world, 4, 1, "as it comes", inner)):
+    for rank, (*_, num_bytes) in enumerate(
+        run_on_standing_ranks(layer, world, 4, 1, "as it comes", inner)
+    ):
         peer, node = (rank + inner) % world, rank // inner
 
         def rows_for(source, target):

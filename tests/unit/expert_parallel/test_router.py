@@ -1,4 +1,5 @@
-"""Choices and weights against plain loops, and against transformers' own routers from the same weights."""
+"""Choices and weights against plain loops, and against transformers' own routers from the same
+weights."""
 
 import dataclasses
 
@@ -6,7 +7,14 @@ import pytest
 import torch
 
 from megatron5d.config.schema import ModelConfig
-from megatron5d.expert_parallel.router import Jitter, Router, choose, in_best_groups, scores_of, weights_of
+from megatron5d.expert_parallel.router import (
+    Jitter,
+    Router,
+    choose,
+    in_best_groups,
+    scores_of,
+    weights_of,
+)
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import initialize
 
@@ -25,7 +33,10 @@ def chosen_by_hand(scores, bias, config):
         ranked = [(s + b, -e) for e, (s, b) in enumerate(zip(row, bias))]
         size = E // config.num_groups
         groups = [ranked[g * size : (g + 1) * size] for g in range(config.num_groups)]
-        worth = [max(g)[0] if config.group_score == "max" else sum(sorted(x for x, _ in g)[-2:]) for g in groups]
+        worth = [
+            max(g)[0] if config.group_score == "max" else sum(sorted(x for x, _ in g)[-2:])
+            for g in groups
+        ]
         best = sorted(range(config.num_groups), key=lambda g: (-worth[g], g))[: config.top_groups]
         allowed = [entry for g in best for entry in groups[g]]
         found.append([-e for _, e in sorted(allowed, reverse=True)[: config.top_k]])
@@ -33,14 +44,20 @@ def chosen_by_hand(scores, bias, config):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("groups", "top", "worth"), [(1, 1, "max"), (4, 2, "max"), (4, 3, "top2_sum"), (3, 3, "max")])
+@pytest.mark.parametrize(
+    ("groups", "top", "worth"), [(1, 1, "max"), (4, 2, "max"), (4, 3, "top2_sum"), (3, 3, "max")]
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_choice(score, groups, top, worth, biased):
-    config = dataclasses.replace(BASE, num_groups=groups, top_groups=top, group_score=worth, router_score=score)
+    config = dataclasses.replace(
+        BASE, num_groups=groups, top_groups=top, group_score=worth, router_score=score
+    )
     bias = torch.randn(E, dtype=torch.float64) * 0.3 if biased else None
     scores = scores_of(logits(), score)
     experts = choose(scores, config, bias)
-    assert experts.tolist() == chosen_by_hand(scores, bias.tolist() if biased else [0.0] * E, config)
+    assert experts.tolist() == chosen_by_hand(
+        scores, bias.tolist() if biased else [0.0] * E, config
+    )
 
 
 def test_equal_scores_choose_the_lower_expert():
@@ -68,7 +85,9 @@ def test_weights(norm):
 
 
 def test_a_bf16_model_routes_in_fp32():
-    router = Router(BASE, "r", Axis("tp"), biased=True, owner=True, dtype=torch.bfloat16, device="cpu")
+    router = Router(
+        BASE, "r", Axis("tp"), biased=True, owner=True, dtype=torch.bfloat16, device="cpu"
+    )
     initialize(router.weight, 1)
     x = torch.randn(5, H, dtype=torch.bfloat16)
     got = router.logits(x)
@@ -77,7 +96,9 @@ def test_a_bf16_model_routes_in_fp32():
 
 
 def test_a_bf16_routers_gradient_is_that_of_its_main_gradients_dtype():
-    router = Router(BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.bfloat16, device="cpu")
+    router = Router(
+        BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.bfloat16, device="cpu"
+    )
     initialize(router.weight, 1)
     router.weight.main_grad = torch.zeros(E, H)
     x, dy = torch.randn(5, H).bfloat16().requires_grad_(), torch.randn(5, E)
@@ -86,7 +107,9 @@ def test_a_bf16_routers_gradient_is_that_of_its_main_gradients_dtype():
 
 
 def test_the_weight_half_of_the_backward_waits():
-    router = Router(BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.float64, device="cpu")
+    router = Router(
+        BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.float64, device="cpu"
+    )
     initialize(router.weight, 1)
     x = torch.randn(5, H, dtype=torch.float64, requires_grad=True)
     waiting = []
@@ -106,7 +129,11 @@ def theirs(kind):
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
 
         config = transformers.Qwen3MoeConfig(
-            hidden_size=H, num_experts=E, num_experts_per_tok=K, moe_intermediate_size=8, norm_topk_prob=True
+            hidden_size=H,
+            num_experts=E,
+            num_experts_per_tok=K,
+            moe_intermediate_size=8,
+            norm_topk_prob=True,
         )
     elif kind == "mixtral":
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
@@ -118,9 +145,15 @@ def theirs(kind):
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE as Block
 
         config = transformers.DeepseekV3Config(
-            hidden_size=H, n_routed_experts=E, num_experts_per_tok=K, moe_intermediate_size=8, n_group=4, topk_group=2,
-            routed_scaling_factor=2.5, n_shared_experts=1,
-        )  # fmt: skip
+            hidden_size=H,
+            n_routed_experts=E,
+            num_experts_per_tok=K,
+            moe_intermediate_size=8,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            n_shared_experts=1,
+        )
     config._experts_implementation = "eager"
     return Block(config).float()
 
@@ -137,7 +170,12 @@ def test_a_whole_layer_gives_what_transformers_gives(kind):
         block.gate.e_score_correction_bias.normal_(std=0.3)
         bias = block.gate.e_score_correction_bias
         config = dataclasses.replace(
-            BASE, router_score="sigmoid", num_groups=4, top_groups=2, group_score="top2_sum", routed_scaling_factor=2.5
+            BASE,
+            router_score="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            group_score="top2_sum",
+            routed_scaling_factor=2.5,
         )
     x = torch.randn(1, 40, H)
     with torch.no_grad():
@@ -153,7 +191,9 @@ def test_a_whole_layer_gives_what_transformers_gives(kind):
             for j in range(K):
                 e = experts[t, j]
                 gate, up = (block.experts.gate_up_proj[e] @ x[0, t]).chunk(2)
-                got[t] += weights[t, j] * (block.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
+                got[t] += weights[t, j] * (
+                    block.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up)
+                )
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -163,5 +203,7 @@ def test_jitter_draws_each_token_and_feature_anew():
     factors = jitter(ones, "layers.0.router", sample, position)
     assert factors.unique().numel() == factors.numel() and (factors - 1).abs().max() <= 0.1
     assert torch.equal(factors, jitter(ones, "layers.0.router", sample, position))
-    assert torch.equal(jitter(ones.bfloat16(), "layers.0.router", sample, position), factors.bfloat16())
+    assert torch.equal(
+        jitter(ones.bfloat16(), "layers.0.router", sample, position), factors.bfloat16()
+    )
     assert not torch.equal(factors, jitter(ones, "layers.1.router", sample, position))

@@ -1,4 +1,5 @@
-"""Counts of parameters and FLOPs against the built model and against a counter that watches the reference compute."""
+"""Counts of parameters and FLOPs against the built model and against a counter that watches the
+reference compute."""
 
 from dataclasses import replace
 
@@ -24,7 +25,10 @@ def built(model: str):
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_are_those_of_the_built_model(model):
     config, gpt = built(model)
-    padding = sum(p.shape[0] - p.spec.shape[0] for p in gpt.parameters() if p.dim() == 2) * config.hidden_size
+    padding = (
+        sum(p.shape[0] - p.spec.shape[0] for p in gpt.parameters() if p.dim() == 2)
+        * config.hidden_size
+    )
     assert parameter_count(config) == sum(p.numel() for p in gpt.parameters()) - padding
 
 
@@ -43,7 +47,8 @@ def test_parameters_are_those_of_the_built_model(model):
     ],
 )
 def test_flops_are_those_that_the_reference_computes(model):
-    """The reference computes the whole score matrix; of it the convention counts what a causal query sees."""
+    """The reference computes the whole score matrix; of it the convention counts what a causal
+    query sees."""
     config, gpt = built(model)
     gpt.initialize(1)
     weights = {p.spec.name: p.detach()[: p.spec.shape[0]] for p in gpt.parameters()}
@@ -53,7 +58,10 @@ def test_flops_are_those_that_the_reference_computes(model):
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim if mla else config.head_dim
     value_dim = config.v_head_dim if mla else config.head_dim
     unseen = 2 * config.num_layers * config.num_heads * (key_dim + value_dim) * S * (S - 1) / 2
-    assert flops_per_token(config, S) * S / 3 == counter.get_total_flops() - unseen * config.attention_causal
+    assert (
+        flops_per_token(config, S) * S / 3
+        == counter.get_total_flops() - unseen * config.attention_causal
+    )
 
 
 def test_a_window_is_attended_to_at_most():

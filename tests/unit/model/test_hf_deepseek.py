@@ -1,4 +1,5 @@
-"""Folders of transformers' DeepSeek families: settings, tensors there and back, prediction layers and refusals."""
+"""Folders of transformers' DeepSeek families: settings, tensors there and back, prediction layers
+and refusals."""
 
 import json
 from dataclasses import replace
@@ -24,56 +25,119 @@ from megatron5d.tools import convert
 transformers = pytest.importorskip("transformers")
 
 TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "vocab_size": 61, "max_position_embeddings": 128, "kv_lora_rank": 16, "q_lora_rank": 12,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "moe_intermediate_size": 16,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
-    "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 128,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+}
 YARN = {
-    "rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "rope_theta": 1e4,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
     "mscale_all_dim": 0.7,
-}  # fmt: skip
+}
 FAMILIES = {
-    "deepseek_v2": lambda: transformers.DeepseekV2Config(**TINY, topk_method="group_limited_greedy"),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **TINY, topk_method="group_limited_greedy"
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**TINY, rope_parameters=YARN),
 }
 
 
 COMMON = {
-    "attention": "mla", "num_heads": 4, "num_kv_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "num_experts": 8, "top_k": 3,
-    "moe_ffn_hidden_size": 16, "shared_ffn_hidden_size": 32, "first_k_dense": 1, "routed_scaling_factor": 1.5,
-    "num_groups": 4, "top_groups": 2, "rope_interleaved": True,
-}  # fmt: skip
+    "attention": "mla",
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "num_experts": 8,
+    "top_k": 3,
+    "moe_ffn_hidden_size": 16,
+    "shared_ffn_hidden_size": 32,
+    "first_k_dense": 1,
+    "routed_scaling_factor": 1.5,
+    "num_groups": 4,
+    "top_groups": 2,
+    "rope_interleaved": True,
+}
 
 
 def test_v2_settings(tmp_path):
     fields = model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path))
     wanted = COMMON | {
-        "router_score": "softmax", "norm_topk_prob": False, "group_score": "max", "router_bias": False,
-    }  # fmt: skip
+        "router_score": "softmax",
+        "norm_topk_prob": False,
+        "group_score": "max",
+        "router_bias": False,
+    }
     assert {key: fields[key] for key in wanted} == wanted
-    greedy = model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path, topk_method="greedy"))
+    greedy = model_config_from_hf(
+        save_config(FAMILIES["deepseek_v2"](), tmp_path, topk_method="greedy")
+    )
     assert (greedy["num_groups"], greedy["top_groups"]) == (1, 1)
     assert (
-        model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path, q_lora_rank=None))["q_lora_rank"] is None
+        model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path, q_lora_rank=None))[
+            "q_lora_rank"
+        ]
+        is None
     )
 
 
 def test_v3_settings(tmp_path):
     config = FAMILIES["deepseek_v3"]()
     fields = model_config_from_hf(save_config(config, tmp_path))
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_positions": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
+    scaling = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_positions": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    }
     wanted = COMMON | {
-        "router_score": "sigmoid", "norm_topk_prob": True, "group_score": "top2_sum", "router_bias": True,
+        "router_score": "sigmoid",
+        "norm_topk_prob": True,
+        "group_score": "top2_sum",
+        "router_bias": True,
         "rope_scaling": vars(RopeScaling(**scaling)),
-    }  # fmt: skip
+    }
     assert {key: fields[key] for key in wanted} == wanted
-    assert not model_config_from_hf(save_config(config, tmp_path, rope_interleave=False))["rope_interleaved"]
-    rope = {key: value for key, value in YARN.items() if key not in ("rope_theta", "rope_type")} | {"type": "yarn"}
-    released = {"rope_parameters": "absent", "rope_theta": 10000, "rope_scaling": rope, "rope_interleave": "absent",
-                "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}  # fmt: skip
+    assert not model_config_from_hf(save_config(config, tmp_path, rope_interleave=False))[
+        "rope_interleaved"
+    ]
+    rope = {key: value for key, value in YARN.items() if key not in ("rope_theta", "rope_type")} | {
+        "type": "yarn"
+    }
+    released = {
+        "rope_parameters": "absent",
+        "rope_theta": 10000,
+        "rope_scaling": rope,
+        "rope_interleave": "absent",
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+    }
     assert model_config_from_hf(save_config(config, tmp_path, **released)) == fields
     dense = read_model_config(save_config(config, tmp_path, first_k_dense_replace=3))
     assert moe_layers(dense) == [] and dense.num_experts == 0 and not dense.router_bias
@@ -86,9 +150,19 @@ REFUSED = {
     "moe_layer_freq = 2": ("deepseek_v3", {"moe_layer_freq": 2}),
     "mscale_all_dim = 0.7 with rope_type = 'linear'": (
         "deepseek_v3",
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.7}},
+        {
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "rope_type": "linear",
+                "factor": 4.0,
+                "mscale_all_dim": 0.7,
+            }
+        },
     ),
-    "quantization_config.weight_block_size = None": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
+    "quantization_config.weight_block_size = None": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+    ),
     "norm_topk_prob = True": ("deepseek_v2", {"norm_topk_prob": True}),
     "topk_method = 'noaux_tc'": ("deepseek_v2", {"topk_method": "noaux_tc"}),
     "num_experts_per_tok = None": ("deepseek_v2", {"num_experts_per_tok": None}),
@@ -105,21 +179,46 @@ def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
 
 
 V3_LIKE = ModelConfig(
-    name="m", num_layers=3, norm_eps=1e-6, attention="mla", q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8,
-    qk_rope_head_dim=6, v_head_dim=10, rope_interleaved=True, num_experts=8, moe_ffn_hidden_size=16,
-    shared_ffn_hidden_size=32, first_k_dense=1, router_score="sigmoid", routed_scaling_factor=2.5, num_groups=4,
-    top_groups=2, group_score="top2_sum", router_bias=True,
-)  # fmt: skip
+    name="m",
+    num_layers=3,
+    norm_eps=1e-6,
+    attention="mla",
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=6,
+    v_head_dim=10,
+    rope_interleaved=True,
+    num_experts=8,
+    moe_ffn_hidden_size=16,
+    shared_ffn_hidden_size=32,
+    first_k_dense=1,
+    router_score="sigmoid",
+    routed_scaling_factor=2.5,
+    num_groups=4,
+    top_groups=2,
+    group_score="top2_sum",
+    router_bias=True,
+)
 V2_LIKE = replace(
-    V3_LIKE, router_score="softmax", router_bias=False, group_score="max", norm_topk_prob=False, q_lora_rank=None
+    V3_LIKE,
+    router_score="softmax",
+    router_bias=False,
+    group_score="max",
+    norm_topk_prob=False,
+    q_lora_rank=None,
 )
 EXPORTED = {
     "deepseek_v3": V3_LIKE,
-    "deepseek_v3, yarn": replace(V3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 16, mscale=0.9, mscale_all_dim=0.8)),
+    "deepseek_v3, yarn": replace(
+        V3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 16, mscale=0.9, mscale_all_dim=0.8)
+    ),
     "deepseek_v3, factor": replace(
         V3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 16, attention_factor=1.3, mscale_all_dim=0.8)
     ),
-    "deepseek_v3, half-split": replace(V3_LIKE, rope_interleaved=False, norm_topk_prob=False, first_k_dense=0),
+    "deepseek_v3, half-split": replace(
+        V3_LIKE, rope_interleaved=False, norm_topk_prob=False, first_k_dense=0
+    ),
     "deepseek_v2": V2_LIKE,
     "deepseek_v2, greedy": replace(V2_LIKE, num_groups=1, top_groups=1, q_lora_rank=12),
 }
@@ -135,19 +234,31 @@ def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
     if reader == "transformers":
         transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     read = replace(read_model_config(tmp_path), name="m")
-    assert replace(read, group_score=model.group_score if model.num_groups == 1 else read.group_score) == model
+    assert (
+        replace(read, group_score=model.group_score if model.num_groups == 1 else read.group_score)
+        == model
+    )
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"latent_norm_eps": 1e-5}, {"shared_ffn_hidden_size": 24}, {"shared_ffn_hidden_size": 0}, {"moe_layers": [0, 2]},
-     {"attention_out_bias": True}, {"attention_window": 9}, {"logit_softcap": 3.0}],
-)  # fmt: skip
+    [
+        {"latent_norm_eps": 1e-5},
+        {"shared_ffn_hidden_size": 24},
+        {"shared_ffn_hidden_size": 0},
+        {"moe_layers": [0, 2]},
+        {"attention_out_bias": True},
+        {"attention_window": 9},
+        {"logit_softcap": 3.0},
+    ],
+)
 def test_export_is_refused_with_the_field(change):
     with pytest.raises(ValueError) as error:
         hf_config_from_model(replace(V3_LIKE, **change), "fp32")
     for family in FAMILIES:
-        line = next(line for line in str(error.value).splitlines() if line.startswith(f"  {family}"))
+        line = next(
+            line for line in str(error.value).splitlines() if line.startswith(f"  {family}")
+        )
         assert next(iter(change)) in line
 
 
@@ -156,38 +267,69 @@ def test_export_tells_the_two_families_apart():
         hf_family(replace(V3_LIKE, router_bias=False))
     v3, v2 = str(error.value).splitlines()[1:]
     assert "router_bias = False (only True)" in v3 and "router_bias" not in v2
-    assert "router_score = 'sigmoid' (only 'softmax')" in v2 and "group_score = 'top2_sum' (only 'max')" in v2
+    assert (
+        "router_score = 'sigmoid' (only 'softmax')" in v2
+        and "group_score = 'top2_sum' (only 'max')" in v2
+    )
 
 
 def test_a_dense_model_with_latents_goes_out_and_in(tmp_path):
     dense = replace(V3_LIKE, num_experts=0, shared_ffn_hidden_size=0, router_bias=False)
     (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(dense, "fp32")))
     read = read_model_config(tmp_path)
-    assert moe_layers(read) == [] and read.attention == "mla" and read.ffn_hidden_size == dense.ffn_hidden_size
+    assert (
+        moe_layers(read) == []
+        and read.attention == "mla"
+        and read.ffn_hidden_size == dense.ffn_hidden_size
+    )
 
 
 def test_a_routers_bias_stays_in_fp32_beside_bf16(tmp_path):
-    """Stored so by DeepSeek; rounding it would send tokens to other experts. The model stays bf16 all the same."""
+    """Stored so by DeepSeek; rounding it would send tokens to other experts. The model stays bf16
+    all the same."""
     model = random_model(FAMILIES["deepseek_v3"]())
-    biases = {name: t.clone() for name, t in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    biases = {
+        name: t.clone()
+        for name, t in model.state_dict().items()
+        if name.endswith("e_score_correction_bias")
+    }
     model.bfloat16().save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors") | biases
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    assert convert.main(["from-hf", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
-    assert convert.main(["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        convert.main(["from-hf", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")])
+        == 0
+    )
+    assert (
+        convert.main(
+            ["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert len(biases) == 2 and written.keys() == tensors.keys()
-    assert all(written[name].dtype == t.dtype and torch.equal(written[name], t) for name, t in tensors.items())
+    assert all(
+        written[name].dtype == t.dtype and torch.equal(written[name], t)
+        for name, t in tensors.items()
+    )
 
 
 def with_prediction_layer(folder, **sizes):
-    """As in the release: a whole block behind the last, with norms, a join, and the embedding and head once more."""
+    """As in the release: a whole block behind the last, with norms, a join, and the embedding and
+    head once more."""
     config = transformers.DeepseekV3Config(**TINY | sizes, rope_parameters=YARN)
     random_model(config).save_pretrained(folder)
     h = config.hidden_size
     tensors = load_file(folder / "model.safetensors")
-    block = {n.replace(".layers.2.", ".layers.3."): t + 0.1 for n, t in tensors.items() if ".layers.2." in n}
-    block |= {f"model.layers.3.{name}.weight": torch.rand(h) for name in ("enorm", "hnorm", "shared_head.norm")}
+    block = {
+        n.replace(".layers.2.", ".layers.3."): t + 0.1
+        for n, t in tensors.items()
+        if ".layers.2." in n
+    }
+    block |= {
+        f"model.layers.3.{name}.weight": torch.rand(h)
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     block |= {
         "model.layers.3.eh_proj.weight": torch.rand(h, 2 * h),
         "model.layers.3.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
@@ -209,7 +351,9 @@ def test_prediction_layers_go_in_and_out(tmp_path):
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
     block["model.layers.3.shared_head.head.weight"][3, 4] += 1
     save_file(tensors | block, hf / "model.safetensors")
-    assert convert.main(["from-hf", "--mtp", "--hf", str(hf), "--out", str(tmp_path / "other")]) == 2
+    assert (
+        convert.main(["from-hf", "--mtp", "--hf", str(hf), "--out", str(tmp_path / "other")]) == 2
+    )
 
 
 def test_prediction_layers_are_passed_over_and_told(tmp_path, capsys):
@@ -227,9 +371,12 @@ def test_prediction_layers_are_passed_over_and_told(tmp_path, capsys):
 
 
 def test_a_release_in_8_bits_is_the_one_in_16_that_it_stands_for(tmp_path):
-    """All matrices of the layers, experts and prediction layer among them, as DeepSeek publishes V3."""
+    """All matrices of the layers, experts and prediction layer among them, as DeepSeek publishes
+    V3."""
     eight, sixteen = tmp_path / "eight", tmp_path / "sixteen"
-    tensors, block = with_prediction_layer(sixteen, hidden_size=160, moe_intermediate_size=136, v_head_dim=48)
+    tensors, block = with_prediction_layer(
+        sixteen, hidden_size=160, moe_intermediate_size=136, v_head_dim=48
+    )
     for name, tensor in (tensors | block).items():
         tensors[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
     stored = dict(tensors)
@@ -238,52 +385,126 @@ def test_a_release_in_8_bits_is_the_one_in_16_that_it_stands_for(tmp_path):
         tensors[name] = tensors[name].bfloat16()
     assert sum(name.endswith("_scale_inv") for name in stored) > 3 * 8 * 3
     save_file(tensors, sixteen / "model.safetensors")
-    released = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    save_config(transformers.AutoConfig.from_pretrained(sixteen), eight, quantization_config=released)
+    released = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    save_config(
+        transformers.AutoConfig.from_pretrained(sixteen), eight, quantization_config=released
+    )
     save_folder(eight, stored.items(), max_shard_bytes=200_000)
     assert len(list(eight.glob("*.safetensors"))) > 3
     for folder in (eight, sixteen):
-        assert convert.main(["from-hf", "--mtp", "--hf", str(folder), "--out", str(folder / "ckpt")]) == 0
-    ours, wanted = (whole_tensors(find_checkpoint(None, str(folder / "ckpt"))) for folder in (eight, sixteen))
+        assert (
+            convert.main(["from-hf", "--mtp", "--hf", str(folder), "--out", str(folder / "ckpt")])
+            == 0
+        )
+    ours, wanted = (
+        whole_tensors(find_checkpoint(None, str(folder / "ckpt"))) for folder in (eight, sixteen)
+    )
     assert ours.keys() == wanted.keys()
-    assert all(ours[name].dtype == wanted[name].dtype and torch.equal(ours[name], wanted[name]) for name in wanted)
+    assert all(
+        ours[name].dtype == wanted[name].dtype and torch.equal(ours[name], wanted[name])
+        for name in wanted
+    )
 
 
-# Settings of the releases' own config.json, as on huggingface.co under the names in the files of conf/model; the fp8
-# release of V3 also has a quantization_config. initializer_range is no record of how the releases were initialised.
+# Settings of the releases' own config.json, as on huggingface.co under the names in the files of
+# conf/model; the fp8 release of V3 also has a quantization_config. initializer_range is no record
+# of how the releases were initialised.
 YARN_40 = {
-    "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn",
-}  # fmt: skip
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
 V3 = {
-    "model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
-    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
-    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
-    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "rope_scaling": YARN_40 | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rope_theta": 10000,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
-    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN_40 | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 V2 = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"} | {
-    "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
-    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": False,
-    "num_experts_per_tok": 6, "num_hidden_layers": 60,
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
     "rope_scaling": YARN_40 | {"mscale": 0.707, "mscale_all_dim": 0.707},
-    "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3, "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
     "vocab_size": 102400,
-}  # fmt: skip
+}
 V2_LITE = V2 | {
-    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
-    "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
-    "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
-}  # fmt: skip
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
 KIMI = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"} | {
-    "model_type": "kimi_k2", "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
-    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
-    "rope_scaling": YARN_40 | {"beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
-}  # fmt: skip
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": YARN_40
+    | {"beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 
 
 @pytest.mark.parametrize(
@@ -306,8 +527,14 @@ def test_our_file_is_the_release(name, settings, parameters, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": family}))
     assert sum(stored.values()) == parameters
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
     assert sum(tensor.numel() for tensor in theirs.state_dict().values()) == parameters
-    if ahead:  # the release's files: F8_E4M3 and BF16 tensors, and the routers' biases, which count as F32
-        whole = [prod(entry.shape) for entry in hf_entries(ours, settings["model_type"]) + hf_copies(ours)]
+    # the release's files: F8_E4M3 and BF16 tensors, and the routers' biases, which count as F32
+    if ahead:
+        whole = [
+            prod(entry.shape)
+            for entry in hf_entries(ours, settings["model_type"]) + hf_copies(ours)
+        ]
         assert sum(whole) == 680_571_043_840 + 3_918_786_560 + 59 * 256

@@ -1,4 +1,5 @@
-"""Folders of transformers' sparse families: settings in every spelling, tensors there and back, and what is refused."""
+"""Folders of transformers' sparse families: settings in every spelling, tensors there and back, and
+what is refused."""
 
 import json
 from dataclasses import replace
@@ -20,13 +21,25 @@ from megatron5d.topology.shard_spec import ShardSpec, whole
 transformers = pytest.importorskip("transformers")
 
 TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 128,
-}  # fmt: skip
-QWEN3 = TINY | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 128,
+}
+QWEN3 = TINY | {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 FAMILIES = {
     "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4, sliding_window=7),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[1], attention_bias=True),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **QWEN3, mlp_only_layers=[1], attention_bias=True
+    ),
 }
 
 
@@ -38,15 +51,33 @@ def folder(request, tmp_path_factory):
 
 
 def test_mixtral_settings(tmp_path):
-    config = transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=3, sliding_window=7)
+    config = transformers.MixtralConfig(
+        **TINY, num_local_experts=4, num_experts_per_tok=3, sliding_window=7
+    )
     fields = model_config_from_hf(save_config(config, tmp_path))
     wanted = {
-        "num_experts": 4, "top_k": 3, "ffn_hidden_size": 48, "moe_ffn_hidden_size": None, "attention_window": 7,
-        "norm_topk_prob": True, "router_score": "softmax", "shared_ffn_hidden_size": 0, "rope_theta": 1e6,
-        "norm_eps": 1e-5, "qk_norm": False, "moe_interval": 1, "moe_layers": None, "router_bias": False,
-    }  # fmt: skip
+        "num_experts": 4,
+        "top_k": 3,
+        "ffn_hidden_size": 48,
+        "moe_ffn_hidden_size": None,
+        "attention_window": 7,
+        "norm_topk_prob": True,
+        "router_score": "softmax",
+        "shared_ffn_hidden_size": 0,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-5,
+        "qk_norm": False,
+        "moe_interval": 1,
+        "moe_layers": None,
+        "router_bias": False,
+    }
     assert {key: fields[key] for key in wanted} == wanted
-    assert model_config_from_hf(save_config(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
+    assert (
+        model_config_from_hf(
+            save_config(config, tmp_path, num_experts=4, num_local_experts="absent")
+        )
+        == fields
+    )
     v4 = {"rope_parameters": "absent", "rope_theta": 1e6, "rope_scaling": None}
     assert model_config_from_hf(save_config(config, tmp_path, **v4)) == fields
     assert model_config_from_hf(save_config(config, tmp_path, rope_parameters="absent")) == fields
@@ -56,15 +87,33 @@ def test_qwen3_moe_settings(tmp_path):
     config = transformers.Qwen3MoeConfig(**QWEN3, norm_topk_prob=True)
     fields = model_config_from_hf(save_config(config, tmp_path))
     wanted = {
-        "num_experts": 4, "top_k": 3, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "attention_window": None,
-        "norm_topk_prob": True, "rope_theta": 1e4, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 16,
-    }  # fmt: skip
+        "num_experts": 4,
+        "top_k": 3,
+        "ffn_hidden_size": 48,
+        "moe_ffn_hidden_size": 24,
+        "attention_window": None,
+        "norm_topk_prob": True,
+        "rope_theta": 1e4,
+        "norm_eps": 1e-6,
+        "qk_norm": True,
+        "head_dim": 16,
+    }
     assert {key: fields[key] for key in wanted} == wanted
-    assert model_config_from_hf(save_config(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
-    assert not model_config_from_hf(save_config(config, tmp_path, norm_topk_prob="absent"))["norm_topk_prob"]
+    assert (
+        model_config_from_hf(
+            save_config(config, tmp_path, num_experts=4, num_local_experts="absent")
+        )
+        == fields
+    )
+    assert not model_config_from_hf(save_config(config, tmp_path, norm_topk_prob="absent"))[
+        "norm_topk_prob"
+    ]
     sliding = {"use_sliding_window": True, "sliding_window": 9}
     assert model_config_from_hf(save_config(config, tmp_path, **sliding))["attention_window"] == 9
-    assert model_config_from_hf(save_config(config, tmp_path, sliding_window=9))["attention_window"] is None
+    assert (
+        model_config_from_hf(save_config(config, tmp_path, sliding_window=9))["attention_window"]
+        is None
+    )
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -111,13 +160,17 @@ def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
     assert named in str(error.value) and str(tmp_path) in str(error.value)
 
 
-MIXTRAL_LIKE = ModelConfig(name="m", num_kv_heads=2, ffn_hidden_size=48, num_experts=4, rope_theta=1e6)
+MIXTRAL_LIKE = ModelConfig(
+    name="m", num_kv_heads=2, ffn_hidden_size=48, num_experts=4, rope_theta=1e6
+)
 QWEN3_LIKE = replace(MIXTRAL_LIKE, qk_norm=True, moe_ffn_hidden_size=24, norm_topk_prob=False)
 EXPORTED = {
     "mixtral": MIXTRAL_LIKE,
     "mixtral, window": replace(MIXTRAL_LIKE, attention_window=9, tie_embeddings=True, head_dim=8),
     "qwen3_moe": replace(QWEN3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 128)),
-    "qwen3_moe, interval": replace(QWEN3_LIKE, moe_interval=2, norm_topk_prob=True, attention_window=9),
+    "qwen3_moe, interval": replace(
+        QWEN3_LIKE, moe_interval=2, norm_topk_prob=True, attention_window=9
+    ),
     "qwen3_moe, list": replace(QWEN3_LIKE, moe_layers=[1], qkv_bias=True, attention_out_bias=True),
 }
 
@@ -138,22 +191,33 @@ def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"router_score": "sigmoid"}, {"routed_scaling_factor": 2.5}, {"shared_ffn_hidden_size": 32}, {"num_groups": 2},
-     {"router_bias": True}, {"logit_softcap": 3.0}, {"attention_sinks": True}, {"activation": "gelu"}],
-)  # fmt: skip
+    [
+        {"router_score": "sigmoid"},
+        {"routed_scaling_factor": 2.5},
+        {"shared_ffn_hidden_size": 32},
+        {"num_groups": 2},
+        {"router_bias": True},
+        {"logit_softcap": 3.0},
+        {"attention_sinks": True},
+        {"activation": "gelu"},
+    ],
+)
 def test_export_is_refused_with_the_field(change):
     with pytest.raises(ValueError) as error:
         hf_config_from_model(replace(QWEN3_LIKE, **change), "fp32")
     field = "top_groups" if "num_groups" in change else next(iter(change))
     for family in ("mixtral", "qwen3_moe"):
-        line = next(line for line in str(error.value).splitlines() if line.startswith(f"  {family}"))
+        line = next(
+            line for line in str(error.value).splitlines() if line.startswith(f"  {family}")
+        )
         assert field in line
 
 
 def test_a_dense_model_is_not_exported_as_a_sparse_one_nor_the_other_way():
     assert hf_family(replace(MIXTRAL_LIKE, num_experts=0)) == "llama"
     with pytest.raises(
-        ValueError, match=r"(?s)mixtral cannot hold model\.moe_interval.*qwen3_moe cannot hold .*qk_norm"
+        ValueError,
+        match=r"(?s)mixtral cannot hold model\.moe_interval.*qwen3_moe cannot hold .*qk_norm",
     ):
         hf_family(replace(MIXTRAL_LIKE, moe_interval=2))
 
@@ -163,63 +227,159 @@ def test_missing_and_unexpected_experts_are_told(folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     gone = [name for name in tensors if ".experts.3." in name]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    save_file({name: t for name, t in tensors.items() if name not in gone} | {"model.layers.7.x": torch.ones(1)},
-              tmp_path / "model.safetensors")  # fmt: skip
+    save_file(
+        {name: t for name, t in tensors.items() if name not in gone}
+        | {"model.layers.7.x": torch.ones(1)},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(ValueError) as error:
         load_hf_weights([], read_model_config(tmp_path), tmp_path)
     message = str(error.value)
     assert gone and all(f"\n    {name}\n" in message for name in gone)
-    assert message.index(f"{len(gone)} missing") < message.index("1 unexpected") < message.index("model.layers.7.x")
+    assert (
+        message.index(f"{len(gone)} missing")
+        < message.index("1 unexpected")
+        < message.index("model.layers.7.x")
+    )
 
 
-# Settings of the releases' own config.json, as on huggingface.co under the names in the files of conf/model.
+# Settings of the releases' own config.json, as on huggingface.co under the names in the files of
+# conf/model.
 RELEASED = {
     "mixtral_8x7b": {
-        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
-        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
-        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
-        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
     },
     "qwen3_30b_a3b": {
-        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
-        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
-        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "qwen3_235b_a22b": {
-        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
-        "max_position_embeddings": 40960, "max_window_layers": 94, "mlp_only_layers": [],
-        "moe_intermediate_size": 1536, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 94, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 94,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 94,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "dots_llm1": {
-        "model_type": "dots1", "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu",
-        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 32768,
-        "max_window_layers": 62, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
-        "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
-        "num_hidden_layers": 62, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_theta": 10000000,
-        "routed_scaling_factor": 2.5, "sliding_window": None, "tie_word_embeddings": False, "topk_group": 1,
-        "torch_dtype": "bfloat16", "vocab_size": 152064,
+        "model_type": "dots1",
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 62,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000000,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 152064,
     },
     "seed_oss_36b": {
-        "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27648,
-        "max_position_embeddings": 524288, "mlp_bias": False, "num_attention_heads": 80, "num_hidden_layers": 64,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 10000000.0, "tie_word_embeddings": False,
-        "rope_scaling": {"rope_type": "default"}, "torch_dtype": "bfloat16", "vocab_size": 155136,
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 27648,
+        "max_position_embeddings": 524288,
+        "mlp_bias": False,
+        "num_attention_heads": 80,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": False,
+        "rope_scaling": {"rope_type": "default"},
+        "torch_dtype": "bfloat16",
+        "vocab_size": 155136,
     },
-}  # fmt: skip
+}
 RELEASED["mixtral_8x22b"] = RELEASED["mixtral_8x7b"] | {
-    "hidden_size": 6144, "intermediate_size": 16384, "max_position_embeddings": 65536, "num_attention_heads": 48,
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 48,
     "num_hidden_layers": 56,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(RELEASED))
@@ -228,9 +388,14 @@ def test_our_file_is_the_release(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
     model = load_config([f"model={name}"]).model
     assert replace(read_model_config(tmp_path), name=name) == model
-    stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, RELEASED[name]["model_type"])}
+    stored = {
+        entry.hf_name: prod(entry.shape)
+        for entry in hf_entries(model, RELEASED[name]["model_type"])
+    }
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
     assert sum(stored.values()) == sum(tensor.numel() for tensor in theirs.state_dict().values())
 
 

@@ -1,4 +1,5 @@
-"""transformers' own tiny models, saved by themselves, into the local parameters of every rank, and back."""
+"""transformers' own tiny models, saved by themselves, into the local parameters of every rank, and
+back."""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,7 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import read_model_config
-from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder, stored_tensors
+from megatron5d.checkpoint.hf.safetensors_folder import (
+    SafetensorsFolder,
+    save_folder,
+    stored_tensors,
+)
 from megatron5d.checkpoint.hf.weights import hf_entries, hf_weights, load_hf_weights, unread
 from megatron5d.checkpoint.load import PREFIX
 from megatron5d.config.schema import ModelConfig
@@ -18,9 +23,14 @@ from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 transformers = pytest.importorskip("transformers")
 
 TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
 NEOX = {key: size for key, size in TINY.items() if key != "num_key_value_heads"}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 20, "vocab_size": 61, "n_inner": 48}
 FAMILIES = {
@@ -31,7 +41,11 @@ FAMILIES = {
     "llama, MQA": lambda: transformers.LlamaConfig(**TINY | {"num_key_value_heads": 1}),
     "mistral, window": lambda: transformers.MistralConfig(**TINY, sliding_window=5),
     "qwen2, window, tied": lambda: transformers.Qwen2Config(
-        **TINY, use_sliding_window=True, sliding_window=5, max_window_layers=0, tie_word_embeddings=True
+        **TINY,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=0,
+        tie_word_embeddings=True,
     ),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16),
     "qwen3, biases, tied": lambda: transformers.Qwen3Config(
@@ -42,7 +56,9 @@ FAMILIES = {
     ),
     "olmo2, biases": lambda: transformers.Olmo2Config(**TINY, pad_token_id=0, attention_bias=True),
     "gemma": lambda: transformers.GemmaConfig(**TINY, head_dim=16, pad_token_id=0),
-    "gemma2": lambda: transformers.Gemma2Config(**TINY, head_dim=16, pad_token_id=0, sliding_window=5),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **TINY, head_dim=16, pad_token_id=0, sliding_window=5
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **TINY, head_dim=16, pad_token_id=0, sliding_window=5, sliding_window_pattern=2
     ),
@@ -82,9 +98,16 @@ def test_a_language_model_beside_a_vision_tower(tmp_path):
     """Gemma 3 from 4B on: what is not the language model is told and left alone."""
     text = FAMILIES["gemma3"]()
     vision = transformers.SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
     )
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
     both = transformers.Gemma3ForConditionalGeneration(config)
     both.save_pretrained(tmp_path)
     model = read_model_config(tmp_path)
@@ -107,18 +130,27 @@ def test_a_language_model_beside_a_vision_tower(tmp_path):
 
 
 def rectangle(tensors, name, offset, shape):
-    return tensors[name][tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
+    return tensors[name][
+        tuple(slice(start, start + extent) for start, extent in zip(offset, shape))
+    ]
 
 
 def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
     """Our global tensors, put together by hand from the model's own state."""
     if config.norm == "layernorm":
         return (whole_gpt2 if config.position == "learned" else whole_neox)(config, theirs)
-    ours = {"embedding.weight": theirs["model.embed_tokens.weight"], "final_norm.weight": theirs["model.norm.weight"]}
+    ours = {
+        "embedding.weight": theirs["model.embed_tokens.weight"],
+        "final_norm.weight": theirs["model.norm.weight"],
+    }
     if not config.tie_embeddings:
         ours["head.weight"] = theirs["lm_head.weight"]
     for i in range(config.num_layers):
-        layer = {key.removeprefix(f"model.layers.{i}."): t for key, t in theirs.items() if f".layers.{i}." in key}
+        layer = {
+            key.removeprefix(f"model.layers.{i}."): t
+            for key, t in theirs.items()
+            if f".layers.{i}." in key
+        }
         for kind in ("weight", "bias"):
 
             def cat(*names, kind=kind, layer=layer):
@@ -133,11 +165,15 @@ def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
                 ours[f"layers.{i}.mlp.up.{kind}"] = cat("mlp.gate_proj", "mlp.up_proj")
                 ours[f"layers.{i}.mlp.down.{kind}"] = cat("mlp.down_proj")
         if config.block_norm == "post":
-            ours[f"layers.{i}.attention.post_norm.weight"] = layer["post_attention_layernorm.weight"]
+            ours[f"layers.{i}.attention.post_norm.weight"] = layer[
+                "post_attention_layernorm.weight"
+            ]
             ours[f"layers.{i}.mlp.post_norm.weight"] = layer["post_feedforward_layernorm.weight"]
         elif config.block_norm == "both":
             ours[f"layers.{i}.attention.norm.weight"] = layer["input_layernorm.weight"]
-            ours[f"layers.{i}.attention.post_norm.weight"] = layer["post_attention_layernorm.weight"]
+            ours[f"layers.{i}.attention.post_norm.weight"] = layer[
+                "post_attention_layernorm.weight"
+            ]
             ours[f"layers.{i}.mlp.norm.weight"] = layer["pre_feedforward_layernorm.weight"]
             ours[f"layers.{i}.mlp.post_norm.weight"] = layer["post_feedforward_layernorm.weight"]
         else:
@@ -150,13 +186,23 @@ def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
 
 
 def whole_gpt2(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
-    names = {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc",
-             "mlp.down": "mlp.c_proj", "attention.norm": "ln_1", "mlp.norm": "ln_2"}  # fmt: skip
+    names = {
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+        "attention.norm": "ln_1",
+        "mlp.norm": "ln_2",
+    }
     ours = {
         f"layers.{i}.{name}.{kind}": theirs[f"transformer.h.{i}.{hf}.{kind}"].t()
-        for i in range(config.num_layers) for name, hf in names.items() for kind in ("weight", "bias")
-    }  # fmt: skip
-    ours |= {f"final_norm.{kind}": theirs[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+        for i in range(config.num_layers)
+        for name, hf in names.items()
+        for kind in ("weight", "bias")
+    }
+    ours |= {
+        f"final_norm.{kind}": theirs[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")
+    }
     ours["embedding.weight"] = theirs["transformer.wte.weight"]
     ours["position_embedding.weight"] = theirs["transformer.wpe.weight"]
     if not config.tie_embeddings:
@@ -166,9 +212,14 @@ def whole_gpt2(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
 
 def whole_neox(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
     """The fused projection has q, k and v of the first head, then of the second, ..."""
-    names = {"attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
-             "attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm",
-             "attention.qkv": "attention.query_key_value"}  # fmt: skip
+    names = {
+        "attention.out": "attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+        "attention.norm": "input_layernorm",
+        "mlp.norm": "post_attention_layernorm",
+        "attention.qkv": "attention.query_key_value",
+    }
     ours, d = {}, config.head_dim
     for i in range(config.num_layers):
         for name, hf in names.items():
@@ -179,7 +230,10 @@ def whole_neox(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
             if (key := f"layers.{i}.attention.qkv.{kind}") in ours:
                 heads = ours[key].split(d)  # q, k, v, q, k, v, ...
                 ours[key] = torch.cat([*heads[0::3], *heads[1::3], *heads[2::3]])
-    ours |= {f"final_norm.{kind}": theirs[f"gpt_neox.final_layer_norm.{kind}"] for kind in ("weight", "bias")}
+    ours |= {
+        f"final_norm.{kind}": theirs[f"gpt_neox.final_layer_norm.{kind}"]
+        for kind in ("weight", "bias")
+    }
     head = theirs.get("embed_out.weight", theirs.get("lm_head.weight"))  # renamed in memory alone
     return ours | {"embedding.weight": theirs["gpt_neox.embed_in.weight"], "head.weight": head}
 
@@ -251,19 +305,29 @@ def test_every_rectangle_lands_on_every_rank(folders, case, tp):
     whole = whole_tensors(config, theirs)
     for rank in range(tp):
         cut = Cut(config, tp, rank)
-        parameters = {name: cut.parameter(name, tensor, torch.float64) for name, tensor in whole.items()}
+        parameters = {
+            name: cut.parameter(name, tensor, torch.float64) for name, tensor in whole.items()
+        }
         assert load_hf_weights(parameters.values(), config, sharded if rank % 2 else single) == []
         for name, tensor in whole.items():
-            assert torch.equal(parameters[name].data, cut.expected(name, tensor).double()), (name, rank)
+            assert torch.equal(parameters[name].data, cut.expected(name, tensor).double()), (
+                name,
+                rank,
+            )
 
 
 @pytest.mark.parametrize("case", list(FAMILIES))
 def test_a_stage_loads_its_layer_alone(folders, case):
-    """A pipeline rank has some parameters only; the table is still checked against the whole folder."""
+    """A pipeline rank has some parameters only; the table is still checked against the whole
+    folder."""
     theirs, _, sharded = folders[case]
     config = read_model_config(sharded)
-    whole = {name: t for name, t in whole_tensors(config, theirs).items() if name.startswith("layers.1.")}
-    parameters = {name: Cut(config, 1, 0).parameter(name, t, torch.float32) for name, t in whole.items()}
+    whole = {
+        name: t for name, t in whole_tensors(config, theirs).items() if name.startswith("layers.1.")
+    }
+    parameters = {
+        name: Cut(config, 1, 0).parameter(name, t, torch.float32) for name, t in whole.items()
+    }
     load_hf_weights(parameters.values(), config, sharded)
     assert all(torch.equal(parameters[name].data, whole[name]) for name in whole)
 
@@ -278,8 +342,14 @@ def test_export_loads_in_transformers_with_equal_logits(folders, case, tmp_path)
     tensors = stored_tensors(entries, lambda *part: rectangle(whole, *part), torch.float32)
     save_folder(tmp_path, tensors, max_shard_bytes=20_000)
     (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(config, "fp32")))
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     ids = torch.randint(0, config.vocab_size, (2, 20))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, make(case)(ids).logits)
@@ -288,13 +358,18 @@ def test_export_loads_in_transformers_with_equal_logits(folders, case, tmp_path)
 def test_bare_gpt2_with_its_masks(folders, tmp_path):
     """As on the hub: no `transformer.` prefix, causal masks among the weights."""
     theirs, single, _ = folders["gpt2"]
-    tensors = {name.removeprefix("transformer."): t for name, t in load_file(single / "model.safetensors").items()}
+    tensors = {
+        name.removeprefix("transformer."): t
+        for name, t in load_file(single / "model.safetensors").items()
+    }
     tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 20, 20) for i in range(2)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((single / "config.json").read_text())
     config = read_model_config(tmp_path)
     whole = whole_tensors(config, theirs)
-    parameters = {name: Cut(config, 1, 0).parameter(name, t, torch.float32) for name, t in whole.items()}
+    parameters = {
+        name: Cut(config, 1, 0).parameter(name, t, torch.float32) for name, t in whole.items()
+    }
     load_hf_weights(parameters.values(), config, tmp_path)
     assert all(torch.equal(parameters[name].data, whole[name]) for name in whole)
 
@@ -302,7 +377,9 @@ def test_bare_gpt2_with_its_masks(folders, tmp_path):
 def test_a_head_beside_tied_embeddings_must_be_the_embedding(folders, tmp_path):
     theirs, single, _ = folders["llama, biases, tied"]
     config = read_model_config(single)
-    parameter = Cut(config, 2, 1).parameter("embedding.weight", theirs["model.embed_tokens.weight"], torch.float32)
+    parameter = Cut(config, 2, 1).parameter(
+        "embedding.weight", theirs["model.embed_tokens.weight"], torch.float32
+    )
     tensors = load_file(single / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -321,10 +398,15 @@ def test_the_wrong_model_is_refused_with_every_key(folders):
     with pytest.raises(ValueError) as error:
         load_hf_weights([], replace(read_model_config(single), **changes), single)
     message = str(error.value)
-    for line in ("model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias",
-                 "model.layers.0.mlp.gate_proj.weight: [48, 32] on disk, [40, 32] by the configuration"):  # fmt: skip
+    for line in (
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.gate_proj.weight: [48, 32] on disk, [40, 32] by the configuration",
+    ):
         assert line in message
-    assert message.index("missing") < message.index("unexpected") < message.index("of another shape")
+    assert (
+        message.index("missing") < message.index("unexpected") < message.index("of another shape")
+    )
 
 
 def test_a_silent_difference_is_said(folders):

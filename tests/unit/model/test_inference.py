@@ -1,4 +1,5 @@
-"""Drawing tokens, and the forward pass of a checkpoint under other layouts, against the one-page model."""
+"""Drawing tokens, and the forward pass of a checkpoint under other layouts, against the one-page
+model."""
 
 import collections
 
@@ -21,11 +22,20 @@ from megatron5d.topology.shard_spec import spec_of
 
 MODELS = {
     "llama": ModelConfig(num_kv_heads=2, vocab_size=61, init_std=0.2),
-    "gpt2": ModelConfig(norm="layernorm", activation="gelu_tanh", position="learned", max_positions=11, qkv_bias=True,
-                        attention_out_bias=True, mlp_bias=True, tie_embeddings=True, vocab_size=61,
-                        init_std=0.2),
+    "gpt2": ModelConfig(
+        norm="layernorm",
+        activation="gelu_tanh",
+        position="learned",
+        max_positions=11,
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tie_embeddings=True,
+        vocab_size=61,
+        init_std=0.2,
+    ),
     "full": ModelConfig(attention_causal=False, vocab_size=61, init_std=0.2),
-}  # fmt: skip
+}
 
 
 def checkpoint_of(config: Config, folder):
@@ -33,7 +43,10 @@ def checkpoint_of(config: Config, folder):
     model = GPT(config, build_mesh(resolve(1)))
     model.initialize(seed=3)
     weights = {spec_of(p).name: p.data[: spec_of(p).shape[0]] for p in model.parameters()}
-    tensors = {f"model.{name}": ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype) for name, t in weights.items()}
+    tensors = {
+        f"model.{name}": ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype)
+        for name, t in weights.items()
+    }
     Saver(folder, keep=1).save(5, tensors, {"config": to_dict(config)})
     return weights
 
@@ -96,7 +109,9 @@ def test_only_ids_below_the_tokenizers_size(predictor):
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(tmp_path):
     checkpoint_of(Config(model=MODELS["llama"]), tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.num_heads = 4 is not divisible by parallel\.tp = 3"):
+    with pytest.raises(
+        ConfigError, match=r"model\.num_heads = 4 is not divisible by parallel\.tp = 3"
+    ):
         Source(checkpoint=tmp_path).config(3, tp=3)
     with pytest.raises(ValueError, match="not a checkpoint|no whole|not a folder"):
         Source(checkpoint=tmp_path / "nothing").config(1)
@@ -108,7 +123,9 @@ def test_draw_follows_the_tempered_distribution():
     counts = collections.Counter(draw(logits, 0.5, 0, generator) for _ in range(20_000))
     wanted = torch.exp(logits / 0.5) / torch.exp(logits / 0.5).sum()
     for token, p in enumerate(wanted.tolist()):
-        assert counts[token] / 20_000 == pytest.approx(p, abs=4 * (p * (1 - p) / 20_000) ** 0.5 + 1e-4)
+        assert counts[token] / 20_000 == pytest.approx(
+            p, abs=4 * (p * (1 - p) / 20_000) ** 0.5 + 1e-4
+        )
 
 
 def test_draw_among_the_likeliest():
@@ -121,7 +138,8 @@ def test_draw_among_the_likeliest():
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, float("inf")])
 def test_no_temperature_overflows_and_what_is_no_number_is_said(temperature):
-    """The smallest float turns logits into infinities, and their differences into NaN, unless the largest is 0."""
+    """The smallest float turns logits into infinities, and their differences into NaN, unless the
+    largest is 0."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([1.0, 800.0, -3.0], dtype=torch.float64)
     for top_k in (0, 2):

@@ -27,7 +27,12 @@ from megatron5d.model.partition import (
     split_layers,
     stage_specs,
 )
-from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
+from megatron5d.pipeline_parallel.program import (
+    Placement,
+    loop_placement,
+    mirrored_placement,
+    zigzag_placement,
+)
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.train.scheduling.stage_costs import ModelCosts
@@ -64,7 +69,9 @@ def test_balanced_is_the_best_of_all_splits(costs, num_stages, first, last):
     own = [first * (s == 0) + last * (s == num_stages - 1) for s in range(num_stages)]
     mine = loads(even_stages(costs, num_stages, first, last), own)
     assert max(mine) == min(map(max, options))
-    assert sum(x * x for x in mine) == min(sum(x * x for x in found) for found in options if max(found) == max(mine))
+    assert sum(x * x for x in mine) == min(
+        sum(x * x for x in found) for found in options if max(found) == max(mine)
+    )
 
 
 def test_left_over_layers_go_to_the_first_stages():
@@ -73,16 +80,23 @@ def test_left_over_layers_go_to_the_first_stages():
 
 
 PLACEMENTS = [
-    loop_placement(3), loop_placement(2, 2), loop_placement(2, 3), zigzag_placement(2), zigzag_placement(3),
-    zigzag_placement(2, 3), mirrored_placement(4),
-]  # fmt: skip
+    loop_placement(3),
+    loop_placement(2, 2),
+    loop_placement(2, 3),
+    zigzag_placement(2),
+    zigzag_placement(3),
+    zigzag_placement(2, 3),
+    mirrored_placement(4),
+]
 
 
 def rank_loads(layout, costs, placement, first, last):
     """Work of every rank, and of every stage."""
     parts = stage_specs(layout, ModelConfig(num_layers=sum(layout)))
     stages = [sum(costs[i] for i in p.layers) + first * p.embedding + last * p.head for p in parts]
-    ranks = [sum(stages[s] for _, s in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    ranks = [
+        sum(stages[s] for _, s in placement.stages_of(rank)) for rank in range(placement.num_ranks)
+    ]
     return ranks, stages
 
 
@@ -94,7 +108,8 @@ def rank_loads(layout, costs, placement, first, last):
     st.sampled_from([0.0, 1.0, 2.5, 6.0]),
 )
 def test_ranks_are_balanced_with_all_their_stages(placement, costs, alike, first, last):
-    """The best of all splits where layers cost the same; else within half of the dearest layer of it."""
+    """The best of all splits where layers cost the same; else within half of the dearest layer of
+    it."""
     costs = [1.0] * len(costs) if alike else costs
     layout = even_ranks(costs, placement, first, last)
     assert sum(layout) == len(costs) and min(layout) >= 0
@@ -105,7 +120,9 @@ def test_ranks_are_balanced_with_all_their_stages(placement, costs, alike, first
 
     def merit(split):
         ranks, stages = rank_loads(split, costs, placement, first, last)
-        return tuple(round(x, 6) for x in (max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)))
+        return tuple(
+            round(x, 6) for x in (max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages))
+        )
 
     best, mine = min(map(merit, every)), merit(layout)
     assert mine == best if alike else mine[0] <= best[0] + max(costs) / 2
@@ -114,7 +131,16 @@ def test_ranks_are_balanced_with_all_their_stages(placement, costs, alike, first
 def test_a_rank_with_a_heavy_end_holds_no_layer_elsewhere():
     """Rank 3 has the head; where all is even, ranks are as even as stages."""
     assert even_ranks([1.0] * 24, loop_placement(4, 2), last=9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
-    assert even_ranks([1.0] * 19, zigzag_placement(4), first=1.0, last=4.0) == [1, 3, 3, 3, 3, 3, 3, 0]
+    assert even_ranks([1.0] * 19, zigzag_placement(4), first=1.0, last=4.0) == [
+        1,
+        3,
+        3,
+        3,
+        3,
+        3,
+        3,
+        0,
+    ]
     assert even_ranks([1.0] * 12, mirrored_placement(4), last=6.0) == [3, 5, 4, 0]
     assert even_ranks([1.0] * 126, loop_placement(16, 2)) == even_stages([1.0] * 126, 32)
     with pytest.raises(ValueError, match="leaves one of the 4 ranks of the pipeline without"):
@@ -122,16 +148,37 @@ def test_a_rank_with_a_heavy_end_holds_no_layer_elsewhere():
 
 
 def test_with_two_copies_the_middle_gets_fewer_layers():
-    """Pairs of stages, one on each side of the middle, share a rank; all else is as ranks are balanced."""
+    """Pairs of stages, one on each side of the middle, share a rank; all else is as ranks are
+    balanced."""
     mirrored, ends = mirrored_placement(16), {"first": 0.3 * 62 / 16, "last": 1.5 * 62 / 16}
     assert split_layers("late", [1.0] * 62, mirrored, **ends) == [2, *[4] * 10, 5, 5, 5, 5, 0]
     assert split_layers("ends", [1.0] * 62, mirrored, **ends) == [3, *[4] * 11, 5, 5, 5, 0]
-    assert split_layers("ends", [1.0] * 128, mirrored, 2.4, 12.0) == [5, *[9] * 7, 8, 8, 8, 9, 9, 9, 9, 0]
+    assert split_layers("ends", [1.0] * 128, mirrored, 2.4, 12.0) == [
+        5,
+        *[9] * 7,
+        8,
+        8,
+        8,
+        9,
+        9,
+        9,
+        9,
+        0,
+    ]
     assert split_layers("ends", [1.0] * 3, mirrored_placement(4), 0.0, 9.0) == [1, 1, 1, 0]
     for balance in ("late", "ends"):  # no rank gives its only layer away, and equal stages stay
         assert split_layers(balance, [1.0], mirrored_placement(4), 0.0, 9.0) == [0, 0, 1, 0]
         assert split_layers(balance, [1.0] * 64, mirrored, 0.0, 0.0) == [4] * 16
-        assert split_layers(balance, [1.0] * 24, loop_placement(4, 2), 0.0, 9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
+        assert split_layers(balance, [1.0] * 24, loop_placement(4, 2), 0.0, 9.0) == [
+            4,
+            4,
+            4,
+            0,
+            4,
+            4,
+            4,
+            0,
+        ]
 
 
 def config_of(num_layers=8, **pipeline):
@@ -144,7 +191,9 @@ def config_of(num_layers=8, **pipeline):
 
 
 def test_ends_count_as_layers_where_the_user_says_so():
-    assert layers_per_stage(config_of(10, embedding_layers=1, head_layers=1), loop_placement(4)) == [2, 3, 3, 2]
+    assert layers_per_stage(
+        config_of(10, embedding_layers=1, head_layers=1), loop_placement(4)
+    ) == [2, 3, 3, 2]
     assert layers_per_stage(config_of(10), loop_placement(4)) == [3, 3, 2, 2]
 
 
@@ -202,11 +251,15 @@ AHEAD = ModelConfig(num_layers=4, num_mtp_layers=2)
     ],
 )
 def test_prediction_blocks_count_like_the_layers_that_they_follow(layout, counted, depths, sent):
-    config = Config(model=AHEAD, parallel=ParallelConfig(pp=2, vpp=2), pipeline=PipelineConfig(layout=layout))
+    config = Config(
+        model=AHEAD, parallel=ParallelConfig(pp=2, vpp=2), pipeline=PipelineConfig(layout=layout)
+    )
     found = layers_per_stage(config, zigzag_placement(2, 2)) if layout[1] else counted
     assert found == counted
     specs = stage_specs(found, AHEAD)
-    assert [tuple(spec.mtp) for spec in specs] == depths and [spec.sent for spec in specs][:-1] == sent
+    assert [tuple(spec.mtp) for spec in specs] == depths and [spec.sent for spec in specs][
+        :-1
+    ] == sent
     assert [block for spec in specs for block in spec.blocks(AHEAD)] == list(range(6))
 
 
@@ -219,32 +272,51 @@ def shared(placement, layout=None, **fields):
 def test_who_shares_what():
     tied, ahead = {"tie_embeddings": True}, {"num_mtp_layers": 1}
     assert shared(loop_placement(4), **tied) == {"tied": [(0, 3)]}
-    assert shared(loop_placement(4, 2)) == shared(zigzag_placement(4, 2), **tied) == shared(loop_placement(1)) == {}
+    assert (
+        shared(loop_placement(4, 2))
+        == shared(zigzag_placement(4, 2), **tied)
+        == shared(loop_placement(1))
+        == {}
+    )
     assert shared(zigzag_placement(4, 3), **ahead) == {"tied": [(0, 3)]}
     assert shared(mirrored_placement(4), **ahead) == {"pair": [(0, 3), (1, 2)]}
     assert shared(Placement(((0, 2, 1),), 3), **tied) == {"tied": [(0, 1)]}
     before = [2, 2, 5, 0]
     assert shared(loop_placement(4), before, **ahead) == {"tied": [(0, 2)]}
     assert shared(loop_placement(4), before, **ahead, **tied) == {"tied": [(0, 2, 3)]}
-    assert shared(mirrored_placement(4), before, **ahead) == {"pair": [(0, 3), (1, 2)], "tied": [(0, 1, 2, 3)]}
+    assert shared(mirrored_placement(4), before, **ahead) == {
+        "pair": [(0, 3), (1, 2)],
+        "tied": [(0, 1, 2, 3)],
+    }
     assert shared(zigzag_placement(2), [2, 2, 5, 0], **ahead) == {"tied": [(0, 1)]}
     with pytest.raises(ValueError, match="mirrored ranks"):
         shared(Placement(((0, 1, 2), (2, 0, 1)), 3))
 
 
 def test_prediction_blocks_cost_where_they_stand():
-    """The joins and blocks there, the output matrix with the head; the whole is the model's; messages are larger."""
+    """The joins and blocks there, the output matrix with the head; the whole is the model's;
+    messages are larger."""
     config = config_of(6, layout=[2, 2, 4, 0], flops_per_byte=10.0)
     config = replace(config, model=replace(config.model, num_mtp_layers=2))
     with_head = replace(config, pipeline=replace(config.pipeline, layout=[2, 2, 2, 0]))
     found, default = (ModelCosts(each).of(loop_placement(4)) for each in (config, with_head))
     assert found.compute.sum() == pytest.approx(default.compute.sum())
-    head = head_flops(config.model) / 3 / ((flops_per_token(config.model, 64) - head_flops(config.model)) / 3 / 4)
-    assert found.compute[0, 3] == pytest.approx(head) and found.compute[0, 2] > 1.9 * found.compute[0, 1]
+    head = (
+        head_flops(config.model)
+        / 3
+        / ((flops_per_token(config.model, 64) - head_flops(config.model)) / 3 / 4)
+    )
+    assert (
+        found.compute[0, 3] == pytest.approx(head)
+        and found.compute[0, 2] > 1.9 * found.compute[0, 1]
+    )
     assert found.comm == pytest.approx(found.comm[0] * np.array([1, 1, 3, 3]))
     assert default.comm == pytest.approx(np.full(4, found.comm[0]) * np.array([1, 1, 1, 3]))
     longer = simulate(build_program("1f1b", 4, 8), found).makespan
-    assert longer > simulate(build_program("1f1b", 4, 8), replace(found, comm=float(found.comm[0]))).makespan
+    assert (
+        longer
+        > simulate(build_program("1f1b", 4, 8), replace(found, comm=float(found.comm[0]))).makespan
+    )
 
 
 def test_modelled_costs_add_up_to_the_models_flops():
@@ -262,7 +334,8 @@ def test_modelled_costs_add_up_to_the_models_flops():
 
 
 def test_modelled_costs_count_what_is_sent():
-    """Two experts a token, half of them on the other rank, there and back, 2·2·½·h elements a block that has experts.
+    """Two experts a token, half of them on the other rank, there and back, 2·2·½·h elements a block
+    that has experts.
 
     F once, I once more where the block is run again; nothing where all experts are at home.
     """
@@ -271,7 +344,9 @@ def test_modelled_costs_count_what_is_sent():
     config = replace(config, model=model, precision=PrecisionConfig(dtype="bf16"))
     at_home = ModelCosts(config).of(loop_placement(4))
     assert not at_home.a2a.any() and (at_home.comm > 0).all()
-    config = replace(config, parallel=ParallelConfig(pp=4, ep=2), recompute=RecomputeConfig("full", num_layers=1))
+    config = replace(
+        config, parallel=ParallelConfig(pp=4, ep=2), recompute=RecomputeConfig("full", num_layers=1)
+    )
     costs = ModelCosts(config).of(loop_placement(4))
     state = model.hidden_size * 2 * 1000.0
     unit = (flops_per_token(model, 64) - head_flops(model)) / 3 / 4

@@ -1,4 +1,5 @@
-"""Each recomputed part runs once more a micro-batch, in B or I and never in W, and what it made is not kept."""
+"""Each recomputed part runs once more a micro-batch, in B or I and never in W, and what it made is
+not kept."""
 
 import dataclasses
 import gc
@@ -30,7 +31,11 @@ GRAD = torch.tensor([1.0, 0.0], dtype=torch.float64)
 
 def configured(moe: bool, parts=()):
     config = config_of("llama_gqa", gbs=B, mbs=B)
-    experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 8} if moe else {}
+    experts = (
+        {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 8}
+        if moe
+        else {}
+    )
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, num_layers=LAYERS, vocab_size=32, **experts),
@@ -44,7 +49,9 @@ def stage_of(config):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if model.balancer is not None:
-        model.balancer.start_step(1, torch.tensor(float(S * B), dtype=torch.float64), Axis("dp_cp"), False)
+        model.balancer.start_step(
+            1, torch.tensor(float(S * B), dtype=torch.float64), Axis("dp_cp"), False
+        )
     return WholeStage(model.phases), micro_batch(config, make_rows(config, 1))
 
 
@@ -67,7 +74,8 @@ def test_once_more_and_never_in_w(parts, moe, monkeypatch):
     once = Counter(counts)
     assert once["attention"] == once["qkv"] == LAYERS and once["experts"] == LAYERS * moe
     assert once["activation"] == LAYERS * (1 + moe)
-    assert once["norm"] == 2 * LAYERS * ("norm" in parts) + 1  # kept, those of branches hand their input on: no part
+    # kept, those of branches hand their input on: no part
+    assert once["norm"] == 2 * LAYERS * ("norm" in parts) + 1
     stage.backward_input(0, GRAD)
     inside = {"activation"} if {"mlp", "experts"} & {*parts} else set()
     for part in PARTS:
@@ -90,7 +98,8 @@ def kept_bytes(config) -> int:
 
 
 def test_what_a_part_made_is_not_kept():
-    """Of a layer: t tokens, h = 32, heads 4 (KV 2) of 8, inner 48; routed rows r = 2t of 24, shared 8; 8 bytes each."""
+    """Of a layer: t tokens, h = 32, heads 4 (KV 2) of 8, inner 48; routed rows r = 2t of 24, shared
+    8; 8 bytes each."""
     t, h, a, g, d = S * B, 32, 4, 2, 8
     dense, moe = kept_bytes(configured(False)), kept_bytes(configured(True))
     saved = {
@@ -113,9 +122,12 @@ def test_what_a_part_made_is_not_kept():
 
 
 @pytest.mark.parametrize("beside", [(), ("norm", "experts")])
-@pytest.mark.parametrize(("recipe", "dispatch"), [("none", False), ("blockwise", False), ("blockwise", True)])
+@pytest.mark.parametrize(
+    ("recipe", "dispatch"), [("none", False), ("blockwise", False), ("blockwise", True)]
+)
 def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside, monkeypatch):
-    """Of a layer r = 2t rows of h = 32: 8 bytes each, in FP8 one and a scale a row; for the same gradients."""
+    """Of a layer r = 2t rows of h = 32: 8 bytes each, in FP8 one and a scale a row; for the same
+    gradients."""
     counts: Counter[str] = Counter()
     again = DirectDispatch.redispatch
 
@@ -132,7 +144,9 @@ def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside,
     assert not counts
     left, same = held_on(config, [])
     # what the experts' part would run again from is the rows themselves
-    assert kept - left == LAYERS * 2 * S * B * (32 + 4 if recipe != "none" and not beside else 32 * 8)
+    assert kept - left == LAYERS * 2 * S * B * (
+        32 + 4 if recipe != "none" and not beside else 32 * 8
+    )
     assert counts["again"] == LAYERS and all(map(torch.equal, grads, same))
     stage, batch = stage_of(config)
     stage.forward(0, None, batch)
@@ -156,18 +170,22 @@ def fp8_model(moe: bool, recipe: str, parts=()):
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 @pytest.mark.parametrize("moe", [False, True])
 def test_operands_in_8_bits_go_with_the_part_they_were_made_of(moe, recipe, monkeypatch):
-    """A byte an element and a scale a row, for each GEMM behind a part; the gradients are those of keeping them."""
+    """A byte an element and a scale a row, for each GEMM behind a part; the gradients are those of
+    keeping them."""
     t = S * B
     behind = {
         ("attention",): t * (4 * 8 + 4),
         ("activation",): 2 * t * (32 + 4) + t * (16 + 4) if moe else t * (48 + 4),
-        ("norm",): 2 * t * (32 + 4),  # of attention, and of the up-projection (of the shared expert: routed rows stay)
+        # of attention, and of the up-projection (of the shared expert: routed rows stay)
+        ("norm",): 2 * t * (32 + 4),
     }
     for parts, num_bytes in behind.items():
         config = fp8_model(moe, recipe, parts)
         held, grads = held_on(config, [])
         with monkeypatch.context() as patch:
-            patch.setattr(fp8_recipes, "recomputable", lambda x, fn: tuple(part.clone() for part in fn(x)))
+            patch.setattr(
+                fp8_recipes, "recomputable", lambda x, fn: tuple(part.clone() for part in fn(x))
+            )
             more, theirs = held_on(config, [])
         assert more - held == LAYERS * num_bytes, parts
         assert all(map(torch.equal, grads, theirs)), parts
@@ -179,7 +197,8 @@ def test_attention_falls_by_exactly_its_output_and_statistics():
 
 
 def held_on(config, on_host):
-    """Bytes alive after the forward without those on the host, and all gradients after the backward."""
+    """Bytes alive after the forward without those on the host, and all gradients after the
+    backward."""
     stage, batch = stage_of(config)
     with MemoryWatch() as watch:
         stage.forward(0, None, batch)
@@ -192,7 +211,8 @@ def held_on(config, on_host):
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("parts", [(), ("norm", "activation")])
 def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
-    """The same gradients; on the device is what the head keeps, and what is smaller than a tensor."""
+    """The same gradients; on the device is what the head keeps, and what is smaller than a
+    tensor."""
     copies = weakref.WeakSet()
     start = HostCopy.__init__
 
@@ -211,7 +231,8 @@ def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
     left, again = held_on(config, copies)
     gc.collect()
     assert not copies, "host buffers are freed"
-    for one, other in zip(grads, again, strict=True):  # a BLAS may round by the address of what it reads
+    # a BLAS may round by the address of what it reads
+    for one, other in zip(grads, again, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15 * float(other.abs().max()))
     assert left < 0.35 * kept
 
@@ -229,7 +250,9 @@ def test_large_floats_that_are_no_weights_go_to_the_host_once():
     with policy.saving(phase) as copies:
         _Saves.apply(x, phase.weight, torch.arange(100), torch.randn(31))
     assert [copy.num_bytes for copy in copies] == [8 * 4 * 4]
-    assert torch.equal(copies[0].value(), x) and copies[0].value() is copies[0].value(), "fetched twice"
+    assert torch.equal(copies[0].value(), x) and copies[0].value() is copies[0].value(), (
+        "fetched twice"
+    )
 
 
 def test_offloaded_inputs_of_recomputed_layers():
@@ -246,12 +269,15 @@ def test_offloaded_inputs_of_recomputed_layers():
         left = watch.live_bytes - sum(copy.num_bytes for copy in copies)
     assert kept - left == len(copies) * S * B * 32 * 8 and len(copies) == 2
     stage.backward(0, GRAD)
-    assert all(map(torch.equal, grads, [w.grad for phase in stage.phases for w in phase.parameters()]))
+    assert all(
+        map(torch.equal, grads, [w.grad for phase in stage.phases for w in phase.parameters()])
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_rotary_tables_are_made_once_a_microbatch(mode, monkeypatch):
-    """By forward, recompute and backward of all layers together, one pair for each base; and they go with them."""
+    """By forward, recompute and backward of all layers together, one pair for each base; and they
+    go with them."""
     made = []
     of = RotaryTables.of
 

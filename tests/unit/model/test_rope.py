@@ -15,7 +15,12 @@ def theirs(dim: int, theta: float, kind: str, **scaling) -> torch.Tensor:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = {"rope_type": kind, "rope_theta": theta, **scaling}
-    sizes = {"hidden_size": 4 * dim, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": dim}
+    sizes = {
+        "hidden_size": 4 * dim,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": dim,
+    }
     config = transformers.LlamaConfig(**sizes, rope_parameters=rope, max_position_embeddings=131072)
     return ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0]
 
@@ -29,7 +34,9 @@ def test_llama3_blends_between_long_and_short_waves():
     blended = (waves > original / 4) & (waves < original)
     assert blended.sum() >= 3
     assert ((plain / 8 < found) & (found < plain))[blended].all()
-    want = theirs(128, 5e5, "llama3", factor=8.0, original_max_position_embeddings=original, **factors)
+    want = theirs(
+        128, 5e5, "llama3", factor=8.0, original_max_position_embeddings=original, **factors
+    )
     torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
 
 

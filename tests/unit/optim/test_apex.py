@@ -1,4 +1,5 @@
-"""NVIDIA apex's FusedAdam where it is installed: here another stands for it, with its interface and its limits."""
+"""NVIDIA apex's FusedAdam where it is installed: here another stands for it, with its interface and
+its limits."""
 
 import sys
 from types import ModuleType
@@ -15,12 +16,24 @@ from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As apex's: the count of steps is the group's, begun by the first step; of its dtypes, float32; no empty group."""
+    """As apex's: the count of steps is the group's, begun by the first step; of its dtypes,
+    float32; no empty group."""
 
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
-                 weight_decay=0.0, amsgrad=False):  # fmt: skip
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+    ):
         assert bias_correction and adam_w_mode and not amsgrad
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -28,11 +41,16 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             (beta1, beta2), lr = group["betas"], group["lr"]
             for p in group["params"]:
-                m, v = (self.state[p].setdefault(kind, torch.zeros_like(p)) for kind in ("exp_avg", "exp_avg_sq"))
+                m, v = (
+                    self.state[p].setdefault(kind, torch.zeros_like(p))
+                    for kind in ("exp_avg", "exp_avg_sq")
+                )
                 m.lerp_(p.grad, 1 - beta1)
                 v.lerp_(p.grad.square(), 1 - beta2)
                 unbiased = (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
-                p.mul_(1 - lr * group["weight_decay"]).sub_(lr / (1 - beta1 ** group["step"]) * m / unbiased)
+                p.mul_(1 - lr * group["weight_decay"]).sub_(
+                    lr / (1 - beta1 ** group["step"]) * m / unbiased
+                )
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +70,9 @@ def apex(monkeypatch):
 def bucket_of(dtype):
     generator, made = torch.Generator().manual_seed(0), []
     for name, shape in (("a", (7, 5)), ("b", (3,))):
-        p = new_parameter(shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), dtype, "cpu")
+        p = new_parameter(
+            shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), dtype, "cpu"
+        )
         p.data.copy_(torch.randn(shape, generator=generator))
         made.append(p)
     grads = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -64,13 +84,16 @@ def used(optimizer):
 
 
 def weights_after(how, stop, dtype=torch.float32, steps=4, seed=None):
-    """The weights after some steps, the last of which a new optimiser makes with what the old one has saved."""
+    """The weights after some steps, the last of which a new optimiser makes with what the old one
+    has saved."""
     bucket, config = bucket_of(dtype), OptimConfig(weight_decay=0.3, implementation=how)
     optimizer = AdamW([bucket], config, seed)
     for step in range(steps):
         if step == stop:
             old, optimizer = optimizer, AdamW([bucket], config, seed)
-            for (_, tensor, _), (_, saved, _) in zip(optimizer.tensors(), old.tensors(), strict=True):
+            for (_, tensor, _), (_, saved, _) in zip(
+                optimizer.tensors(), old.tensors(), strict=True
+            ):
                 tensor.copy_(saved)
             optimizer.set_step_count(step)
         bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))

@@ -1,4 +1,5 @@
-"""Muon: what its iteration does to singular values, whose matrices it takes, who works on them and what is sent."""
+"""Muon: what its iteration does to singular values, whose matrices it takes, who works on them and
+what is sent."""
 
 import math
 from collections import Counter
@@ -35,7 +36,9 @@ def test_singular_values_come_near_one_and_their_vectors_stay(shape):
     diagonal = found.diagonal(dim1=-2, dim2=-1)
     seen = values > 10  # from a hundredth of the largest on
     assert ((diagonal[:, seen] > 0.65) & (diagonal[:, seen] < 1.2)).all()
-    assert (diagonal > 0).all() and (diagonal.diff()[:, values[:-1] < 1] > 0).all(), "smaller ones are on their way"
+    assert (diagonal > 0).all() and (diagonal.diff()[:, values[:-1] < 1] > 0).all(), (
+        "smaller ones are on their way"
+    )
     torch.testing.assert_close(found, torch.diag_embed(diagonal), rtol=0, atol=1e-12)
 
 
@@ -54,7 +57,10 @@ def layers_of(config: Config) -> GPT:
 def test_layers_matrices_are_muons_and_the_rest_is_not():
     experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 16, "shared_ffn_hidden_size": 8}
     for model in ("gpt2_style", "mla", "gqa_sinks"):
-        for more in ({}, {**experts, "first_k_dense": 1, "num_mtp_layers": 1, "tie_embeddings": False}):
+        for more in (
+            {},
+            {**experts, "first_k_dense": 1, "num_mtp_layers": 1, "tie_embeddings": False},
+        ):
             config = config_of(model, optim={"name": "muon"})
             config = replace(config, model=replace(config.model, **more))
             specs = [spec_of(parameter) for parameter in layers_of(config).parameters()]
@@ -84,13 +90,17 @@ def test_an_update_has_the_size_of_adamws_and_one_moment():
     optimizer.step(1.0, scale=0.5)
     (parameter,) = bucket.parameters
     for part in parameter.detach().split([16, 48]):
-        assert 0.2 * 0.7 < part.square().mean().sqrt().item() < 0.2 * 1.2, "0.2 times singular values near 1"
+        assert 0.2 * 0.7 < part.square().mean().sqrt().item() < 0.2 * 1.2, (
+            "0.2 times singular values near 1"
+        )
 
 
 def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers():
-    """Mirrored pipeline ranks hold the same layers in another one: who begins with experts would wait for ever, and
-    who begins with another matrix would mix them up."""
-    model = replace(config_of().model, num_experts=2, top_k=1, moe_ffn_hidden_size=8, first_k_dense=1)
+    """Mirrored pipeline ranks hold the same layers in another one: who begins with experts would
+    wait for ever, and who begins with another matrix would mix them up."""
+    model = replace(
+        config_of().model, num_experts=2, top_k=1, moe_ffn_hidden_size=8, first_k_dense=1
+    )
     config = replace(config_of(optim={"name": "muon"}), model=model)
     mesh = build_mesh(sizes_of(config, 1), num_kv_heads=model.num_kv_heads)
     buckets = [
@@ -116,7 +126,9 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
         (torch.float32, True, "take_unsaved_masters"),
     ],
 )
-def test_both_optimisers_take_weights_that_were_loaded_and_the_number_of_updates(dtype, offload, take):
+def test_both_optimisers_take_weights_that_were_loaded_and_the_number_of_updates(
+    dtype, offload, take
+):
     norm = new_parameter((24,), ShardSpec("norm.weight", (24,), whole((24,))), dtype, "cpu")
     buckets = [Bucket([norm], Axis("dp"), Axis("dp"), torch.float32), one_bucket(dtype)]
     config = replace(MUON, offload=offload)
@@ -126,18 +138,23 @@ def test_both_optimisers_take_weights_that_were_loaded_and_the_number_of_updates
     getattr(optimizer, take)()
     optimizer.step(0.0)
     for bucket, part in zip(buckets, optimizer.parts, strict=True):
-        assert (bucket.weights == 3.0).all(), f"{type(part).__name__} has other masters than the weights"
+        assert (bucket.weights == 3.0).all(), (
+            f"{type(part).__name__} has other masters than the weights"
+        )
     optimizer.set_step_count(7)
     assert [part.step_count for part in optimizer.parts] == [7, 7]
 
 
 def test_without_masters_small_updates_are_not_lost():
-    """Thirty updates of a weight of 1 by about 2e-4 each, whose neighbours are 4e-3 and 8e-3 away."""
+    """Thirty updates of a weight of 1 by about 2e-4 each, whose neighbours are 4e-3 and 8e-3
+    away."""
     bucket = one_bucket(torch.bfloat16)
     (weight,) = bucket.parameters
     weight.data.fill_(1.0)
     optimizer = optimizer_of(bucket, MUON, rounding_seed=1)
-    assert [kind for kind, _, _ in optimizer.tensors()] == ["momentum"], "masters are kept after all"
+    assert [kind for kind, _, _ in optimizer.tensors()] == ["momentum"], (
+        "masters are kept after all"
+    )
     gradient, exact = torch.randn(64, 128), one_bucket()
     exact.weights.fill_(1.0)
     other = optimizer_of(exact, MUON)
@@ -152,9 +169,12 @@ def test_without_masters_small_updates_are_not_lost():
 
 
 def count_work(rank: int, world: int, config: Config):
-    """Sizes of the matrices that this rank makes orthogonal, and bytes that the optimiser sends by axis."""
+    """Sizes of the matrices that this rank makes orthogonal, and bytes that the optimiser sends by
+    axis."""
     ledger = Ledger()
-    mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, recorder=ledger)
+    mesh = build_mesh(
+        sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, recorder=ledger
+    )
     model = GPT(config, mesh)
     sync = build_sync(config, mesh, model)
     worked, original = Counter(), muon.orthogonalize
@@ -171,7 +191,8 @@ def count_work(rank: int, world: int, config: Config):
 
 
 def test_every_matrix_is_one_ranks_work_and_every_rank_has_some():
-    """On tp 2 × dp 2, ZeRO-1: what is sent is what leaves a rank of a share of each matrix, there and back."""
+    """On tp 2 × dp 2, ZeRO-1: what is sent is what leaves a rank of a share of each matrix, there
+    and back."""
     config = config_of("llama_gqa", tp=2, zero=1, optim={"name": "muon"})
     found = run_ranks(count_work, 4, config)
     h, f, kv = 32, 48, 16
@@ -181,12 +202,17 @@ def test_every_matrix_is_one_ranks_work_and_every_rank_has_some():
     assert sum((worked for worked, _ in found), Counter()) == once
     assert all(worked for worked, _ in found)
     numel = sum(count * math.prod(shape) for shape, count in once.items())
-    sent = {axis: sum(by_axis.get(axis, 0) for _, by_axis in found) for axis in ("dp_shard_cp", "tp")}
-    assert sent == {"dp_shard_cp": 2 * numel // 2 * 8, "tp": 2 * numel // 2 * 8}, "half of each, in fp64, both ways"
+    sent = {
+        axis: sum(by_axis.get(axis, 0) for _, by_axis in found) for axis in ("dp_shard_cp", "tp")
+    }
+    assert sent == {"dp_shard_cp": 2 * numel // 2 * 8, "tp": 2 * numel // 2 * 8}, (
+        "half of each, in fp64, both ways"
+    )
 
 
 def test_slices_of_any_stage_give_the_same_bits():
-    """In bf16 without masters, a micro-batch on each of two ranks: what is orthogonalised is whole, however cut."""
+    """In bf16 without masters, a micro-batch on each of two ranks: what is orthogonalised is whole,
+    however cut."""
     weights = []
     for zero in (1, 2, 3):
         config = config_of("llama_gqa", gbs=2, zero=zero, optim={"name": "muon"})

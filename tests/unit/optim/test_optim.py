@@ -64,31 +64,45 @@ def parameters():
     generator = torch.Generator().manual_seed(0)
     made = []
     for name, shape in (("a", (7, 5)), ("b", (3,)), ("c", (2, 2)), ("d", (9, 4))):
-        p = new_parameter(shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), torch.float32, "cpu")
+        p = new_parameter(
+            shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), torch.float32, "cpu"
+        )
         p.data.copy_(torch.randn(shape, generator=generator))
         made.append(p)
     return made
 
 
 @pytest.mark.parametrize(
-    ("slices", "offload", "how"), [(1, False, "auto"), (3, False, "kernel"), (1, True, "auto"), (3, True, "auto")]
+    ("slices", "offload", "how"),
+    [(1, False, "auto"), (3, False, "kernel"), (1, True, "auto"), (3, True, "auto")],
 )
 def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices, offload, how):
-    config = OptimConfig(lr=0.1, weight_decay=0.3, decay_exclude=["d"], offload=offload, implementation=how)
+    config = OptimConfig(
+        lr=0.1, weight_decay=0.3, decay_exclude=["d"], offload=offload, implementation=how
+    )
     truth = [p.detach().clone().requires_grad_() for p in parameters()]
-    groups = [{"params": [truth[0], truth[2]]}, {"params": [truth[1], truth[3]], "weight_decay": 0.0}]
+    groups = [
+        {"params": [truth[0], truth[2]]},
+        {"params": [truth[1], truth[3]], "weight_decay": 0.0},
+    ]
     oracle = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
     buckets = []
     for rank in range(slices):
         shard = Axis("dp_shard_cp", tuple(range(slices)), rank)
         buckets.append(Bucket(parameters(), shard, Axis("dp_replicate"), torch.float32))
-    assert all(start % 16 == 0 for bucket in buckets for start in (bucket.slice_numel, *bucket.offsets)), "not aligned"
+    assert all(
+        start % 16 == 0 for bucket in buckets for start in (bucket.slice_numel, *bucket.offsets)
+    ), "not aligned"
     optimizers = [AdamW([bucket], config) for bucket in buckets]
     for state in (state for optimizer in optimizers for state in optimizer.slices):
         assert state.on_host == offload
-        device_memory = {t.untyped_storage().data_ptr() for t in (state.bucket.weights, state.bucket.grads)}
+        device_memory = {
+            t.untyped_storage().data_ptr() for t in (state.bucket.weights, state.bucket.grads)
+        }
         host = {t.untyped_storage().data_ptr() for t in (state.master, state.grads)}
-        assert (device_memory & host == set()) == offload, "the update reads and writes copies of its own"
+        assert (device_memory & host == set()) == offload, (
+            "the update reads and writes copies of its own"
+        )
     for step in range(3):
         grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in truth]
         for p, grad in zip(truth, grads):
@@ -114,11 +128,17 @@ def test_one_pass_clips_updates_and_rounds():
         bucket = Bucket(narrow, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
         for step in range(3):
-            bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))
+            bucket.grads.copy_(
+                torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step))
+            )
             optimizer.step(lr=0.1, scale=0.25)
         (state,) = optimizer.slices
-        assert state.master.dtype == torch.float32 and torch.equal(state.master.bfloat16(), bucket.weight_slice)
-        weights.append(torch.cat([state.master[slice(*segment.owned)] for segment in state.segments]))
+        assert state.master.dtype == torch.float32 and torch.equal(
+            state.master.bfloat16(), bucket.weight_slice
+        )
+        weights.append(
+            torch.cat([state.master[slice(*segment.owned)] for segment in state.segments])
+        )
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
 
 
@@ -138,7 +158,8 @@ def test_one_pass_is_as_exact_as_its_masters():
 
 @pytest.mark.parametrize(("how", "seed"), [("torch", None), ("kernel", None), ("torch", 1)])
 def test_a_new_optimiser_goes_on_where_another_stopped(how, seed):
-    """With its moments, and the number of updates: for the bias correction, and (seed) the bits of random rounding."""
+    """With its moments, and the number of updates: for the bias correction, and (seed) the bits of
+    random rounding."""
     weights = []
     for stop in (0, 2):
         narrow = [torch.nn.Parameter(wide.detach().bfloat16()) for wide in parameters()]
@@ -149,10 +170,14 @@ def test_a_new_optimiser_goes_on_where_another_stopped(how, seed):
         for step in range(3):
             if step and step == stop:
                 old, optimizer = optimizer, AdamW([bucket], OptimConfig(implementation=how), seed)
-                for (_, tensor, _), (_, saved, _) in zip(optimizer.tensors(), old.tensors(), strict=True):
+                for (_, tensor, _), (_, saved, _) in zip(
+                    optimizer.tensors(), old.tensors(), strict=True
+                ):
                     tensor.copy_(saved)
                 optimizer.set_step_count(step)
-            bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))
+            bucket.grads.copy_(
+                torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step))
+            )
             optimizer.step(lr=0.1)
         weights.append(bucket.weights.clone())
     assert torch.equal(*weights)
@@ -165,7 +190,9 @@ def test_the_norm_counts_owned_elements_once():
         made.grads.fill_(2.0)  # padding between parameters too: it must not count
         return made
 
-    total = sum(global_square_sum([bucket(rank, replica)]).item() for rank in (0, 1) for replica in (0, 1))
+    total = sum(
+        global_square_sum([bucket(rank, replica)]).item() for rank in (0, 1) for replica in (0, 1)
+    )
     assert total == pytest.approx(4.0 * (35 + 3 + 4 + 36))
 
 
@@ -181,9 +208,11 @@ def test_the_norm_of_many_elements_is_as_exact_as_float32():
     """Summed in one go, float32 loses a thousandth of ten million squares on a CPU."""
     spec = ShardSpec("weight", (2500, 4000), whole((2500, 4000)))
     bucket = Bucket(
-        [new_parameter(spec.shape, spec, torch.float32, "cpu")], Axis("dp_shard_cp"), Axis("dp_replicate"),
+        [new_parameter(spec.shape, spec, torch.float32, "cpu")],
+        Axis("dp_shard_cp"),
+        Axis("dp_replicate"),
         torch.float32,
-    )  # fmt: skip
+    )
     bucket.grads.normal_(generator=torch.Generator().manual_seed(0))
     expected = bucket.grads.double().square().sum().item()
     assert global_square_sum([bucket]).item() == pytest.approx(expected, rel=1e-6)
@@ -200,7 +229,11 @@ def test_clipping_in_the_update_is_clipping_before_it(dtype):
         bucket = Bucket(wide, Axis("dp_shard_cp"), Axis("dp_replicate"), dtype)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, eps=0.5, implementation="torch"))
         for step in range(3):
-            bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step), dtype=dtype))
+            bucket.grads.copy_(
+                torch.randn(
+                    bucket.numel, generator=torch.Generator().manual_seed(step), dtype=dtype
+                )
+            )
             bucket.grads.mul_(0.3 if before else 1)
             optimizer.step(lr=0.1, scale=None if before else 0.3)
         weights.append(bucket.weights)
@@ -226,12 +259,19 @@ class Calls(TorchDispatchMode):
 
 
 def test_masters_on_the_host_are_widened_there():
-    """The device may have no room for an fp32 copy of its weights, which is why they are on the host."""
-    leaves = [new_parameter(spec.shape, spec, torch.bfloat16, "cpu") for spec in map(spec_of, parameters())]
+    """The device may have no room for an fp32 copy of its weights, which is why they are on the
+    host."""
+    leaves = [
+        new_parameter(spec.shape, spec, torch.bfloat16, "cpu")
+        for spec in map(spec_of, parameters())
+    ]
     bucket = Bucket(leaves, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
     with Calls() as calls:
         AdamW([bucket], OptimConfig(offload=True))
-    assert torch.ops.aten.copy_.default in calls.seen and torch.ops.aten._to_copy.default not in calls.seen
+    assert (
+        torch.ops.aten.copy_.default in calls.seen
+        and torch.ops.aten._to_copy.default not in calls.seen
+    )
 
 
 def test_masters_on_the_host_take_weights_that_were_loaded():
@@ -242,4 +282,6 @@ def test_masters_on_the_host_take_weights_that_were_loaded():
     optimizer.take_unsaved_masters()
     optimizer.step(lr=0.0)
     assert torch.equal(bucket.weights, loaded)
-    assert {kind for kind, _, _ in optimizer.tensors()} == {"exp_avg", "exp_avg_sq"}, "saved once, as the weights"
+    assert {kind for kind, _, _ in optimizer.tensors()} == {"exp_avg", "exp_avg_sq"}, (
+        "saved once, as the weights"
+    )

@@ -1,4 +1,5 @@
-"""Rounding at random: unbiased, the same on any slice, and enough to train bf16 weights without masters."""
+"""Rounding at random: unbiased, the same on any slice, and enough to train bf16 weights without
+masters."""
 
 import dataclasses
 
@@ -46,9 +47,12 @@ def test_slices_and_copies_round_alike(monkeypatch):
     name, shape = "layers.0.mlp.up.weight", (6, 8)
 
     def rounded(rows: slice, first: int, last: int, seed: int = 3, step: int = 7) -> torch.Tensor:
-        """Elements first to last of a rank that holds these rows, as an owned slice that begins elsewhere."""
+        """Elements first to last of a rank that holds these rows, as an owned slice that begins
+        elsewhere."""
         piece = Piece((rows.start, 0), (rows.stop - rows.start, 8))
-        segment = Segment(ShardSpec(name, shape, (piece,)), (first, last), (100, 100 + last - first))
+        segment = Segment(
+            ShardSpec(name, shape, (piece,)), (first, last), (100, 100 + last - first)
+        )
         out = torch.empty(last - first, dtype=torch.bfloat16)
         store_rounded(wide[rows].flatten()[first:last], out, segment, seed, step)
         return out
@@ -60,7 +64,9 @@ def test_slices_and_copies_round_alike(monkeypatch):
     monkeypatch.setattr(rounding, "_CHUNK", 5)
     assert torch.equal(rounded(slice(0, 6), 3, 48), once[3:]), "piece by piece"
     for other in ({"seed": 4}, {"step": 8}):
-        assert not torch.equal(rounded(slice(0, 6), 0, 48, **other), once), f"the same bits whatever {other} is"
+        assert not torch.equal(rounded(slice(0, 6), 0, 48, **other), once), (
+            f"the same bits whatever {other} is"
+        )
 
 
 def test_small_updates_are_not_lost():
@@ -71,7 +77,10 @@ def test_small_updates_are_not_lost():
     bucket = Bucket([weight], Axis("dp"), Axis("dp"), torch.bfloat16)
     optimizer = AdamW([bucket], OptimConfig(weight_decay=0.0), rounding_seed=1)
     assert not any(kind == "master" for kind, _, _ in optimizer.tensors())
-    assert optimizer.slices[0].master.data_ptr() == bucket.weights.data_ptr() and weight.dtype == torch.bfloat16
+    assert (
+        optimizer.slices[0].master.data_ptr() == bucket.weights.data_ptr()
+        and weight.dtype == torch.bfloat16
+    )
     for _ in range(20):
         weight.main_grad.fill_(1.0)
         optimizer.step(1e-4)
@@ -81,13 +90,18 @@ def test_small_updates_are_not_lost():
 
 
 def test_a_model_trains_without_masters():
-    """Near the run with masters, as near on two ranks that share the optimiser state; copies stay equal."""
+    """Near the run with masters, as near on two ranks that share the optimiser state; copies stay
+    equal."""
     config = config_of("llama_gqa", gbs=2, zero=1)
     losses = {}
     for masters, world in ((True, 1), (False, 1), (False, 2)):
-        run = dataclasses.replace(config, precision=PrecisionConfig(dtype="bf16", master_weights=masters))
+        run = dataclasses.replace(
+            config, precision=PrecisionConfig(dtype="bf16", master_weights=masters)
+        )
         outcome, _, held = layout_run(run, world, make_rows(run, 6), 6)
         losses[masters, world] = outcome.losses[-1]
-        assert all(torch.equal(one[2], other[2]) for one, other in zip(held[0], held[-1])), "copies differ"
+        assert all(torch.equal(one[2], other[2]) for one, other in zip(held[0], held[-1])), (
+            "copies differ"
+        )
     assert losses[False, 1] == pytest.approx(losses[True, 1], rel=2e-2)
     assert losses[False, 2] == pytest.approx(losses[False, 1], rel=2e-2)

@@ -1,4 +1,5 @@
-"""Schedules are found by name: a new file with one decorated function is all that a new schedule takes."""
+"""Schedules are found by name: a new file with one decorated function is all that a new schedule
+takes."""
 
 import subprocess
 import sys
@@ -8,8 +9,18 @@ import pytest
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 
 CONTRACT = [
-    "gpipe", "1f1b", "interleaved", "bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe", "dualpipe_v"
-]  # fmt: skip
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "bfs",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe",
+    "dualpipe_v",
+]
 ONE_MORE = """
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
 from megatron5d.pipeline_parallel.registry import schedule
@@ -39,7 +50,8 @@ def test_every_schedule_tells_its_source_and_its_formula(name):
 
 
 def test_a_new_schedule_is_one_file(tmp_path):
-    """With a second folder on the package's path, as an installed plug-in would have: nothing else is told about it."""
+    """With a second folder on the package's path, as an installed plug-in would have: nothing else
+    is told about it."""
     (tmp_path / "extra.py").write_text(ONE_MORE)
     code = f"""
 from megatron5d.pipeline_parallel import schedules

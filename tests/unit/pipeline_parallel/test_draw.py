@@ -47,7 +47,9 @@ def test_chunks_and_idle_time_can_be_told_apart():
     letters = set("".join(draw_text(program, result).splitlines()[1:])) & set("FIWBfiwb")
     assert letters == set("FIWfiw")
     text = draw_svg(program, result)
-    assert all(f">{name}</text>" in text for name in ("F forward", "F forward, later stages", "idle"))
+    assert all(
+        f">{name}</text>" in text for name in ("F forward", "F forward, later stages", "idle")
+    )
     assert "second direction</text>" in draw_svg(*drawn("dualpipe"))
 
 
@@ -57,7 +59,9 @@ def test_svg_has_one_box_an_action(name):
     root = xml.fromstring(draw_svg(program, result, width=800))
     boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     assert len(boxes) == sum(len(slot) for line in program.ranks for slot in line)
-    assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) == pytest.approx(860, abs=0.1)
+    assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) == pytest.approx(
+        860, abs=0.1
+    )
     tips = {box.find(f"{SVG}title").text.split()[0] for box in boxes}
     assert len(tips) == sum(len(line) for line in program.ranks)
     rows = {(float(box.get("y")) - 50) // 26 for box in boxes}

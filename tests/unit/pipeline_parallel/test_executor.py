@@ -39,7 +39,9 @@ def test_every_value_reaches_its_stage_and_peaks_are_the_simulators(schedule):
         return held.peak, [timing.action for timing in timeline], held.now
 
     found = run_ranks(on_rank, PP)
-    assert [peak for peak, _, _ in found] == pytest.approx(verify(program).peak_activations.tolist())
+    assert [peak for peak, _, _ in found] == pytest.approx(
+        verify(program).peak_activations.tolist()
+    )
     assert [now for _, _, now in found] == pytest.approx([0] * PP, abs=1e-9)
     for rank, (_, actions, _) in enumerate(found):
         assert sorted(actions) == sorted(action for slot in program.ranks[rank] for action in slot)
@@ -55,7 +57,9 @@ def test_forwards_alone_run_through_the_same_stages():
         def note(batch, y):
             outputs.append((batch, y[:2].tolist()))
 
-        executor, held = timed_executor(program, axis_of(rank, world), Costs(), 0.001, training=False)
+        executor, held = timed_executor(
+            program, axis_of(rank, world), Costs(), 0.001, training=False
+        )
         executor.run(range(M), note, FORMS)
         return outputs, held.now
 
@@ -67,7 +71,8 @@ def test_forwards_alone_run_through_the_same_stages():
 
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 3), ("interleaved", 5), ("bfs", 8 * M)])
 def test_forwards_alone_hold_few_outputs_however_many_micro_batches_there_are(schedule, most):
-    """No backward tells that they have arrived: ranks wait, two messages behind; but not where all would wait."""
+    """No backward tells that they have arrived: ranks wait, two messages behind; but not where all
+    would wait."""
     program = forward_only(build_program(schedule, 3, 4 * M))
 
     def on_rank(rank, world):
@@ -103,7 +108,9 @@ class Breaks:
 
 def test_an_error_names_rank_action_stage_and_micro_batch():
     def on_rank(rank, world):
-        executor, held = timed_executor(build_program("zb_h1", PP, M), axis_of(rank, world), Costs(), 0.001)
+        executor, held = timed_executor(
+            build_program("zb_h1", PP, M), axis_of(rank, world), Costs(), 0.001
+        )
         if rank == 2:
             for passes in executor._slots:
                 for each in passes:
@@ -114,7 +121,10 @@ def test_an_error_names_rank_action_stage_and_micro_batch():
         run_ranks(on_rank, PP)
     text = str(failure.value)
     assert text.startswith("rank 2:")
-    assert "pipeline rank 2, action 2I3 (stage 2, micro-batch 3): ValueError: the gradient of a broken stage" in text
+    assert (
+        "pipeline rank 2, action 2I3 (stage 2, micro-batch 3): ValueError: the gradient of a broken stage"
+        in text
+    )
 
 
 class Deadly:
@@ -126,10 +136,13 @@ class Deadly:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
 def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path, over_gloo):
-    """Each survivor loses a neighbour, and leaves as soon as it has said so: the dead one is named all the same."""
+    """Each survivor loses a neighbour, and leaves as soon as it has said so: the dead one is named
+    all the same."""
 
     def on_rank(rank, world):
-        executor, held = timed_executor(build_program(schedule, PP, M), unchecked_axis(rank, world), Costs(), 0.005)
+        executor, held = timed_executor(
+            build_program(schedule, PP, M), unchecked_axis(rank, world), Costs(), 0.005
+        )
         run_timed(executor, held)
         if rank == 2:
             for passes in executor._slots[9:]:
@@ -166,7 +179,8 @@ def test_a_step_that_leaves_something_behind_is_refused():
 
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_send_completions_hold_in_every_possible_order(schedule):
-    """By brute force: what a send completion proves must have happened before its message arrived."""
+    """By brute force: what a send completion proves must have happened before its message
+    arrived."""
     program = build_program(schedule, PP, M)
     before = happened_before(program)
     told = 0
@@ -205,7 +219,8 @@ def sender_of(program, message):
 
 
 def happened_before(program):
-    """`[rank][position]` -> for every rank, the last position that has run entirely when this one begins to send."""
+    """`[rank][position]` -> for every rank, the last position that has run entirely when this one
+    begins to send."""
     clocks = [[None] * len(line) for line in program.ranks]
     senders = {
         output_of(program, action): (rank, position)
@@ -234,7 +249,8 @@ def happened_before(program):
 
 
 def test_sent_tensors_are_freed_during_the_step():
-    """1F1B with many micro-batches: tensors in flight are bounded by the pipeline's depth, not by the step."""
+    """1F1B with many micro-batches: tensors in flight are bounded by the pipeline's depth, not by
+    the step."""
 
     def on_rank(rank, world):
         pipeline = OurPipeline(build_program("1f1b", 2, 24), unchecked_axis(rank, world))
@@ -266,9 +282,11 @@ def test_an_executor_refuses_a_channel_of_the_wrong_end():
 
 def test_two_overlapped_actions_take_turns():
     program = make_program(
-        "pair", loop_placement(1), [0, 0],
+        "pair",
+        loop_placement(1),
+        [0, 0],
         [[(Action("F", 0, 0),), (Action("F", 0, 1), Action("B", 0, 0)), (Action("B", 0, 1),)]],
-    )  # fmt: skip
+    )
     log = []
 
     class Logged:

@@ -1,9 +1,17 @@
-"""torch's runtime and ours give the same gradients on the same stages, and torch's schedules run in our executor."""
+"""torch's runtime and ours give the same gradients on the same stages, and torch's schedules run in
+our executor."""
 
 import pytest
 import torch
 from ranks import run_ranks
-from torch_pipelining import NAMES, SCHEDULES, OurPipeline, TorchPipeline, serial_grads, unchecked_axis
+from torch_pipelining import (
+    NAMES,
+    SCHEDULES,
+    OurPipeline,
+    TorchPipeline,
+    serial_grads,
+    unchecked_axis,
+)
 
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
@@ -18,7 +26,9 @@ def csv_of(schedule, path):
         schedule._dump_csv(path)
         return path.read_text()
     order = schedule._get_pipeline_order()
-    return "\n".join(",".join("" if action is None else str(action) for action in order[rank]) for rank in order)
+    return "\n".join(
+        ",".join("" if action is None else str(action) for action in order[rank]) for rank in order
+    )
 
 
 def worst(grads, truth):

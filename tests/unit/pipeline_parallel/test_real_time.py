@@ -1,8 +1,9 @@
-"""The executor takes the time that the simulator says, for every schedule, on 8 and on 16 ranks, within 5 %; and ranks
-measure the bubble that the simulator says.
+"""The executor takes the time that the simulator says, for every schedule, on 8 and on 16 ranks,
+within 5 %; and ranks measure the bubble that the simulator says.
 
-Stages wait instead of computing; executor, channels and messages are the true ones. A busy machine can only add time,
-so a run that is too slow is repeated, with longer actions at last, for minutes if need be.
+Stages wait instead of computing; executor, channels and messages are the true ones. A busy machine
+can only add time, so a run that is too slow is repeated, with longer actions at last, for minutes
+if need be.
 """
 
 import time
@@ -22,7 +23,8 @@ from megatron5d.topology.axis import Axis
 
 pytestmark = [] if may_come_first() else pytest.mark.alone
 
-UNITS_S = (0.04, 0.04, 0.04, 0.1, 0.1, 0.25)  # of a forward through one rank's layers, attempt by attempt
+# of a forward through one rank's layers, attempt by attempt
+UNITS_S = (0.04, 0.04, 0.04, 0.1, 0.1, 0.25)
 LAST_UNIT_S, BUDGET_S = 0.4, 240.0  # of the attempts after these, while so much time is not used up
 PLAIN = Costs(F=1.0, I=1.2, W=0.8)
 EXPERTS = Costs(a2aF=0.5, a2aB=0.5)
@@ -60,11 +62,15 @@ def check(program: Program, costs: Costs) -> None:
     ratios: list[float] = []
     for unit_s in units():
         found = run_ranks(timed, program.num_ranks, program, costs, unit_s, timeout=100)
-        assert [peak for _, _, peak, _ in found] == pytest.approx(expected.peak_activations.tolist())
+        assert [peak for _, _, peak, _ in found] == pytest.approx(
+            expected.peak_activations.tolist()
+        )
         makespan = max(end for _, end, _, _ in found) - min(start for start, _, _, _ in found)
         ratios.append(makespan / (expected.makespan * unit_s))
         bubbles = [bubble for _, _, _, bubble in found]
-        if 0.98 < ratios[-1] < 1.05 and bubbles == pytest.approx(waiting_shares(program, expected), abs=0.05):
+        if 0.98 < ratios[-1] < 1.05 and bubbles == pytest.approx(
+            waiting_shares(program, expected), abs=0.05
+        ):
             return
     pytest.fail(
         f"{program.name}: measured over simulated makespan was {ratios}, at last with {LAST_UNIT_S} s a forward; then "

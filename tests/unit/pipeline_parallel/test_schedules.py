@@ -1,4 +1,5 @@
-"""Every named schedule against published formulas, a table of independently simulated figures, and the checker."""
+"""Every named schedule against published formulas, a table of independently simulated figures, and
+the checker."""
 
 import itertools
 from dataclasses import replace
@@ -18,7 +19,8 @@ REAL = "F=1,I=1.2,W=0.8,comm=0.1"
 MOE = "a2aF=0.5,a2aB=0.5"
 DEAR = "a2aF=1,a2aB=1,comm=0.1"
 
-# overhead at (p=8, m=32) and (p=16, m=64) for each of the four costs; then the peak activations at both sizes
+# overhead at (p=8, m=32) and (p=16, m=64) for each of the four costs; then the peak activations at
+# both sizes
 TABLE = {
     ("gpipe", None): ((21, 45), (22.4, 48), (60, 124), (100.4, 206), (32, 64)),
     ("1f1b", None): ((21, 45), (27.8, 59.8), (60, 124), (105.8, 217.8), (8, 16)),
@@ -70,7 +72,9 @@ def test_known_figures(name, chunks):
             assert result.bubble == pytest.approx(result.overhead / (result.overhead + 3 * size[1]))
 
 
-@pytest.mark.parametrize("p, m", [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 3, 7, 8, 12, 19, 33)])
+@pytest.mark.parametrize(
+    "p, m", [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 3, 7, 8, 12, 19, 33)]
+)
 def test_every_schedule_is_correct_at_any_size(p, m):
     for program in programs(p, m):
         verify(program)
@@ -92,14 +96,17 @@ def test_published_formulas(p, m):
     if m % p == 0:
         for v in (2, 4):
             assert overhead("interleaved", p, m, c, v) == pytest.approx((p - 1) * both / v)
-            assert peak("interleaved", p, m, v) == pytest.approx(min(p * (1 + (p - 1) / (p * v)), m))
+            assert peak("interleaved", p, m, v) == pytest.approx(
+                min(p * (1 + (p - 1) / (p * v)), m)
+            )
             assert overhead("interleaved_zb", p, m, Costs(), v) == pytest.approx((p - 1) / v)
             assert peak("interleaved_zb", p, m, v) <= p
 
 
 @pytest.mark.parametrize("p", (1, 2, 3, 4, 6, 8, 13))
 def test_zero_bubble_formulas(p):
-    """No bubble between a rank's first and last action where F = I = W; the ranks' shifted starts stay."""
+    """No bubble between a rank's first and last action where F = I = W; the ranks' shifted starts
+    stay."""
     for m in (2 * p - 1, 2 * p, 3 * p + 1, 6 * p):
         assert overhead("zb_h2", p, m, Costs()) == p - 1
         assert peak("zb_h2", p, m) == 2 * p - 1
@@ -118,21 +125,30 @@ def test_dualpipe_formula(p):
     c = Costs(F=1.0, I=1.0, W=1.0)
     for m in (2 * p, 2 * p + 2, 5 * p):
         pair, backward = c.F + c.I + c.W, c.I + c.W
-        assert overhead("dualpipe", p, m, c) == pytest.approx((p / 2 - 1) * (pair + backward - 3 * c.W))
+        assert overhead("dualpipe", p, m, c) == pytest.approx(
+            (p / 2 - 1) * (pair + backward - 3 * c.W)
+        )
         assert peak("dualpipe", p, m) == p + 1
     for m in (2 * p, 2 * p + 1, 5 * p):
-        assert overhead("dualpipe_v", p, m, c) == pytest.approx((p - 1) * (pair + backward - 3 * c.W) / 2)
+        assert overhead("dualpipe_v", p, m, c) == pytest.approx(
+            (p - 1) * (pair + backward - 3 * c.W) / 2
+        )
         assert peak("dualpipe_v", p, m) == p + 0.5
 
 
 @pytest.mark.parametrize("p", (3, 4, 5, 7, 8, 12, 16, 17))
 def test_controllable_memory_formulas(p):
-    """V-Half and V-Min hold a half and a third of 1F1B's activations, and bubble a half and two thirds of its time."""
+    """V-Half and V-Min hold a half and a third of 1F1B's activations, and bubble a half and two
+    thirds of its time."""
     for m in (2 * p, 2 * p + 1, 4 * p):
         assert peak("v_half", p, m) == p // 2 + 1
         assert peak("v_min", p, m) == (p + 1) // 3 + 1
-        assert overhead("v_half", p, m, Costs()) == pytest.approx((p - 1) * 3 / 2 - (0.5 if p % 2 else 2.0))
-        assert overhead("v_min", p, m, Costs()) == pytest.approx((p - 1) * 2 - (0.5 if p % 3 else 1.5))
+        assert overhead("v_half", p, m, Costs()) == pytest.approx(
+            (p - 1) * 3 / 2 - (0.5 if p % 2 else 2.0)
+        )
+        assert overhead("v_min", p, m, Costs()) == pytest.approx(
+            (p - 1) * 2 - (0.5 if p % 3 else 1.5)
+        )
 
 
 @pytest.mark.parametrize("text", [UNIT, REAL, MOE, DEAR])
@@ -145,7 +161,8 @@ def test_nothing_beats_the_lower_bound(text):
 
 
 def test_nothing_beats_the_lower_bound_of_stages_that_differ():
-    """In time and in memory, and not by the same factor: what memory admits is each rank's own matter."""
+    """In time and in memory, and not by the same factor: what memory admits is each rank's own
+    matter."""
     random = np.random.default_rng(0)
     for name in schedule_names() * 3:
         program = build_program(name, 4, 12)
@@ -160,7 +177,9 @@ def test_nothing_beats_the_lower_bound_of_stages_that_differ():
 def test_the_lower_bound_is_met_where_f_i_and_w_are_equal():
     for name, memory in (("zb_v", 8), ("interleaved_zb", 8), ("zb_h1", 8)):
         program = build_program(name, 8, 32)
-        assert simulate(program, Costs()).overhead == lower_bound(program.placement, Costs(), 32, memory)
+        assert simulate(program, Costs()).overhead == lower_bound(
+            program.placement, Costs(), 32, memory
+        )
 
 
 def lines(program):
@@ -190,7 +209,8 @@ def test_zb_v_by_hand():
 
 
 def test_controllable_memory_as_its_authors_squeeze_it():
-    """The second of four ranks, as github.com/sail-sg/zero-bubble-pipeline-parallelism orders it."""
+    """The second of four ranks, as github.com/sail-sg/zero-bubble-pipeline-parallelism orders
+    it."""
     assert lines(build_program("v_half", 4, 6))[1] == (
         "1F0 1F1 1F2 1F3 6F0 6F1 6I0 6W0 6F2 6I1 6W1 1I0 1W0 1F4 6F3 6I2 6W2 1I1 1F5 1W1 6F4 6I3 6W3 1I2 6I4 6W4 6F5 "
         "1W2 1I3 6I5 1I4 6W5 1W3 1W4 1I5 1W5"
@@ -202,7 +222,8 @@ def test_controllable_memory_as_its_authors_squeeze_it():
 
 
 def test_dualpipe_by_hand():
-    """Outer ranks: forwards both ways, zero-bubble start, pairs, zero-bubble end; mirrored ranks do the same."""
+    """Outer ranks: forwards both ways, zero-bubble start, pairs, zero-bubble end; mirrored ranks do
+    the same."""
     program = build_program("dualpipe", 4, 8)
     assert lines(program)[0] == (
         "0F0 0F1 0F2 3F4 3I4 3W4 3F5 (0F3;3B5)OVERLAP_F_B (3F6;0B0)OVERLAP_F_B 3B6 (3F7;0B1)OVERLAP_F_B 3B7 "
@@ -212,11 +233,16 @@ def test_dualpipe_by_hand():
         "1F0 2F4 1F1 2F5 1F2 2B4 (2F6;1B0)OVERLAP_F_B (1F3;2B5)OVERLAP_F_B (2F7;1B1)OVERLAP_F_B 2B6 1B2 2I7 1I3 2W7 1W3"
     )
     for rank in (0, 1):
-        turned = [tuple(a._replace(microbatch=(a.microbatch + 4) % 8) for a in slot) for slot in program.ranks[rank]]
+        turned = [
+            tuple(a._replace(microbatch=(a.microbatch + 4) % 8) for a in slot)
+            for slot in program.ranks[rank]
+        ]
         assert tuple(turned) == program.ranks[3 - rank]
 
 
-@pytest.mark.parametrize("p, m", [(4, 4), (4, 5), (4, 7), (4, 8), (4, 11), (4, 15), (3, 2), (8, 33)])
+@pytest.mark.parametrize(
+    "p, m", [(4, 4), (4, 5), (4, 7), (4, 8), (4, 11), (4, 15), (3, 2), (8, 33)]
+)
 def test_groups_are_even_and_at_least_as_long_as_the_pipeline(p, m):
     sizes = group_sizes(p, m)
     assert sum(sizes) == m and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
@@ -226,7 +252,10 @@ def test_groups_are_even_and_at_least_as_long_as_the_pipeline(p, m):
 def test_interleaved_does_not_degrade_between_multiples():
     """A rest of micro-batches costs at most what a whole further round would."""
     for m in range(9, 16):
-        assert overhead("interleaved", 8, m, Costs(), 2) <= overhead("interleaved", 8, 8, Costs(), 2) + 3
+        assert (
+            overhead("interleaved", 8, m, Costs(), 2)
+            <= overhead("interleaved", 8, 8, Costs(), 2) + 3
+        )
 
 
 @pytest.mark.parametrize(

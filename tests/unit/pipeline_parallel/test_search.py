@@ -1,4 +1,5 @@
-"""The search: figures that it must reach, never behind the named schedules, and each result as simulate counts it."""
+"""The search: figures that it must reach, never behind the named schedules, and each result as
+simulate counts it."""
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def check(result, costs, cap) -> None:
     peaks = verify(result.program, cap, stage_costs)
     exact = simulate(result.program, stage_costs)
     found = result.simulation
-    assert found.makespan == pytest.approx(exact.makespan) and found.overhead == pytest.approx(exact.overhead)
+    assert found.makespan == pytest.approx(exact.makespan) and found.overhead == pytest.approx(
+        exact.overhead
+    )
     assert found.peak_activations == pytest.approx(peaks.peak_activations)
     assert result.lower_bound <= found.overhead + 1e-9
     if result.named is not None:
@@ -54,22 +57,34 @@ def test_figures_at_sixteen_ranks(text, placement, copies, cap, evaluations, fig
 
 @pytest.mark.parametrize("pp, counts", [(8, (24, 32)), (16, (48, 64, 96, 128))])
 def test_what_is_known_serves_many_numbers_of_microbatches(pp, counts):
-    """Without any search: three quarters of the overhead of the best named schedules with the dense costs, on the V."""
+    """Without any search: three quarters of the overhead of the best named schedules with the dense
+    costs, on the V."""
     costs, placement = parse_costs(DENSE), zigzag_placement(pp)
     for m in counts:
         problem = Problem(placement, m, costs.of(placement), np.full(pp, 1.25 * pp))
-        reached = min(problem.makespan(policy) for policy in shipped_policies(problem.num_streams)) - 3 * m
+        reached = (
+            min(problem.makespan(policy) for policy in shipped_policies(problem.num_streams))
+            - 3 * m
+        )
         named = [build_program("zb_v", pp, m), build_program("interleaved_zb", pp, m, 4)]
-        assert reached <= 0.75 * min(simulate(program, costs).overhead for program in named), (pp, m)
+        assert reached <= 0.75 * min(simulate(program, costs).overhead for program in named), (
+            pp,
+            m,
+        )
 
 
-def with_ends(num_layers: int, costs: Costs = Costs(a2aF=0.5, a2aB=0.5), balance: str = "stages") -> LayerCosts:  # noqa: B008
-    """The embedding counts 0.3 ranks' layers and the head 1.5, and the first rank's layers have no experts."""
+EXCHANGING = Costs(a2aF=0.5, a2aB=0.5)
+
+
+def with_ends(num_layers: int, costs: Costs = EXCHANGING, balance: str = "stages") -> LayerCosts:
+    """The embedding counts 0.3 ranks' layers and the head 1.5, and the first rank's layers have no
+    experts."""
     return LayerCosts(costs, num_layers, embedding=0.3, head=1.5, dense=1.0, balance=balance)
 
 
 def test_ends_that_differ():
-    """At least a quarter less overhead than the best named schedule under the same cap, both with the best split."""
+    """At least a quarter less overhead than the best named schedule under the same cap, both with
+    the best split."""
     costs = with_ends(30)
     result = search_program(8, 32, [costs], memory=10.0, seconds=None, evaluations=6000)
     check(result, costs, 10.0)
@@ -79,9 +94,11 @@ def test_ends_that_differ():
 
 
 def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, float]:
-    """Makespan of what is found, that of the best named schedule with the better split, and work of the busiest rank.
+    """Makespan of what is found, that of the best named schedule with the better split, and work of
+    the busiest rank.
 
-    At 16 ranks, 64 micro-batches and 1.25 p of memory. With four chunks no named schedule comes near those with fewer.
+    At 16 ranks, 64 micro-batches and 1.25 p of memory. With four chunks no named schedule comes
+    near those with fewer.
     """
     few_chunks = [name for name in candidates(16, copies) if not name.endswith("4")]
     named = []
@@ -93,7 +110,11 @@ def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, 
     options = {"seconds": None, "evaluations": 1000, "placements": [placement], "copies": copies}
     result = search_program(16, 64, [costs], memory=20.0, **options)
     check(result, costs, 20.0)
-    return result.simulation.makespan, min(named), result.simulation.makespan - result.simulation.overhead
+    return (
+        result.simulation.makespan,
+        min(named),
+        result.simulation.makespan - result.simulation.overhead,
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,9 +126,12 @@ def test_ends_that_differ_at_sixteen_ranks(num_layers, text, placement, copies):
     assert found - work <= 0.75 * (named - work)
 
 
-@pytest.mark.parametrize(("num_layers", "text", "dualpipe"), [(128, EXPERTS, 34.0), (62, DEAR, 74.5)])
+@pytest.mark.parametrize(
+    ("num_layers", "text", "dualpipe"), [(128, EXPERTS, 34.0), (62, DEAR, 74.5)]
+)
 def test_ends_that_differ_with_two_copies_and_experts(num_layers, text, dualpipe):
-    """Compares with a dualpipe whose split was fitted (docs/notes/pipeline.md), beyond the busiest rank's work."""
+    """Compares with a dualpipe whose split was fitted (docs/notes/pipeline.md), beyond the busiest
+    rank's work."""
     deals = [with_ends(num_layers, parse_costs(text), balance) for balance in BALANCES]
     options = {"copies": 2, "seconds": None, "evaluations": 2000, "placements": ["mirrored"]}
     result = search_program(16, 64, deals, memory=20.0, **options)
@@ -116,8 +140,15 @@ def test_ends_that_differ_with_two_copies_and_experts(num_layers, text, dualpipe
 
 
 def test_with_two_copies_more_layers_on_the_end_ranks_pay():
-    """They have no all-to-all and wait for nobody: the shipped policies alone are a tenth better with such a split."""
-    options = {"memory": 20.0, "copies": 2, "seconds": None, "evaluations": 100, "placements": ["mirrored"]}
+    """They have no all-to-all and wait for nobody: the shipped policies alone are a tenth better
+    with such a split."""
+    options = {
+        "memory": 20.0,
+        "copies": 2,
+        "seconds": None,
+        "evaluations": 100,
+        "placements": ["mirrored"],
+    }
     deals = [with_ends(128, parse_costs(DEAR), balance) for balance in BALANCES]
     found, before = (search_program(16, 64, some, **options) for some in (deals, deals[:2]))
     least = 216.0  # work of the busiest rank where that is as little as can be
@@ -127,9 +158,11 @@ def test_with_two_copies_more_layers_on_the_end_ranks_pay():
 
 
 def test_nothing_is_faster_where_the_head_is_busiest():
-    """With the head alone on a rank: its work, after the forward of a first micro-batch through all that comes before.
+    """With the head alone on a rank: its work, after the forward of a first micro-batch through all
+    that comes before.
 
-    That much any schedule takes with one copy, however the layers are split: the best named one is 2 % slower.
+    That much any schedule takes with one copy, however the layers are split: the best named one is
+    2 % slower.
     """
     before = with_ends(128).of(loop_placement(16))
     arrival = before.plain()[OPS.index("F"), :-1].sum()
@@ -171,7 +204,13 @@ def test_equal_arguments_equal_results_and_a_cache(tmp_path):
 def test_never_behind_the_named_ones_however_little_is_tried(evaluations):
     for cap in (3.0, 4.0, 5.0):
         costs = Costs(F=1.0, I=1.2, W=0.8, comm=0.1, a2aF=0.3, a2aB=0.3)
-        check(search_program(4, 9, [costs], memory=cap, copies=2, seconds=None, evaluations=evaluations), costs, cap)
+        check(
+            search_program(
+                4, 9, [costs], memory=cap, copies=2, seconds=None, evaluations=evaluations
+            ),
+            costs,
+            cap,
+        )
 
 
 def test_a_cap_that_nothing_fits_is_refused():

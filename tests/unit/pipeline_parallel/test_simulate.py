@@ -1,4 +1,5 @@
-"""The simulator against a second, slow one that steps through time, and against cases counted by hand."""
+"""The simulator against a second, slow one that steps through time, and against cases counted by
+hand."""
 
 import random
 import time
@@ -23,13 +24,16 @@ from megatron5d.pipeline_parallel.verify import verify
 
 
 def stepped(program, costs):
-    """Return makespan, {action: end} and peak activations by asking every rank again and again what it can start."""
+    """Return makespan, {action: end} and peak activations by asking every rank again and again what
+    it can start."""
     ends, at, begun = {}, [0] * program.num_ranks, [0.0] * program.num_ranks
     held, peak = [0.0] * program.num_ranks, [0.0] * program.num_ranks
     last = program.num_stages - 1
 
     def done(op, stage, i):
-        return next((ends[a] for a in (Action(op, stage, i), Action("B", stage, i)) if a in ends), None)
+        return next(
+            (ends[a] for a in (Action(op, stage, i), Action("B", stage, i)) if a in ends), None
+        )
 
     def ready(action):
         op, stage, i = action
@@ -44,7 +48,10 @@ def stepped(program, costs):
             end = done(kind, other, i)
             if end is None:
                 return None
-            times.append(end + (costs.comm if program.rank_of(stage, i) != program.rank_of(other, i) else 0.0))
+            times.append(
+                end
+                + (costs.comm if program.rank_of(stage, i) != program.rank_of(other, i) else 0.0)
+            )
         return max(times)
 
     while any(at[r] < len(program.ranks[r]) for r in range(program.num_ranks)):
@@ -75,7 +82,9 @@ def random_costs(placement, seed):
     rng = np.random.default_rng(seed)
     shape = (len(OPS), placement.num_stages)
     sizes = rng.uniform(0.5, 1.5, placement.num_stages)
-    return StageCosts(rng.uniform(0.2, 2, shape), rng.uniform(0, 1.5, shape), rng.uniform(0, 0.5), sizes, sizes)
+    return StageCosts(
+        rng.uniform(0.2, 2, shape), rng.uniform(0, 1.5, shape), rng.uniform(0, 0.5), sizes, sizes
+    )
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -103,13 +112,20 @@ def test_random_pairs_agree_too():
             at = rng.randrange(len(line) - 1)
             if len(line[at] + line[at + 1]) == 2:
                 joined = (*line[:at], line[at] + line[at + 1], *line[at + 2 :])
-                fused = replace(program, ranks=(*program.ranks[:rank], joined, *program.ranks[rank + 1 :]))
+                fused = replace(
+                    program, ranks=(*program.ranks[:rank], joined, *program.ranks[rank + 1 :])
+                )
                 try:
                     verify(fused)
                 except ValueError:
                     continue
                 program = fused
-        kinds |= {frozenset(a.op for a in slot) for line in program.ranks for slot in line if len(slot) == 2}
+        kinds |= {
+            frozenset(a.op for a in slot)
+            for line in program.ranks
+            for slot in line
+            if len(slot) == 2
+        }
         costs = random_costs(program.placement, seed)
         assert simulate(program, costs).makespan == pytest.approx(stepped(program, costs)[0])
     assert kinds >= {frozenset("FI"), frozenset("FW"), frozenset("IW"), frozenset("F")}
@@ -121,22 +137,33 @@ def one_rank(*slots, m=2):
 
 def test_what_a_pair_takes():
     """max(sum of computes, sum of all-to-alls, the longest of the two alone)."""
-    pair = one_rank((Action("F", 0, 0),), (Action("F", 0, 1), Action("B", 0, 0)), (Action("B", 0, 1),))
+    pair = one_rank(
+        (Action("F", 0, 0),), (Action("F", 0, 1), Action("B", 0, 0)), (Action("B", 0, 1),)
+    )
     for text, plain_f, together, plain_b in (
         ("F=1,I=1,W=1,a2aF=0.5,a2aB=0.5", 1.5, 3.0, 2.5),  # the computes fill the time
         ("F=1,I=1,W=1,a2aF=2,a2aB=2", 3.0, 4.0, 4.0),  # the all-to-alls do
-        ("F=1,I=1,W=1,a2aF=0,a2aB=3", 1.0, 5.0, 5.0),  # the backward alone is longer than either sum
+        # the backward alone is longer than either sum
+        ("F=1,I=1,W=1,a2aF=0,a2aB=3", 1.0, 5.0, 5.0),
     ):
         result = simulate(pair, parse_costs(text))
         assert (result.end - result.start).tolist() == [plain_f, together, plain_b], text
-        assert result.work[0] == 6 and result.exposed_a2a[0] == pytest.approx(plain_f + together + plain_b - 6)
+        assert result.work[0] == 6 and result.exposed_a2a[0] == pytest.approx(
+            plain_f + together + plain_b - 6
+        )
 
 
 def test_costs_divide_over_chunks_and_latency_delays_only_the_neighbour():
     slots = lambda *texts: [(Action(t[1], int(t[0]), 0),) for t in texts]  # noqa: E731
-    v = make_program("v", zigzag_placement(2), [0], [slots("0F", "3F", "3B", "0B"), slots("1F", "2F", "2B", "1B")])
+    v = make_program(
+        "v",
+        zigzag_placement(2),
+        [0],
+        [slots("0F", "3F", "3B", "0B"), slots("1F", "2F", "2B", "1B")],
+    )
     result = simulate(v, Costs(F=2, I=2, W=2, comm=0.25))
-    assert result.start.tolist() == [0, 3.5, 4.5, 11, 1.25, 2.25, 6.75, 8.75]  # the turn 1 to 2 stays on its rank
+    # the turn 1 to 2 stays on its rank
+    assert result.start.tolist() == [0, 3.5, 4.5, 11, 1.25, 2.25, 6.75, 8.75]
     assert result.makespan == 13
     assert result.exposed_p2p.tolist() == [0.5, 0.5]
     assert result.peak_activations.tolist() == [1, 1]
@@ -147,7 +174,10 @@ def test_an_activation_counts_until_its_weight_gradient_has_run():
     late = one_rank(a("F", 0), a("I", 0), a("F", 1), a("I", 1), a("W", 0), a("W", 1))
     early = one_rank(a("F", 0), a("I", 0), a("W", 0), a("F", 1), a("I", 1), a("W", 1))
     fused = one_rank(a("F", 0), (Action("F", 0, 1), Action("B", 0, 0)), a("B", 1))
-    peaks = [(r.peak_activations[0], r.peak_stash[0]) for r in (simulate(x, Costs()) for x in (late, early, fused))]
+    peaks = [
+        (r.peak_activations[0], r.peak_stash[0])
+        for r in (simulate(x, Costs()) for x in (late, early, fused))
+    ]
     assert peaks == [(2, 2), (1, 1), (2, 0)]
 
 
@@ -188,7 +218,9 @@ def test_placements():
     assert zigzag_placement(3, 2).stages_of(1) == [(0, 1), (0, 4)]
 
 
-@pytest.mark.parametrize("text, word", [("F=x", "'x'"), ("G=1", "'G'"), ("F=-1", "at least 0"), ("W=inf", "finite")])
+@pytest.mark.parametrize(
+    "text, word", [("F=x", "'x'"), ("G=1", "'G'"), ("F=-1", "at least 0"), ("W=inf", "finite")]
+)
 def test_costs_are_read_strictly(text, word):
     with pytest.raises(ValueError, match=word):
         parse_costs(text)

@@ -1,4 +1,5 @@
-"""A stage's three actions: split or not, recomputed or not, interleaved or not, the gradients are the same bits."""
+"""A stage's three actions: split or not, recomputed or not, interleaved or not, the gradients are
+the same bits."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from megatron5d.pipeline_parallel.phase import NoHooks
 
 
 class Twice(torch.autograd.Function):
-    """x·Wᵀ with the weight half of its backward handed to defer, counting how often each half runs."""
+    """x·Wᵀ with the weight half of its backward handed to defer, counting how often each half
+    runs."""
 
     @staticmethod
     def forward(ctx, x, weight, layer, defer):
@@ -46,7 +48,10 @@ class Layer(nn.Module):
         return x + torch.tanh(Twice.apply(x * self.gain, self.weight, self, defer))
 
 
-BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+BATCHES = [
+    torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+    for i in range(2)
+]
 GRAD = torch.ones(4, 6, dtype=torch.float64)
 
 
@@ -90,7 +95,9 @@ def test_gradients_are_autograds(split, recompute):
         for i in (1, 0):
             stage.backward_weight(i)
     assert stage.num_in_flight == 0
-    assert log.count("F") == 6 + 2 * recompute, "each recomputed once, in I or B, and never again in W"
+    assert log.count("F") == 6 + 2 * recompute, (
+        "each recomputed once, in I or B, and never again in W"
+    )
     for ours, theirs in zip(grads(layers), truth()):
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
 

@@ -1,4 +1,5 @@
-"""Programs as PyTorch's CSV, both ways: PyTorch's own parser reads ours, and its own schedules verify and simulate."""
+"""Programs as PyTorch's CSV, both ways: PyTorch's own parser reads ours, and its own schedules
+verify and simulate."""
 
 import csv
 import io
@@ -9,7 +10,12 @@ from torch.distributed.pipelining import schedules as theirs
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Action, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
-from megatron5d.pipeline_parallel.schedule_csv import read_file, read_program, slot_text, write_program
+from megatron5d.pipeline_parallel.schedule_csv import (
+    read_file,
+    read_program,
+    slot_text,
+    write_program,
+)
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
 
@@ -24,7 +30,9 @@ def test_round_trip(name, p, m):
 
 
 def parsed_by_torch(text):
-    return [[theirs._Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(text))]
+    return [
+        [theirs._Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(text))
+    ]
 
 
 def flat(action):
@@ -35,17 +43,24 @@ def flat(action):
 def test_torch_reads_what_we_write(name):
     program = build_program(name, 4, 8)
     read = parsed_by_torch(write_program(program))
-    assert [[tuple((a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat(cell)) for cell in row]
-            for row in read] == [[tuple(map(tuple, slot)) for slot in line] for line in program.ranks]  # fmt: skip
+    assert [
+        [
+            tuple((a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat(cell))
+            for cell in row
+        ]
+        for row in read
+    ] == [[tuple(map(tuple, slot)) for slot in line] for line in program.ranks]
     if program.copies == 1:
         actions = dict(enumerate(read))
         mapping = theirs._validate_schedule(actions, 4, program.num_stages, 8)
         assert mapping == dict(enumerate(program.placement.route[0]))
-        theirs._add_send_recv(actions, lambda stage: mapping[stage], program.num_stages)  # raises where it would hang
+        # raises where it would hang
+        theirs._add_send_recv(actions, lambda stage: mapping[stage], program.num_stages)
 
 
 def torch_order(kind, p, m, chunks):
-    """Return the pipeline order of one of torch's generators as CSV, without process groups or modules."""
+    """Return the pipeline order of one of torch's generators as CSV, without process groups or
+    modules."""
     made = kind.__new__(kind)
     made.pp_group_size, made._n_microbatches, made.n_local_stages = p, m, chunks
     made._num_stages = made.num_stages = p * chunks
@@ -74,7 +89,9 @@ THEIRS = {
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 16), (8, 24)])
 def test_torchs_own_schedules_verify_and_cost_what_ours_do(name, p, m):
-    program = read_program(torch_order(THEIRS[name][0], p, m, THEIRS[name][1]), f"torch {name}", p, m)
+    program = read_program(
+        torch_order(THEIRS[name][0], p, m, THEIRS[name][1]), f"torch {name}", p, m
+    )
     ours = build_program(name, p, m)
     assert program.placement == ours.placement
     peaks = verify(program).peak_activations
@@ -90,7 +107,8 @@ def test_torchs_orders_are_ours_action_by_action(name):
 
 
 def test_torchs_picture_of_1f1b_is_refused():
-    """Its `_get_pipeline_order` leaves out F0 on the last rank and has one micro-batch too many there."""
+    """Its `_get_pipeline_order` leaves out F0 on the last rank and has one micro-batch too many
+    there."""
     text = torch_order(theirs.Schedule1F1B, 4, 8, 1)
     with pytest.raises(ValueError, match="rank 3: 3F8 is beyond num_microbatches=8"):
         read_program(text, "torch 1f1b", 4, 8)
@@ -101,12 +119,19 @@ def test_torchs_picture_of_1f1b_is_refused():
 def test_communication_and_empty_cells_are_passed_over():
     text = "0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1RECV_F0,1F0,1B0,1SEND_B0\n"
     program = read_program(text, "torch", 2, 1)
-    assert [[slot_text(slot) for slot in line] for line in program.ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
+    assert [[slot_text(slot) for slot in line] for line in program.ranks] == [
+        ["0F0", "0B0"],
+        ["1F0", "1B0"],
+    ]
     verify(program)
 
 
 def test_every_pair_is_written_under_torchs_one_name():
-    for text in ("0F0,(0F1;0I0)OVERLAP_F_B", "0F0,(0F1;0I0)OVERLAP_F_I", "0F0, ( 0F1 ; 0I0 )OVERLAP"):
+    for text in (
+        "0F0,(0F1;0I0)OVERLAP_F_B",
+        "0F0,(0F1;0I0)OVERLAP_F_I",
+        "0F0, ( 0F1 ; 0I0 )OVERLAP",
+    ):
         program = read_program(text.replace("( ", "("), "pair")
         assert program.ranks[0][1] == (Action("F", 0, 1), Action("I", 0, 0))
         assert write_program(program) == "0F0,(0F1;0I0)OVERLAP_F_B\n"
@@ -173,7 +198,10 @@ def test_rows_in_another_order_are_another_placement():
     rows = write_program(program).splitlines()
     turned = read_program("\n".join(rows[::-1]), "turned", 3, 4)
     verify(turned)
-    assert turned.placement.route == ((2, 1, 0),) and placement_name(turned.placement) == "custom (2 1 0)"
+    assert (
+        turned.placement.route == ((2, 1, 0),)
+        and placement_name(turned.placement) == "custom (2 1 0)"
+    )
 
 
 @pytest.mark.parametrize(

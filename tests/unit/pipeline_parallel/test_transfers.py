@@ -1,4 +1,5 @@
-"""The messages that the executor sends: every one once, in the same order at both ends, and few ahead of their time."""
+"""The messages that the executor sends: every one once, in the same order at both ends, and few
+ahead of their time."""
 
 from collections import defaultdict
 
@@ -18,8 +19,12 @@ from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_program
 
-PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [
-    ("dualpipe", 4, 16), ("dualpipe", 2, 4), ("dualpipe_v", 3, 7)]  # fmt: skip
+PROGRAMS = [
+    (name, p, m)
+    for name in schedule_names()
+    for p, m in ((2, 4), (4, 9), (4, 16))
+    if "dual" not in name
+] + [("dualpipe", 4, 16), ("dualpipe", 2, 4), ("dualpipe_v", 3, 7)]
 
 
 @pytest.mark.parametrize("name, p, m", PROGRAMS)
@@ -57,7 +62,8 @@ def test_receives_are_posted_early_and_few_at_a_time(name, p, m):
 
 
 def ends_where_hosts_wait(program, receives):
-    """Whether all ranks finish if each, before each slot, waits for whatever it has sent or is to receive so far.
+    """Whether all ranks finish if each, before each slot, waits for whatever it has sent or is to
+    receive so far.
 
     So a GPU's host does that loads a kernel.
     """
@@ -100,11 +106,24 @@ def test_the_messages_of_a_v_by_hand():
     program = build_program("zb_v", 2, 3)  # stages 0 1 | 1 0
     assert output_of(program, Action("F", 0, 1)) == Message(Flow(0, 1, "F", 0), 1)
     assert input_of(program, Action("F", 1, 1)) == Message(Flow(0, 1, "F", 0), 1)
-    assert output_of(program, Action("F", 1, 1)) is None and input_of(program, Action("F", 2, 1)) is None  # the turn
+    # the turn
+    assert (
+        output_of(program, Action("F", 1, 1)) is None
+        and input_of(program, Action("F", 2, 1)) is None
+    )
     assert input_of(program, Action("I", 2, 0)) == Message(Flow(0, 1, "B", 2), 0)
-    assert input_of(program, Action("F", 0, 0)) is None and output_of(program, Action("I", 0, 0)) is None
-    assert input_of(program, Action("I", 3, 0)) is None and output_of(program, Action("F", 3, 0)) is None
-    assert input_of(program, Action("W", 2, 0)) is None and output_of(program, Action("W", 2, 0)) is None
+    assert (
+        input_of(program, Action("F", 0, 0)) is None
+        and output_of(program, Action("I", 0, 0)) is None
+    )
+    assert (
+        input_of(program, Action("I", 3, 0)) is None
+        and output_of(program, Action("F", 3, 0)) is None
+    )
+    assert (
+        input_of(program, Action("W", 2, 0)) is None
+        and output_of(program, Action("W", 2, 0)) is None
+    )
     assert {str(flow) for flow in flows(program)} == {
         "F of stages 0>1, rank 0 to 1",
         "B of stages 2<3, rank 0 to 1",
@@ -124,7 +143,8 @@ def test_opposite_directions_share_no_flow():
 
 
 def test_a_rank_waits_after_the_first_of_two_overlapping_forwards_sends():
-    """Rank 0 would wait for 1F3's receive before it sends what 3F0 needs, which comes three slots before 1F3."""
+    """Rank 0 would wait for 1F3's receive before it sends what 3F0 needs, which comes three slots
+    before 1F3."""
     first = "0F0,0F1,0F2,0F3,0F4,{},2F1,2F2,2F3,2F4,2F5\n1F0,1F1,3F0,3F1,1F2,1F3,3F2,3F3,1F4,1F5,3F4,3F5\n"
     overlapped = read_program(first.format("(0F5;2F0)OVERLAP_F_B"), "overlapped", 2, 6)
     apart = read_program(first.format("2F0,0F5"), "apart", 2, 6)

@@ -38,7 +38,9 @@ def found() -> list[str]:
 
 def small() -> float:
     """The makespan that a search with few evaluations ends at."""
-    return search_program(2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20).simulation.makespan
+    return search_program(
+        2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20
+    ).simulation.makespan
 
 
 def test_the_same_is_found():
@@ -50,8 +52,11 @@ def test_the_same_is_found():
         "print(json.dumps([here.found(), here.small()]))"
     )
     folders = json.dumps([__file__.rpartition("/")[0], *sys.path])
-    run = subprocess.run([sys.executable, "-c", code, folders], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code, folders], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     same, makespan = json.loads(run.stdout)
     assert same == found()
-    assert makespan == pytest.approx(small(), rel=0.1)  # fewer starts are tried, where each takes long
+    # fewer starts are tried, where each takes long
+    assert makespan == pytest.approx(small(), rel=0.1)

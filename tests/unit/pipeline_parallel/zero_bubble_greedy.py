@@ -1,12 +1,16 @@
-"""The zero-bubble paper's algorithm that makes a Program for given times and memory: its ZB-1p and ZB-2p.
+"""The zero-bubble paper's algorithm that makes a Program for given times and memory: its ZB-1p and
+ZB-2p.
 
-All ranks advance by rounds: in each a rank runs one forward at most and one input gradient. Weight gradients fill the
-time in which it would wait, and free memory where it is short. What the algorithm shortens is the longest time between
-a rank's first and last action: ranks may begin and end one after the other.
+All ranks advance by rounds: in each a rank runs one forward at most and one input gradient. Weight
+gradients fill the time in which it would wait, and free memory where it is short. What the
+algorithm shortens is the longest time between a rank's first and last action: ranks may begin and
+end one after the other.
 
-Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (2401.10241), §3.1; details that the text leaves open (when a
-forward gives way, what happens in the last rounds) from the authors' implementation, sail-sg/zero-bubble-pipeline-
-parallelism. Their eight variants differ in three choices; this is the one that reaches all rates that they publish.
+Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (2401.10241), §3.1; details that the text
+    leaves open (when a
+forward gives way, what happens in the last rounds) from the authors' implementation,
+sail-sg/zero-bubble-pipeline- parallelism. Their eight variants differ in three choices; this is the
+one that reaches all rates that they publish.
 """
 
 from megatron5d.pipeline_parallel.costs import Costs
@@ -24,13 +28,17 @@ class Ranks:
         memory: Most that a rank may hold, in micro-batches.
     """
 
-    def __init__(self, num_ranks: int, num_microbatches: int, costs: Costs, stash: float, memory: float) -> None:
+    def __init__(
+        self, num_ranks: int, num_microbatches: int, costs: Costs, stash: float, memory: float
+    ) -> None:
         self.num_ranks, self.num_microbatches, self.comm = num_ranks, num_microbatches, costs.comm
         self.time = {"F": costs.F, "I": costs.I, "W": costs.W}
         self.takes = {"F": 1.0, "I": stash - 1.0, "W": -stash}
         self.memory = memory
         self.lines: list[list[tuple[Action]]] = [[] for _ in range(num_ranks)]
-        self.ends: dict[str, list[list[float]]] = {op: [[] for _ in range(num_ranks)] for op in "FIW"}
+        self.ends: dict[str, list[list[float]]] = {
+            op: [[] for _ in range(num_ranks)] for op in "FIW"
+        }
         self.clock, self.held, self.idle = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
 
     def done(self, op: str, rank: int) -> int:
@@ -43,7 +51,11 @@ class Ranks:
     def arrival(self, op: str, rank: int) -> float:
         """Return when the input of the rank's next F or I is there."""
         source = rank - 1 if op == "F" else rank + 1
-        return self.ends[op][source][self.done(op, rank)] + self.comm if 0 <= source < self.num_ranks else 0.0
+        return (
+            self.ends[op][source][self.done(op, rank)] + self.comm
+            if 0 <= source < self.num_ranks
+            else 0.0
+        )
 
     def fits(self, op: str, rank: int, more: float = 0.0) -> bool:
         return self.held[rank] + self.takes[op] + more <= self.memory + 1e-9
@@ -72,7 +84,8 @@ class Ranks:
             self.run("W", rank)
 
     def gives_way(self, rank: int) -> bool:
-        """Return whether the rank, two or more forwards ahead of the next one, rather leaves its forward out."""
+        """Return whether the rank, two or more forwards ahead of the next one, rather leaves its
+        forward out."""
         if rank + 1 == self.num_ranks or self.done("F", rank) < self.done("F", rank + 1) + 2:
             return False
         backward = self.clock[rank + 1] + self.time["F"] + self.time["I"] + self.comm
@@ -123,7 +136,9 @@ def forwards(ranks: Ranks) -> list[int]:
     return run
 
 
-def zero_bubble_greedy(num_ranks: int, num_microbatches: int, costs: Costs, stash: float, memory: float) -> Program:
+def zero_bubble_greedy(
+    num_ranks: int, num_microbatches: int, costs: Costs, stash: float, memory: float
+) -> Program:
     """Return the Program that the paper's algorithm makes; arguments as those of `Ranks`."""
     ranks = Ranks(num_ranks, num_microbatches, costs, stash, memory)
     warm_up(ranks)

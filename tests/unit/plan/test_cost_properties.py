@@ -1,4 +1,5 @@
-"""What must hold of the time of any layout: faster machines never slow it down, and what sends less sends less."""
+"""What must hold of the time of any layout: faster machines never slow it down, and what sends less
+sends less."""
 
 import dataclasses
 import random
@@ -17,22 +18,40 @@ WORLD, COUNT = 16, 8
 H100 = dataclasses.replace(cluster_called("h100"), node=4)
 RATES = ("flops", "memory_rate", "link_rate", "network_rate", "host_rate", "host_memory_rate")
 DRAWN = {
-    "parallel.tp": (1, 2, 4), "parallel.sp": (False, True), "parallel.cp": (1, 2), "parallel.pp": (1, 2, 4),
-    "parallel.ep": (1, 2, 4), "parallel.zero": (0, 1, 2, 3), "parallel.dp_replicate": (1, 2), "train.mbs": (1, 2),
-    "parallel.cp_method": ("ring", "allgather", "ulysses"), "parallel.tp_overlap": ("none", "chunked"),
-    "recompute.mode": ("none", "selective", "full"), "optim.name": ("adamw", "muon"), "optim.offload": (False, True),
-    "pipeline.schedule": ("1f1b", "zb_h1", "zb_v", "dualpipe"), "precision.fp8": ("none", "tensorwise"),
-}  # fmt: skip
+    "parallel.tp": (1, 2, 4),
+    "parallel.sp": (False, True),
+    "parallel.cp": (1, 2),
+    "parallel.pp": (1, 2, 4),
+    "parallel.ep": (1, 2, 4),
+    "parallel.zero": (0, 1, 2, 3),
+    "parallel.dp_replicate": (1, 2),
+    "train.mbs": (1, 2),
+    "parallel.cp_method": ("ring", "allgather", "ulysses"),
+    "parallel.tp_overlap": ("none", "chunked"),
+    "recompute.mode": ("none", "selective", "full"),
+    "optim.name": ("adamw", "muon"),
+    "optim.offload": (False, True),
+    "pipeline.schedule": ("1f1b", "zb_h1", "zb_v", "dualpipe"),
+    "precision.fp8": ("none", "tensorwise"),
+}
 
 
 def model() -> Config:
     """Of wide layers, so that no kernel's own time is all there is."""
     given = config_of(gbs=32)
     fields = {
-        "vocab_size": 4096, "num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "head_dim": 128,
-        "num_heads": 8, "num_kv_heads": 8, "num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 512,
+        "vocab_size": 4096,
+        "num_layers": 8,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 2048,
+        "head_dim": 128,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 512,
         "tie_embeddings": True,
-    }  # fmt: skip
+    }
     return dataclasses.replace(
         given,
         model=dataclasses.replace(given.model, **fields),
@@ -78,14 +97,22 @@ def test_no_faster_part_slows_a_step_down(layouts, price):
         plain = price(config)
         assert all(seconds >= 0 for seconds in plain.seconds.values())
         for rate in RATES:
-            faster = dataclasses.replace(H100, **{rate: 2 * getattr(H100, rate)}, flops_8bit=2 * H100.flops_8bit)
+            faster = dataclasses.replace(
+                H100, **{rate: 2 * getattr(H100, rate)}, flops_8bit=2 * H100.flops_8bit
+            )
             found = price(config, faster)
-            assert found.step_s <= plain.step_s * (1 + 1e-9), (rate, plain.seconds, found.seconds, config)
+            assert found.step_s <= plain.step_s * (1 + 1e-9), (
+                rate,
+                plain.seconds,
+                found.seconds,
+                config,
+            )
             assert found.sent == plain.sent
 
 
 def test_reducing_each_micro_batch_sends_more_and_is_no_faster(price):
-    """The last reduction of a step has nothing to hide under, however often gradients are reduced."""
+    """The last reduction of a step has nothing to hide under, however often gradients are
+    reduced."""
     for zero in (2, 3):
         once, each = (
             price(changed(model(), {"parallel.zero": zero, "parallel.grad_reduce": reduce}))
@@ -108,7 +135,12 @@ def test_fp8_gemms_make_wide_layers_faster(price):
 
 def test_more_chunks_send_more_between_stages(price):
     whole, *chunked = (
-        price(changed(model(), {"parallel.pp": 4, "parallel.vpp": vpp, "pipeline.schedule": name, "train.gbs": 64}))
+        price(
+            changed(
+                model(),
+                {"parallel.pp": 4, "parallel.vpp": vpp, "pipeline.schedule": name, "train.gbs": 64},
+            )
+        )
         for name, vpp in (("1f1b", 1), ("interleaved", 2))
     )
     message = 4096 * 1024 * 2 * 64 // 4  # of every micro-batch, of a data-parallel rank

@@ -1,4 +1,5 @@
-"""Memory by kind: a Program's peaks against an independent count, the long context, a device that is too small."""
+"""Memory by kind: a Program's peaks against an independent count, the long context, a device that
+is too small."""
 
 import dataclasses
 import re
@@ -32,25 +33,43 @@ H100 = Target("sm_90")
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_activations_in_flight_are_those_of_the_simulation(name):
-    """Stages that keep one byte each from F until W: the peak is the simulator's, which knows nothing of traces."""
+    """Stages that keep one byte each from F until W: the peak is the simulator's, which knows
+    nothing of traces."""
     program = build_program(name, 4, 12)
-    split = {"F": (Step("x", 1, 1),), "I": (Step("x", 0, 0),), "W": (Step("x", 0, -1),), "B": (Step("x", 0, -1),)}
+    split = {
+        "F": (Step("x", 1, 1),),
+        "I": (Step("x", 0, 0),),
+        "W": (Step("x", 0, -1),),
+        "B": (Step("x", 0, -1),),
+    }
     trace = StageTrace(split, output_kept=True)
     activations, _ = peak_memory(program, Costs().of(program.placement))
     for rank in range(4):
-        peak = find_peak(program, rank, dict.fromkeys(range(program.num_stages), trace), message_bytes=[0] * 64)
+        peak = find_peak(
+            program, rank, dict.fromkeys(range(program.num_stages), trace), message_bytes=[0] * 64
+        )
         assert peak.total == round(activations[rank] * program.chunks)
 
 
 def test_a_peak_is_made_of_what_is_there_and_of_what_runs():
-    """Two micro-batches of 1F1B on one rank: 10 kept after F, 3 needed for a moment in it, 7 in B."""
-    trace = StageTrace({"F": (Step("attention", 13, 10),), "B": (Step("attention", 7, -10, True),)}, output_kept=True)
+    """Two micro-batches of 1F1B on one rank: 10 kept after F, 3 needed for a moment in it, 7 in
+    B."""
+    trace = StageTrace(
+        {"F": (Step("attention", 13, 10),), "B": (Step("attention", 7, -10, True),)},
+        output_kept=True,
+    )
     peak = find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=[4] * 4)
     assert peak == Peak({"attention": 20}, workspace=7, action=(peak.action), in_flight=2)
     assert str(peak.action)[:2] == "0B" and peak.total == 27
     moments: list[Peak] = []
-    assert find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=[4] * 4, moments=moments) == peak
-    assert [moment.total for moment in moments] == [13, 10, 23, 20, 27, 10, 17, 0]  # in each slot, and after it
+    assert (
+        find_peak(
+            build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=[4] * 4, moments=moments
+        )
+        == peak
+    )
+    # in each slot, and after it
+    assert [moment.total for moment in moments] == [13, 10, 23, 20, 27, 10, 17, 0]
 
 
 class SumsOf7(Replay):
@@ -72,19 +91,45 @@ class SumsOf7(Replay):
 def test_what_a_weight_gradient_has_let_go_of_is_not_stashed_any_more():
     """W lets go of 6 of 10 bytes and starts a sum of 7: 11 there, and nothing of any forward's."""
     weights = Step("mlp", 0, -6), Step("mlp", 0, -4)
-    trace = StageTrace({"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True)
-    peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=[0] * 64, replay=SumsOf7())
-    assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (11, 4, 7, 0, {})
+    trace = StageTrace(
+        {"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True
+    )
+    peak = find_peak(
+        build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=[0] * 64, replay=SumsOf7()
+    )
+    assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (
+        11,
+        4,
+        7,
+        0,
+        {},
+    )
 
 
 def test_what_passes_between_recomputed_phases_is_no_activation():
-    """Tokens on their way to experts and back are in no micro-batch in flight: wholly recomputed layers keep inputs."""
-    layout = ["parallel.pp=2", "pipeline.schedule=dualpipe_v", "parallel.ep=4", "recompute.mode=full", "train.gbs=64"]
-    config = load_config(["model=tiny_moe", "model.num_layers=8", "train.seq_len=512", "precision.dtype=bf16", *layout])
+    """Tokens on their way to experts and back are in no micro-batch in flight: wholly recomputed
+    layers keep inputs."""
+    layout = [
+        "parallel.pp=2",
+        "pipeline.schedule=dualpipe_v",
+        "parallel.ep=4",
+        "recompute.mode=full",
+        "train.gbs=64",
+    ]
+    config = load_config(
+        [
+            "model=tiny_moe",
+            "model.num_layers=8",
+            "train.seq_len=512",
+            "precision.dtype=bf16",
+            *layout,
+        ]
+    )
     forecaster = Forecaster(config, 8, H100)
     for rank, memory in forecaster.ranks().items():
         assert min(memory.kinds().values()) > 0, rank
-        inputs = sum(forecaster.activations(rank).values())  # of one micro-batch through both of the rank's stages
+        # of one micro-batch through both of the rank's stages
+        inputs = sum(forecaster.activations(rank).values())
         assert sum(memory.peak.activations.values()) <= memory.peak.in_flight * inputs
 
 
@@ -96,17 +141,24 @@ def alone(*lines: str):
 
 
 def test_what_two_stages_of_a_rank_share_is_there_until_both_have_let_go_of_it():
-    """The output of stage 0 is the input of stage 1, and both save it: I of stage 1 does not free it, as B does not."""
+    """The output of stage 0 is the input of stage 1, and both save it: I of stage 1 does not free
+    it, as B does not."""
     forward = Step(BOUNDARY, 4, 4), Step("mlp", 6, 6), Step(BOUNDARY, 0, 0)
     backward = Step(BOUNDARY, 4, 4), Step("mlp", 50, -10, True), Step(BOUNDARY, 0, -4)
     inner = StageTrace({"F": forward, "B": backward, "I": backward, "W": ()}, output_kept=True)
     outer = Step(BOUNDARY, 0, 0), Step("mlp", 6, 6), Step(BOUNDARY, 0, 0)
     begin = Step(BOUNDARY, 4, 4), Step("mlp", 50, -6, True), Step(BOUNDARY, 0, -4)
-    traces = {0: StageTrace({"F": outer, "B": begin, "I": begin, "W": ()}, output_kept=True), 1: inner}
+    traces = {
+        0: StageTrace({"F": outer, "B": begin, "I": begin, "W": ()}, output_kept=True),
+        1: inner,
+    }
     whole = "0F0 1F0 1B0 0B0", "0F1 1F1 0F2 1F2 1B1 1B2 0B1 0B2"
     split = [re.sub(r"(\d)B(\d)", r"\1I\2 \1W\2", line) for line in whole]
-    peaks = [find_peak(alone(*lines), 0, traces, message_bytes=[4] * 4).total for lines in (whole, split)]
-    assert peaks == [2 * (6 + 6) + 4 + 50] * 2  # of two micro-batches what both stages keep, and 1B1's own
+    peaks = [
+        find_peak(alone(*lines), 0, traces, message_bytes=[4] * 4).total for lines in (whole, split)
+    ]
+    # of two micro-batches what both stages keep, and 1B1's own
+    assert peaks == [2 * (6 + 6) + 4 + 50] * 2
 
 
 def test_what_an_empty_stage_passes_on_stays_with_the_stage_before_it():
@@ -119,9 +171,14 @@ def test_what_an_empty_stage_passes_on_stays_with_the_stage_before_it():
 
 
 def test_receives_are_posted_before_a_slot_knows_what_has_arrived():
-    """Empty stages of bfs, before 2F1 has its input, which proves that 0F0's output has arrived: what 0F0, 0F1 and 2F0
-    have sent, and room for what 2F1, 2B0 and 2B1 will take."""
-    peak = find_peak(build_program("bfs", 2, 2), 0, dict.fromkeys(range(4), empty_trace(4)), message_bytes=[4] * 4)
+    """Empty stages of bfs, before 2F1 has its input, which proves that 0F0's output has arrived:
+    what 0F0, 0F1 and 2F0 have sent, and room for what 2F1, 2B0 and 2B1 will take."""
+    peak = find_peak(
+        build_program("bfs", 2, 2),
+        0,
+        dict.fromkeys(range(4), empty_trace(4)),
+        message_bytes=[4] * 4,
+    )
     assert (peak.total, peak.messages, str(peak.action)) == (6 * 4, 6 * 4, "2F1")
 
 
@@ -139,8 +196,14 @@ def test_kinds_add_up_to_what_is_needed():
     moments = ["", "in action 2F5", "at the end of a step", "while the run is built"]
     assert [each.moment for each in (memory, walked, late, early)] == moments
     assert sum(early.kinds().values()) == early.needed and early.allocated == 5000
-    assert [line.split()[0] for line in table({0: memory, 1: late}).splitlines()][:3] == ["MiB", "weights", "gradients"]
-    many = table({rank: late if rank == 5 else memory for rank in range(12)}, limit=8).splitlines()[0]
+    assert [line.split()[0] for line in table({0: memory, 1: late}).splitlines()][:3] == [
+        "MiB",
+        "weights",
+        "gradients",
+    ]
+    many = table({rank: late if rank == 5 else memory for rank in range(12)}, limit=8).splitlines()[
+        0
+    ]
     assert re.findall(r"pp (\d+)( \*)?", many) == [
         (f"{rank}", " *" * (rank == 5)) for rank in (0, 1, 2, 3, 5, 9, 10, 11)
     ]
@@ -151,17 +214,22 @@ def llama(*overrides: str):
 
 
 def test_activations_fall_as_one_over_cp():
-    """Two layers at 128k tokens in full, and the whole 8B model at a million tokens on 64 ranks, in seconds."""
+    """Two layers at 128k tokens in full, and the whole 8B model at a million tokens on 64 ranks, in
+    seconds."""
     kept = {}
     for cp in (1, 4, 16):
-        forecaster = Forecaster(llama("model.num_layers=2", "train.seq_len=131072", f"parallel.cp={cp}"), cp, H100)
+        forecaster = Forecaster(
+            llama("model.num_layers=2", "train.seq_len=131072", f"parallel.cp={cp}"), cp, H100
+        )
         peak = forecaster.rank(0).peak
         kept[cp] = sum(peak.activations.values()), forecaster.activations(0)
     for cp in (4, 16):
         assert kept[cp][0] * cp == pytest.approx(kept[1][0], rel=0.01)
         for kind, count in kept[cp][1].items():
             assert count * cp == pytest.approx(kept[1][1][kind], rel=0.01), kind
-    million = llama("train.seq_len=1048576", "parallel.cp=64", "parallel.zero=1", "model.num_layers=8")
+    million = llama(
+        "train.seq_len=1048576", "parallel.cp=64", "parallel.zero=1", "model.num_layers=8"
+    )
     rank = Forecaster(million, 64, H100).rank(0)
     assert rank.peak.activations["SelfAttention"] > 0 and rank.needed < 80e9
 
@@ -173,7 +241,9 @@ def test_the_busiest_rank_of_unevenly_chosen_experts():
         forecaster = Forecaster(config, 4, Target("sm_90", load))
         forecaster.rank(0)
         kept[load] = forecaster.activations(0)["MoEExperts"]
-    assert kept[1.0] < kept[2.0] < kept[100.0] < 5 * kept[1.0], "at most every choice of all four ranks"
+    assert kept[1.0] < kept[2.0] < kept[100.0] < 5 * kept[1.0], (
+        "at most every choice of all four ranks"
+    )
 
 
 def refusing(have_gb: float, check: str = "refuse"):
@@ -190,7 +260,15 @@ def test_what_cannot_fit_is_refused_where_that_is_asked_for():
 
 
 def test_a_refusal_names_what_is_enough():
-    config = load_config(["model=tiny", "train.gbs=2", "train.mbs=2", "train.seq_len=4096", "log.memory_check=refuse"])
+    config = load_config(
+        [
+            "model=tiny",
+            "train.gbs=2",
+            "train.mbs=2",
+            "train.seq_len=4096",
+            "log.memory_check=refuse",
+        ]
+    )
     enough = changed(config, {"train.mbs": 1})
     have = max(memory.needed for memory in Forecaster(enough, 1, H100).ranks().values()) / 1e9
     (fault,) = memory_faults(changed(config, {"log.device_memory_gb": have}), 1)
@@ -198,19 +276,38 @@ def test_a_refusal_names_what_is_enough():
 
 
 def test_where_put_off_weight_gradients_are_too_large_another_schedule_is_proposed():
-    layout = ["parallel.pp=2", "pipeline.schedule=dualpipe_v", "recompute.mode=full", "recompute.logit_tokens=1024"]
+    layout = [
+        "parallel.pp=2",
+        "pipeline.schedule=dualpipe_v",
+        "recompute.mode=full",
+        "recompute.logit_tokens=1024",
+    ]
     config = load_config(
-        ["model=tiny", "model.num_layers=4", "train.seq_len=2048", "train.gbs=8", "parallel.zero=3", *layout]
+        [
+            "model=tiny",
+            "model.num_layers=4",
+            "train.seq_len=2048",
+            "train.gbs=8",
+            "parallel.zero=3",
+            *layout,
+        ]
     )
     plain = changed(config, {"pipeline.schedule": "1f1b"})
-    larger, have = (max(m.needed for m in Forecaster(c, 2, H100).ranks().values()) for c in (config, plain))
-    assert larger > have and nearest_fit(config, 2, H100, have) == ({"pipeline.schedule": "1f1b"}, have)
+    larger, have = (
+        max(m.needed for m in Forecaster(c, 2, H100).ranks().values()) for c in (config, plain)
+    )
+    assert larger > have and nearest_fit(config, 2, H100, have) == (
+        {"pipeline.schedule": "1f1b"},
+        have,
+    )
 
 
 def test_a_shortage_names_the_worst_rank_and_its_largest_kinds():
     ranks = {0: RankMemory(10, 20, 60), 1: RankMemory(3 * 2**30, 20, 60)}
     assert shortage(ranks, 4 * 2**30) is None
-    assert "pipeline rank 1 needs 3.15 GiB" in shortage(ranks, 3 * 2**30) and "weights 3.00 GiB" in shortage(ranks, 1)
+    assert "pipeline rank 1 needs 3.15 GiB" in shortage(
+        ranks, 3 * 2**30
+    ) and "weights 3.00 GiB" in shortage(ranks, 1)
 
 
 def test_the_meta_device_goes_the_way_of_a_gpu_only_while_one_is_planned_for():
@@ -237,7 +334,9 @@ def test_one_scale_for_a_tensor_writes_nothing_wide_on_a_gpu():
     elements = 128 * 256
     assert peak_bytes() >= 5 * elements, "the plain path holds it in float32 and in FP8"
     with planned("sm_90"):
-        assert peak_bytes() < 2.01 * elements, "values and their transpose, and a maximum of each tile"
+        assert peak_bytes() < 2.01 * elements, (
+            "values and their transpose, and a maximum of each tile"
+        )
 
 
 def test_the_watch_rounds_as_an_allocator_does():
@@ -266,7 +365,10 @@ def test_memory_that_runs_out_in_a_step_is_written_and_ways_out_are_told(tmp_pat
         if isinstance(inside, torch.OutOfMemoryError):
             assert f"action 0F0: CUDA out of memory\n  what was allocated: {path}" in said
             ways = ways_out(config_of(), 1)
-            assert ways.startswith("ways to need less, the cheapest first: ") and "recompute.mode=full" in ways
+            assert (
+                ways.startswith("ways to need less, the cheapest first: ")
+                and "recompute.mode=full" in ways
+            )
         else:
             assert said is None
 
@@ -276,4 +378,8 @@ def test_an_optimiser_on_the_host_costs_the_device_nothing():
     away = dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload=True))
     here, left = Forecaster(config, 1, H100).rank(0), Forecaster(away, 1, H100).rank(0)
     assert here.optimizer > 0 and left.optimizer == 0
-    assert left.weights == here.weights and left.gradients == here.gradients and left.buffers == here.buffers
+    assert (
+        left.weights == here.weights
+        and left.gradients == here.gradients
+        and left.buffers == here.buffers
+    )

@@ -9,7 +9,10 @@ from megatron5d.planning.meta_outputs import operation_of
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
-TWO, ONE = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gt.Tensor), (aten.exp.default, aten.silu.default)
+TWO, ONE = (
+    (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gt.Tensor),
+    (aten.exp.default, aten.silu.default),
+)
 
 
 def output_of(func, args, kwargs):
@@ -20,12 +23,19 @@ def output_of(func, args, kwargs):
 def test_outputs_that_share_memory_are_known():
     x = torch.ones(2, 3)
     for func, views, fresh in [
-        (aten.view.default, True, False), (aten.add_.Tensor, True, False), (aten.unbind.int, True, False),
-        (aten._unsafe_view.default, False, False), (aten.mm.default, False, True), (aten.sort.default, False, True),
-    ]:  # fmt: skip
+        (aten.view.default, True, False),
+        (aten.add_.Tensor, True, False),
+        (aten.unbind.int, True, False),
+        (aten._unsafe_view.default, False, False),
+        (aten.mm.default, False, True),
+        (aten.sort.default, False, True),
+    ]:
         known = operation_of(func)
         assert (known.views, known.fresh) == (views, fresh), func
-    assert aten._unsafe_view.default(x, [3, 2]).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert (
+        aten._unsafe_view.default(x, [3, 2]).untyped_storage().data_ptr()
+        == x.untyped_storage().data_ptr()
+    )
 
 
 def strided(rng, shape, dtype):
@@ -43,21 +53,30 @@ def on_meta(tensor):
 
 def form(tensor):
     """Strides of dims of one element say nothing."""
-    return tensor.shape, tensor.dtype, [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+    return (
+        tensor.shape,
+        tensor.dtype,
+        [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1],
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_strides_and_broadcasts(seed):
     rng, seen = random.Random(seed), 0
     for _ in range(300):
-        shape, dtype = [rng.choice([1, 2, 3, 5]) for _ in range(rng.randint(0, 5))], rng.choice(FLOATS)
+        shape, dtype = (
+            [rng.choice([1, 2, 3, 5]) for _ in range(rng.randint(0, 5))],
+            rng.choice(FLOATS),
+        )
         func = rng.choice(TWO + ONE)
         given = []
         for _ in range(1 if func in ONE else 2):
             tensor = strided(rng, [1 if rng.random() < 0.2 else size for size in shape], dtype)
             given.append(tensor.expand(shape) if rng.random() < 0.2 else tensor)
         out = output_of(func, [on_meta(tensor) for tensor in given], {})
-        assert out is not None and out.is_meta and form(out) == form(func(*given)), [each.stride() for each in given]
+        assert out is not None and out.is_meta and form(out) == form(func(*given)), [
+            each.stride() for each in given
+        ]
         seen += any(not tensor.is_contiguous() for tensor in given)
     assert seen > 100
 
@@ -139,12 +158,18 @@ def test_the_layer_norm_and_its_gradients(dims, dtype):
     out = output_of(aten.native_layer_norm.default, (given[0], shape, given[1], given[1], 1e-5), {})
     assert [form(each) for each in out] == [form(each) for each in expected]
     for wanted in [(True, True, True), (True, True, False)]:
-        real = aten.native_layer_norm_backward.default(x, x, shape, *expected[1:], weight, weight, wanted)
+        real = aten.native_layer_norm_backward.default(
+            x, x, shape, *expected[1:], weight, weight, wanted
+        )
         sized = output_of(
-            aten.native_layer_norm_backward.default, (given[0], given[0], shape, *out[1:], *given[1:] * 2, wanted), {}
+            aten.native_layer_norm_backward.default,
+            (given[0], given[0], shape, *out[1:], *given[1:] * 2, wanted),
+            {},
         )
         assert [each is None for each in sized] == [not each for each in wanted]
-        assert [form(each) for each in sized if each is not None] == [form(each) for each in real if each is not None]
+        assert [form(each) for each in sized if each is not None] == [
+            form(each) for each in real if each is not None
+        ]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -154,7 +179,9 @@ def test_attention_on_the_cpu(dtype):
     x = torch.empty(5, 2, 4, 8, dtype=dtype, device="meta").permute(1, 2, 0, 3)
     for q in (x, torch.nn.functional.pad(x, (0, 8))):
         sized = output_of(attention, (q, q, q, 0.0, True), {"scale": 0.5})
-        assert [form(each) for each in sized] == [form(each) for each in attention(q, q, q, 0.0, True, scale=0.5)]
+        assert [form(each) for each in sized] == [
+            form(each) for each in attention(q, q, q, 0.0, True, scale=0.5)
+        ]
 
 
 class Answered(torch.utils._python_dispatch.TorchDispatchMode):
@@ -171,8 +198,12 @@ class Answered(torch.utils._python_dispatch.TorchDispatchMode):
 def test_it_leaves_what_it_does_not_know_to_torch():
     x, real = torch.empty(2, 3, device="meta"), torch.ones(2, 3)
     for func, args in [
-        (aten.add.Tensor, (real, real)), (aten.mm.default, (x, x.t().double())), (aten.cat.default, ([real, real],)),
-        (aten.exp_.default, (real,)), (aten.transpose_.default, (x, 0, 1)), (aten.cat.default, ([x, x.double()],)),
+        (aten.add.Tensor, (real, real)),
+        (aten.mm.default, (x, x.t().double())),
+        (aten.cat.default, ([real, real],)),
+        (aten.exp_.default, (real,)),
+        (aten.transpose_.default, (x, 0, 1)),
+        (aten.cat.default, ([x, x.double()],)),
         (aten.add.out, (x, x)),
-    ]:  # fmt: skip
+    ]:
         assert output_of(func, args, {}) is None, func

@@ -1,4 +1,5 @@
-"""The layouts of conf/experiment/published: their memory is planned, and what the papers say of them is there."""
+"""The layouts of conf/experiment/published: their memory is planned, and what the papers say of
+them is there."""
 
 import re
 
@@ -29,7 +30,9 @@ LAYOUTS = {
 
 
 def test_all_are_held_to_their_papers():
-    assert {file.stem for file in (CONF / "experiment" / "published").glob("*.yaml")} == set(LAYOUTS)
+    assert {file.stem for file in (CONF / "experiment" / "published").glob("*.yaml")} == set(
+        LAYOUTS
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -42,5 +45,7 @@ def test_layout_is_the_published_one_and_its_memory_is_planned(name):
     text = (CONF / "experiment" / "published" / f"{name}.yaml").read_text()
     assert re.search(rf" on {world} (GPUs|TPUs) \(.*20\d\d", text)
     device = cluster_called("h100")
-    first = Forecaster(config, world, Target(device.architecture, config.moe.planned_imbalance)).rank(0)
+    first = Forecaster(
+        config, world, Target(device.architecture, config.moe.planned_imbalance)
+    ).rank(0)
     assert 2 * GIB < first.resident < first.needed < 81 * GIB

@@ -1,17 +1,18 @@
 """Recorded step times of other code bases, predicted as if ours had run the same layouts.
 
-published_steps.csv holds facts from: Megatron-LM (Korthikanti et al. 2022, table 5; Narayanan et al. 2021, table 1,
-whose TFLOP/s became seconds by that paper's equation 3; Qi et al. 2023, table 4, 1F1B and interleaved), fully sharded
-PyTorch (torchtitan 2024, arXiv:2410.06511; the PyTorch blog of March 2024), and MosaicML's llm-foundry (its README of
-MPT throughputs, of 16 bits and full shards). Left out are runs whose recomputation or vocabulary has no counterpart
-here, other precisions, and the ultra-scale playbook's sweep, where equal layouts differ fiftyfold by the ZeRO stage.
+published_steps.csv holds facts from: Megatron-LM (Korthikanti et al. 2022, table 5; Narayanan et
+al. 2021, table 1, whose TFLOP/s became seconds by that paper's equation 3; Qi et al. 2023, table 4,
+1F1B and interleaved), fully sharded PyTorch (torchtitan 2024, arXiv:2410.06511; the PyTorch blog of
+March 2024), and MosaicML's llm-foundry (its README of MPT throughputs, of 16 bits and full shards).
+Left out are runs whose recomputation or vocabulary has no counterpart here, other precisions, and
+the ultra-scale playbook's sweep, where equal layouts differ fiftyfold by the ZeRO stage.
 
-Two things of those runs are not ours and are given to the prediction: LayerNorm's kernel takes rows wider than ours
-does (Megatron's persistent one: 20,480 and 25,600), and the first two papers' attention, older than FlashAttention,
-has its scores in memory, with dropout.
+Two things of those runs are not ours and are given to the prediction: LayerNorm's kernel takes rows
+wider than ours does (Megatron's persistent one: 20,480 and 25,600), and the first two papers'
+attention, older than FlashAttention, has its scores in memory, with dropout.
 
-Five shares and a kernel's time were fitted on the models whose CRC-32 is even (`fitted`), as was the choice that a
-GEMM's FLOPs and bytes add up; the others only say how good that is.
+Five shares and a kernel's time were fitted on the models whose CRC-32 is even (`fitted`), as was
+the choice that a GEMM's FLOPs and bytes add up; the others only say how good that is.
 """
 
 import csv
@@ -37,7 +38,9 @@ from megatron5d.planning.memory_forecast import Target
 from megatron5d.planning.predict import Estimator
 from megatron5d.planning.workload import Workloads
 
-RUNS = list(csv.DictReader((Path(__file__).parent / "published_steps.csv").read_text().splitlines()))
+RUNS = list(
+    csv.DictReader((Path(__file__).parent / "published_steps.csv").read_text().splitlines())
+)
 
 
 def fitted(run) -> bool:
@@ -55,9 +58,16 @@ def config_of(run) -> Config:
     style = ("swiglu", "rmsnorm") if number["gated"] else ("gelu", "layernorm")
     return Config(
         model=ModelConfig(
-            num_layers=number["layers"], hidden_size=number["hidden"], ffn_hidden_size=number["ffn"],
-            num_heads=number["heads"], num_kv_heads=number["kv_heads"], head_dim=number["head_dim"],
-            vocab_size=number["vocab"], activation=style[0], norm=style[1], tie_embeddings=bool(number["tied"]),
+            num_layers=number["layers"],
+            hidden_size=number["hidden"],
+            ffn_hidden_size=number["ffn"],
+            num_heads=number["heads"],
+            num_kv_heads=number["kv_heads"],
+            head_dim=number["head_dim"],
+            vocab_size=number["vocab"],
+            activation=style[0],
+            norm=style[1],
+            tie_embeddings=bool(number["tied"]),
         ),
         parallel=ParallelConfig(
             sp=bool(number["sp"]), **{name: number[name] for name in ("tp", "pp", "vpp", "zero")}
@@ -66,14 +76,15 @@ def config_of(run) -> Config:
         precision=PrecisionConfig(dtype="bf16"),
         recompute=recompute,
         pipeline=PipelineConfig(run["schedule"], [int(n) for n in run["layout"].split()] or None),
-    )  # fmt: skip
+    )
 
 
 class OldAttention(Workloads):
     """Scores `[a, s, s]` are made in memory, as before FlashAttention.
 
-    Bytes of a score, in 16 bits: in a forward 2 of QKᵀ and the 5 that are kept (softmax, dropout's mask, its result;
-    Korthikanti et al. 2022, equation 2); in a backward 2 each before dropout, behind it and behind the softmax.
+    Bytes of a score, in 16 bits: in a forward 2 of QKᵀ and the 5 that are kept (softmax, dropout's
+    mask, its result; Korthikanti et al. 2022, equation 2); in a backward 2 each before dropout,
+    behind it and behind the softmax.
     """
 
     def stages(self, config, layout, *ops):
@@ -105,7 +116,9 @@ def errors():
     for run in RUNS:
         config, world = config_of(run), int(run["world"])
         assert not run_checks(config, world, files=False)
-        cluster = dataclasses.replace(cluster_called(run["device"]), network_rate=float(run["network_gbps"]) * 1e9 / 8)
+        cluster = dataclasses.replace(
+            cluster_called(run["device"]), network_rate=float(run["network_gbps"]) * 1e9 / 8
+        )
         key = run["device"], is_old(run)
         if key not in estimators:
             estimators[key] = Estimator(cluster)
@@ -117,16 +130,26 @@ def errors():
     for family in ("megatron", "fsdp", "mpt"):
         for device in ("a100", "h100"):
             for part in (True, False):
-                told = [e for run, e in found if (run["family"], run["device"], fitted(run)) == (family, device, part)]
+                told = [
+                    e
+                    for run, e in found
+                    if (run["family"], run["device"], fitted(run)) == (family, device, part)
+                ]
                 if told:
-                    print(family, device, "fitted" if part else "held out", len(told), *figures(told))
+                    print(
+                        family, device, "fitted" if part else "held out", len(told), *figures(told)
+                    )
     return found
 
 
 def figures(errors: list[float]) -> tuple[str, str, str]:
     """Median without sign, with it, and the worst."""
     plain = [abs(error) for error in errors]
-    return f"{statistics.median(plain):.1%}", f"{statistics.median(errors):+.1%}", f"{max(plain):.1%}"
+    return (
+        f"{statistics.median(plain):.1%}",
+        f"{statistics.median(errors):+.1%}",
+        f"{max(plain):.1%}",
+    )
 
 
 def test_runs_that_were_fitted_on(errors):

@@ -1,4 +1,5 @@
-"""Slots that repeat those before them are not walked through: peaks and moments are those of the whole walk."""
+"""Slots that repeat those before them are not walked through: peaks and moments are those of the
+whole walk."""
 
 import os
 
@@ -19,15 +20,25 @@ ZERO = [
     {"parallel.zero": 2, "precision.fp8": "tensorwise"},
     {"parallel.zero": 1},
     {"parallel.zero": 3, "parallel.zero3_gather": "per_step", "parallel.grad_reduce": "per_step"},
-    {"parallel.zero": 3, "recompute.mode": "full", "precision.fp8": "tensorwise", "precision.fp8_gather": True},
+    {
+        "parallel.zero": 3,
+        "recompute.mode": "full",
+        "precision.fp8": "tensorwise",
+        "precision.fp8_gather": True,
+    },
     {"parallel.zero": 2, "parallel.grad_reduce": "per_step"},
     {"parallel.zero": 0},
 ]
 WHOLE = ("gpipe", "bfs")  # what they hold grows until the last forward
 GIVEN = [
-    "model=tiny_moe", f"model.num_layers={2 * PP}", f"parallel.pp={PP}", "parallel.ep=2", "train.seq_len=256",
-    f"train.gbs={MICROBATCHES * DP}", "precision.dtype=bf16",
-]  # fmt: skip
+    "model=tiny_moe",
+    f"model.num_layers={2 * PP}",
+    f"parallel.pp={PP}",
+    "parallel.ep=2",
+    "train.seq_len=256",
+    f"train.gbs={MICROBATCHES * DP}",
+    "precision.dtype=bf16",
+]
 ALL = bool(os.environ.get("MEGATRON5D_FULL"))
 
 
@@ -35,7 +46,9 @@ def asked(config):
     """Every rank's memory, and its moments: bytes in all and by kind, without the action."""
     walked = []
     ranks = Forecaster(config, PP * DP, Target(), moments=walked).ranks()
-    moments = [[(each.total, vars(each.by_kind()) | {"action": None}) for each in line] for line in walked]
+    moments = [
+        [(each.total, vars(each.by_kind()) | {"action": None}) for each in line] for line in walked
+    ]
     return ranks, moments
 
 
@@ -64,16 +77,25 @@ def test_a_repeat_does_the_same_with_later_micro_batches(name):
         assert (repeat is None) == (name in WHOLE)
         for place in range(repeat.start, repeat.stop) if repeat else ():
             before = line[place - repeat.length]
-            assert line[place] == tuple(action._replace(microbatch=action[2] + repeat.shift) for action in before)
+            assert line[place] == tuple(
+                action._replace(microbatch=action[2] + repeat.shift) for action in before
+            )
             for old, new in zip(before, line[place]):
-                assert [flow for flow, _ in proofs.get(old, ())] == [flow for flow, _ in proofs.get(new, ())]
+                assert [flow for flow, _ in proofs.get(old, ())] == [
+                    flow for flow, _ in proofs.get(new, ())
+                ]
 
 
 def test_what_grows_is_no_repeat():
-    """Two forwards, a backward, over and over: the same slots, and one more micro-batch in flight each time."""
+    """Two forwards, a backward, over and over: the same slots, and one more micro-batch in flight
+    each time."""
     slots, done = [], 0
     for microbatch in range(0, 40, 2):
-        slots += [(Action("F", 0, microbatch),), (Action("F", 0, microbatch + 1),), (Action("B", 0, done),)]
+        slots += [
+            (Action("F", 0, microbatch),),
+            (Action("F", 0, microbatch + 1),),
+            (Action("B", 0, done),),
+        ]
         done += 1
     slots += [(Action("B", 0, left),) for left in range(done, 40)]
     assert find_repeat(make_program("grows", loop_placement(1), [0] * 40, [slots]), 0) is None

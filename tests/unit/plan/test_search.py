@@ -1,4 +1,5 @@
-"""The search for layouts: valid, fitting, in the user's bounds, never worse than what was given, and sparing."""
+"""The search for layouts: valid, fitting, in the user's bounds, never worse than what was given,
+and sparing."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -37,9 +38,15 @@ def config():
     """A mixture of 4 experts, two nodes of four, sequences long enough for cp."""
     made = config_of(gbs=16, zero=1)
     fields = {
-        "vocab_size": 512, "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "head_dim": 64,
-        "num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 256,
-    }  # fmt: skip
+        "vocab_size": 512,
+        "num_layers": 4,
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "head_dim": 64,
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 256,
+    }
     return dataclasses.replace(
         made,
         model=dataclasses.replace(made.model, **fields),
@@ -72,18 +79,30 @@ def proposed(change, have=790_000_000, **kept):
     kept = {f"parallel.{name}": value for name, value in kept.items()}
     given = changed(config(), {"parallel.tp": 1, **kept, **change})
     fixed = {*kept, *(key for key in change if key in ("pipeline.schedule", "recompute.offload"))}
-    return [each.change for each in LayoutSearch(given, 8, CLUSTER, fixed=fixed).candidates(have)[1:]]
+    return [
+        each.change for each in LayoutSearch(given, 8, CLUSTER, fixed=fixed).candidates(have)[1:]
+    ]
 
 
 def test_what_is_proposed_does_not_depend_on_what_is_not_fixed():
-    one, many = (proposed({"train.mbs": mbs, "parallel.zero": 0}, tp=1, pp=1, ep=1) for mbs in (1, 16))
+    one, many = (
+        proposed({"train.mbs": mbs, "parallel.zero": 0}, tp=1, pp=1, ep=1) for mbs in (1, 16)
+    )
     assert one == many and {each["recompute.mode"] for each in one} >= {"full"}
-    partly = {"recompute.mode": "full", "recompute.num_layers": 1}  # a check refuses that with `none`
+    # a check refuses that with `none`
+    partly = {"recompute.mode": "full", "recompute.num_layers": 1}
     found = proposed(partly, have=2_000_000_000, tp=1, pp=2, ep=1)
     assert {each["recompute.mode"] for each in found} >= {"selective", "full"}
-    parted = {"parallel.cp": 2, "parallel.cp_method": "two_level", "parallel.cp_inner": 2, "parallel.ep": 4}
+    parted = {
+        "parallel.cp": 2,
+        "parallel.cp_method": "two_level",
+        "parallel.cp_inner": 2,
+        "parallel.ep": 4,
+    }
     found = proposed({**parted, "parallel.ep_inner": 2}, tp=1, pp=2)
-    assert {each["parallel.cp"] for each in found} == {1, 2} and {each["parallel.ep"] for each in found} == {1, 2, 4}
+    assert {each["parallel.cp"] for each in found} == {1, 2} and {
+        each["parallel.ep"] for each in found
+    } == {1, 2, 4}
 
 
 def test_a_rank_is_proposed_32_experts_at_most():
@@ -94,22 +113,41 @@ def test_a_rank_is_proposed_32_experts_at_most():
 def test_only_what_is_surely_kept_rules_a_layout_out():
     plain = {"pipeline.schedule": "1f1b"}
     few = proposed(plain, tp=1, pp=4, ep=1)
-    for kept_less in ({"pipeline.schedule": "v_half"}, {**plain, "recompute.offload": ["attention"]}):
+    for kept_less in (
+        {"pipeline.schedule": "v_half"},
+        {**plain, "recompute.offload": ["attention"]},
+    ):
         assert len(proposed(kept_less, tp=1, pp=4, ep=1)) > len(few)
 
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_nothing_that_fits_is_ruled_out_at_a_glance(tp):
     """On a device that has just what the forecast says; what tp gathers is not kept."""
-    sizes = ["model.num_layers=8", "train.seq_len=8192", "train.gbs=64", "train.mbs=8", "precision.dtype=bf16"]
-    kept = {f"parallel.{name}": value for name, value in {"tp": tp, "sp": tp > 1, "pp": 1, "cp": 1, "zero": 1}.items()}
-    given = planned_config(["model=llama3_8b", *sizes, *(f"{key}={value}" for key, value in kept.items())], 8)
+    sizes = [
+        "model.num_layers=8",
+        "train.seq_len=8192",
+        "train.gbs=64",
+        "train.mbs=8",
+        "precision.dtype=bf16",
+    ]
+    kept = {
+        f"parallel.{name}": value
+        for name, value in {"tp": tp, "sp": tp > 1, "pp": 1, "cp": 1, "zero": 1}.items()
+    }
+    given = planned_config(
+        ["model=llama3_8b", *sizes, *(f"{key}={value}" for key, value in kept.items())], 8
+    )
     search = LayoutSearch(
-        changed(given, {"recompute.mode": "full"}), 8, CLUSTER, fixed={*kept, "train.mbs", "pipeline.schedule"}
+        changed(given, {"recompute.mode": "full"}),
+        8,
+        CLUSTER,
+        fixed={*kept, "train.mbs", "pipeline.schedule"},
     )
     for mode in ("none", "selective"):
         laid = changed(given, {"recompute.mode": mode})
-        needed = max(memory.needed for memory in Forecaster(laid, 8, Target("sm_90")).ranks().values())
+        needed = max(
+            memory.needed for memory in Forecaster(laid, 8, Target("sm_90")).ranks().values()
+        )
         assert mode in {each.change["recompute.mode"] for each in search.candidates(needed)[1:]}
 
 
@@ -117,7 +155,13 @@ def test_nothing_that_fits_is_ruled_out_at_a_glance(tp):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_state_seen_at_a_glance_is_the_forecasts(optim, zero):
     """Weights, gradients and moments of one rank, but for what buffers add to them."""
-    words = ["model=llama3_8b", "model.num_layers=2", "train.gbs=8", "precision.dtype=bf16", f"parallel.zero={zero}"]
+    words = [
+        "model=llama3_8b",
+        "model.num_layers=2",
+        "train.gbs=8",
+        "precision.dtype=bf16",
+        f"parallel.zero={zero}",
+    ]
     given = planned_config([*words, f"optim.name={optim}"], 8)
     plan = quick_layout(given, 8)
     (units,) = Workloads(Target()).stages(given, plan)
@@ -141,7 +185,12 @@ def test_the_best_is_no_worse_than_what_ships(experiment):
     have = CLUSTER.memory_bytes
     cluster = dataclasses.replace(CLUSTER, node=8)
     search = LayoutSearch(shipped, world, cluster, fixed={key.partition("=")[0] for key in narrow})
-    assert max(memory.needed for memory in Forecaster(shipped, world, Target("sm_90")).ranks().values()) <= have
+    assert (
+        max(
+            memory.needed for memory in Forecaster(shipped, world, Target("sm_90")).ranks().values()
+        )
+        <= have
+    )
     found = search.best(search.candidates(have), have, 1)
     assert found[0].seconds <= Estimator(cluster).step(shipped, world).step_s
 
@@ -186,16 +235,26 @@ def test_the_fastest_that_fit_are_found_and_few_are_asked_about():
     assert asked["price"] == [name for name in asked["least"] if name != "surely too large"]
     assert [each.change["name"] for each in found(count=2, limit=2)] == ["best"]
     assert [each.change["name"] for each in found(count=9, limit=9)] == [
-        "best", "second", "not looked at", "slower than estimated"
-    ]  # fmt: skip
+        "best",
+        "second",
+        "not looked at",
+        "slower than estimated",
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe_v"])
 def test_a_rank_needs_a_little_more_than_what_it_is_said_to_need_at_least(schedule):
-    laid = changed(config(), {
-        "parallel.tp": 1, "parallel.pp": 2, "parallel.ep": 4, "train.gbs": 32, "pipeline.schedule": schedule,
-        "recompute.mode": "selective",
-    })  # fmt: skip
+    laid = changed(
+        config(),
+        {
+            "parallel.tp": 1,
+            "parallel.pp": 2,
+            "parallel.ep": 4,
+            "train.gbs": 32,
+            "pipeline.schedule": schedule,
+            "recompute.mode": "selective",
+        },
+    )
     estimator, plan, target = Estimator(CLUSTER, 1.5), quick_layout(laid, 8), Target("sm_90", 1.5)
     least = estimator.least_bytes(laid, 8, plan)
     for rank, memory in Forecaster(laid, 8, target, plan).ranks().items():
@@ -205,11 +264,21 @@ def test_a_rank_needs_a_little_more_than_what_it_is_said_to_need_at_least(schedu
 
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_ranks_that_are_not_asked_need_no_more_than_those_that_are(schedule, monkeypatch):
-    """Two dense layers and thirty mixtures on eight pipeline ranks, with experts as uneven as a run plans them."""
-    fields = {"model.num_layers": 32, "model.moe_layers": list(range(2, 32)), "parallel.ep": 2, "train.gbs": 48}
-    given = changed(config(), {**fields, "parallel.tp": 1, "parallel.pp": 8, "pipeline.schedule": schedule})
+    """Two dense layers and thirty mixtures on eight pipeline ranks, with experts as uneven as a run
+    plans them."""
+    fields = {
+        "model.num_layers": 32,
+        "model.moe_layers": list(range(2, 32)),
+        "parallel.ep": 2,
+        "train.gbs": 48,
+    }
+    given = changed(
+        config(), {**fields, "parallel.tp": 1, "parallel.pp": 8, "pipeline.schedule": schedule}
+    )
     search, asked, rank = LayoutSearch(given, 16, CLUSTER), [], Forecaster.rank
-    monkeypatch.setattr(Forecaster, "rank", lambda self, place: asked.append(place) or rank(self, place))
+    monkeypatch.setattr(
+        Forecaster, "rank", lambda self, place: asked.append(place) or rank(self, place)
+    )
     needed = search._need(search._given(), 10**15)
     assert len(asked) < 8
     memories = Forecaster(given, 16, search._target).ranks().values()
@@ -217,7 +286,8 @@ def test_ranks_that_are_not_asked_need_no_more_than_those_that_are(schedule, mon
 
 
 def test_passes_that_nobody_asks_about_are_not_run(monkeypatch):
-    """Nor any of them twice: a layout's own size, its schedule and its micro-batches change no unit of one sequence."""
+    """Nor any of them twice: a layout's own size, its schedule and its micro-batches change no unit
+    of one sequence."""
     ran, run_alone = [], workload._run_alone
 
     def noted(alone, target, depths, backs):
@@ -226,8 +296,12 @@ def test_passes_that_nobody_asks_about_are_not_run(monkeypatch):
 
     monkeypatch.setattr(workload, "_run_alone", noted)
     for schedule, backs in (("1f1b", {"B", ""}), ("zb_v", {"B", "I"})):
-        given = changed(config(), {"parallel.tp": 1, "parallel.pp": 2, "pipeline.schedule": schedule})
-        search = LayoutSearch(given, 8, CLUSTER, fixed={"parallel.tp", "parallel.pp", "pipeline.schedule"})
+        given = changed(
+            config(), {"parallel.tp": 1, "parallel.pp": 2, "pipeline.schedule": schedule}
+        )
+        search = LayoutSearch(
+            given, 8, CLUSTER, fixed={"parallel.tp", "parallel.pp", "pipeline.schedule"}
+        )
         ran.clear()
         assert search.best(search.candidates(10**12), 10**12, 2)
         assert len(ran) == len(set(ran)) and {each[2] for each in ran} == backs

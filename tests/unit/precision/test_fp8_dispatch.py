@@ -19,7 +19,10 @@ def test_a_row_is_its_values_and_a_byte_a_group(shape, dtype):
     rows[:1, :1] = 0
     codec = Fp8DispatchCodec()
     encoded = codec.encode(rows)
-    assert encoded.dtype == torch.uint8 and encoded.shape == (shape[0], shape[1] + -(-shape[1] // 128))
+    assert encoded.dtype == torch.uint8 and encoded.shape == (
+        shape[0],
+        shape[1] + -(-shape[1] // 128),
+    )
     back = codec.decode(encoded, dtype)
     assert back.dtype == dtype
     assert torch.equal(back, quantize_rows(rows, powers_of_two=True).dequantize(dtype))
@@ -30,22 +33,35 @@ def test_what_is_not_finite_arrives_so():
     rows = torch.ones(2, 256)
     rows[1, 200] = torch.inf
     back = Fp8DispatchCodec().decode(Fp8DispatchCodec().encode(rows), torch.float32)
-    assert back[1, 128:].isnan().all() and torch.equal(back[0], rows[0]) and torch.equal(back[1, :128], rows[1, :128])
+    assert (
+        back[1, 128:].isnan().all()
+        and torch.equal(back[0], rows[0])
+        and torch.equal(back[1, :128], rows[1, :128])
+    )
 
 
 def test_an_exchange_sends_the_bytes_and_gives_gradients_as_they_are():
     def run(rank, world):
         ledger = Ledger()
         ep = build_mesh(resolve(world, ep=world), rank, recorder=ledger)["ep"]
-        rows = torch.randn(5, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
-        exchange = Exchange(ep, [2, 3] if rank == 0 else [1, 4], [2, 1] if rank == 0 else [3, 4], Fp8DispatchCodec())
+        rows = (
+            torch.randn(5, 256, generator=torch.Generator().manual_seed(rank))
+            .bfloat16()
+            .requires_grad_()
+        )
+        exchange = Exchange(
+            ep, [2, 3] if rank == 0 else [1, 4], [2, 1] if rank == 0 else [3, 4], Fp8DispatchCodec()
+        )
         arrived = exchange.finish(exchange.start(rows))
         there = ledger.totals["ep", "all_to_all"].num_bytes
         arrived.backward(arrived.detach())
         return rows.detach(), arrived.detach(), rows.grad, there
 
     (first, at_first, back_first, sent), (second, at_second, back_second, _) = run_ranks(run, 2)
-    whole = [quantize_rows(rows, powers_of_two=True).dequantize(torch.bfloat16) for rows in (first, second)]
+    whole = [
+        quantize_rows(rows, powers_of_two=True).dequantize(torch.bfloat16)
+        for rows in (first, second)
+    ]
     assert torch.equal(at_first, torch.cat((whole[0][:2], whole[1][:1])))
     assert torch.equal(at_second, torch.cat((whole[0][2:], whole[1][1:])))
     assert torch.equal(back_first, whole[0]) and torch.equal(back_second, whole[1])

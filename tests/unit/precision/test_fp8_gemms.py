@@ -10,7 +10,14 @@ from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_recipes as fp8
-from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, forget_copies, gemms_of
+from megatron5d.precision.gemm import (
+    PLAIN,
+    PLAIN_EXPERTS,
+    Gemms,
+    expert_gemms_of,
+    forget_copies,
+    gemms_of,
+)
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -32,17 +39,23 @@ def grid(x, rows, columns, powers_of_two):
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             block = x[i : i + rows, j : j + columns]
-            y[i : i + rows, j : j + columns] = quantised(block, 448.0, torch.float8_e4m3fn, powers_of_two)
+            y[i : i + rows, j : j + columns] = quantised(
+                block, 448.0, torch.float8_e4m3fn, powers_of_two
+            )
     return y
 
 
 def by_hand(recipe, powers_of_two, x, weight, dy):
     """y, dx, dW in float32 of x [t, in], W [out, in], dy [t, out]."""
     if recipe == "tensorwise":
-        x, weight = (quantised(each, 448.0, torch.float8_e4m3fn, powers_of_two) for each in (x, weight))
+        x, weight = (
+            quantised(each, 448.0, torch.float8_e4m3fn, powers_of_two) for each in (x, weight)
+        )
         dy = quantised(dy, 57344.0, torch.float8_e5m2, powers_of_two)
         return x @ weight.t(), dy @ weight, dy.t() @ x
-    x, dy, weight = (grid(each, rows, 128, powers_of_two) for each, rows in ((x, 1), (dy, 1), (weight, 128)))
+    x, dy, weight = (
+        grid(each, rows, 128, powers_of_two) for each, rows in ((x, 1), (dy, 1), (weight, 128))
+    )
     transposed_dy, transposed_x = (grid(each.t(), 1, 128, powers_of_two) for each in (dy, x))
     return x @ weight.t(), dy @ weight, transposed_dy @ transposed_x.t()
 
@@ -82,11 +95,14 @@ def test_a_linear_layer_is_the_emulation(recipe, powers_of_two, split, kind):
     assert len(waiting) == split and (torch.equal(layer.weight.main_grad, before) == split)
     for closure in waiting:
         closure()
-    want = by_hand(recipe, powers_of_two, x.detach().flatten(0, 1), layer.weight.detach(), dy.flatten(0, 1))
+    want = by_hand(
+        recipe, powers_of_two, x.detach().flatten(0, 1), layer.weight.detach(), dy.flatten(0, 1)
+    )
     assert torch.equal(y.detach().flatten(0, 1), want[0].bfloat16())
     assert torch.equal(x.grad.flatten(0, 1), want[1].bfloat16())
     torch.testing.assert_close(layer.weight.main_grad, before + want[2], rtol=1e-5, atol=1e-3)
-    assert sum(t.numel() * t.element_size() for t in kept) <= 50 * 3 * (208 + 8)  # FP8 values and their scales
+    # FP8 values and their scales
+    assert sum(t.numel() * t.element_size() for t in kept) <= 50 * 3 * (208 + 8)
 
 
 @pytest.mark.parametrize(("recipe", "powers_of_two"), RECIPES)
@@ -110,16 +126,25 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
             assert not experts.up.main_grad[e].any() and not experts.down.main_grad[e].any()
             continue
         rows = slice(first, last)
-        inner = by_hand(recipe, powers_of_two, x.detach()[rows], experts.up[e].detach(), torch.zeros(last - first, 80))[
-            0
-        ]
+        inner = by_hand(
+            recipe,
+            powers_of_two,
+            x.detach()[rows],
+            experts.up[e].detach(),
+            torch.zeros(last - first, 80),
+        )[0]
         inner.requires_grad_()
         mine = weights.detach()[rows].requires_grad_()
         active = torch.nn.functional.gelu(inner) * mine[:, None]
-        _, dactive, ddown = by_hand(recipe, powers_of_two, active.detach(), experts.down[e].detach(), dy[rows])
+        _, dactive, ddown = by_hand(
+            recipe, powers_of_two, active.detach(), experts.down[e].detach(), dy[rows]
+        )
         dinner, dmine = torch.autograd.grad(active, (inner, mine), dactive)
-        _, dx, dup = by_hand(recipe, powers_of_two, x.detach()[rows], experts.up[e].detach(), dinner)
-        close = {"rtol": 1e-3, "atol": 1e-3}  # a gelu that differs in the last bit may move a value to its neighbour
+        _, dx, dup = by_hand(
+            recipe, powers_of_two, x.detach()[rows], experts.up[e].detach(), dinner
+        )
+        # a gelu that differs in the last bit may move a value to its neighbour
+        close = {"rtol": 1e-3, "atol": 1e-3}
         torch.testing.assert_close(experts.down.main_grad[e], ddown, **close)
         torch.testing.assert_close(x.grad[rows], dx, **close)
         torch.testing.assert_close(experts.up.main_grad[e], dup, **close)
@@ -129,15 +154,20 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(("recipe", "powers_of_two"), RECIPES)
 def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
-    """A micro-batch may leave a rank's experts without a row: the step continues, and their gradients are zero."""
-    config = ModelConfig(num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation=activation)
+    """A micro-batch may leave a rank's experts without a row: the step continues, and their
+    gradients are zero."""
+    config = ModelConfig(
+        num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation=activation
+    )
     experts = Experts(config, "experts", Axis("ep"), Axis("etp"), dtype=torch.float32, device="cpu")
     for parameter in experts.parameters():
         parameter.data.normal_()
         parameter.gemms = recipe_of(recipe, powers_of_two)[1]
         parameter.main_grad = torch.zeros_like(parameter)
     x, weights, waiting = torch.randn(0, 144).requires_grad_(), torch.rand(0).requires_grad_(), []
-    experts(x, weights, torch.zeros(4, dtype=torch.int64), waiting.append).backward(torch.randn(0, 144))
+    experts(x, weights, torch.zeros(4, dtype=torch.int64), waiting.append).backward(
+        torch.randn(0, 144)
+    )
     for closure in waiting:
         closure()
     assert x.grad.shape == (0, 144) and weights.grad.shape == (0,)
@@ -166,19 +196,28 @@ MODELS = {
     "dense": {},
     "mixture": {"num_experts": 4, "shared_ffn_hidden_size": 32, "first_k_dense": 1},
     "latent": {"attention": "mla", "q_lora_rank": 16, "kv_lora_rank": 16, "hidden_size": 128},
-    "latent, plain queries": {"attention": "mla", "kv_lora_rank": 16, "num_experts": 4, "moe_layers": [0]},
+    "latent, plain queries": {
+        "attention": "mla",
+        "kv_lora_rank": 16,
+        "num_experts": 4,
+        "moe_layers": [0],
+    },
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_matrix_of_the_layers_and_no_other(model):
-    precision = PrecisionConfig(fp8="blockwise", fp8_skip_last=1, fp8_exclude=["*.attention.out", "layers.0.*.up"])
+    precision = PrecisionConfig(
+        fp8="blockwise", fp8_skip_last=1, fp8_exclude=["*.attention.out", "layers.0.*.up"]
+    )
     config = Config(model=ModelConfig(num_layers=3, **MODELS[model]), precision=precision)
     gpt = GPT(config, build_mesh(resolve(1), 0), device="meta")
     names = {spec_of(p).name.removesuffix(".weight") for p in gpt.parameters() if p.ndim >= 2}
     layers = {name for name in names if name.startswith("layers.") and not name.endswith("router")}
     if not config.model.latents_travel:  # what tp sums before these is not rounded
-        layers = {name for name in layers if not name.endswith(("attention.q_down", "attention.kv_down"))}
+        layers = {
+            name for name in layers if not name.endswith(("attention.q_down", "attention.kv_down"))
+        }
     assert layers == set(matrices(config.model))
     chosen = set()
     for p in gpt.parameters():
@@ -188,11 +227,16 @@ def test_every_matrix_of_the_layers_and_no_other(model):
             assert isinstance(gemms, fp8.BlockwiseExpertGemms if expert else Gemms)
             chosen.add(spec_of(p).name.removesuffix(".weight"))
     assert chosen == set(quantised_matrices(config))
-    left_out = {name for name in layers if name.startswith("layers.2.") or name.endswith("attention.out")}
+    left_out = {
+        name for name in layers if name.startswith("layers.2.") or name.endswith("attention.out")
+    }
     left_out |= {name for name in layers if name.startswith("layers.0.") and name.endswith(".up")}
     assert chosen == layers - left_out and chosen
     plain = dataclasses.replace(config, precision=PrecisionConfig())
-    assert all(not hasattr(p, "gemms") for p in GPT(plain, build_mesh(resolve(1), 0), device="meta").parameters())
+    assert all(
+        not hasattr(p, "gemms")
+        for p in GPT(plain, build_mesh(resolve(1), 0), device="meta").parameters()
+    )
 
 
 def test_rows_past_the_last_expert_are_padding():
@@ -200,11 +244,16 @@ def test_rows_past_the_last_expert_are_padding():
     gemms = fp8.TensorwiseExpertGemms(True, lambda amax: amax)
     values, scales = gemms.operand(x, offsets)
     alone, own = gemms.operand(x[:2], torch.tensor([0, 2, 2]))
-    assert values.shape == x.shape and torch.equal(values[:2].float(), alone.float()) and torch.equal(scales[:2], own)
+    assert (
+        values.shape == x.shape
+        and torch.equal(values[:2].float(), alone.float())
+        and torch.equal(scales[:2], own)
+    )
 
 
 def test_an_experts_scale_is_that_of_all_its_parts():
-    """Other ranks hold larger elements of the same experts: as if all were four times as large as here."""
+    """Other ranks hold larger elements of the same experts: as if all were four times as large as
+    here."""
     weight = torch.nn.Parameter(torch.randn(2 * 128, 128))
     here, everywhere = (fp8.TensorwiseExpertGemms(True, lambda amax, n=n: amax * n) for n in (1, 4))
     ours = here.copies(weight, 2).plain.scales

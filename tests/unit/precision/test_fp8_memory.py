@@ -1,4 +1,5 @@
-"""The memory that is predicted for FP8 training: copies of weights stay, activations are smaller."""
+"""The memory that is predicted for FP8 training: copies of weights stay, activations are
+smaller."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""SwiGLU and norms made in FP8 at once: the bits of making them wide and quantising them, in whole models too."""
+"""SwiGLU and norms made in FP8 at once: the bits of making them wide and quantising them, in whole
+models too."""
 
 import dataclasses
 
@@ -41,19 +42,39 @@ def test_operations_alone(dtype, powers_of_two):
         (gemms.layer_norm(x, weight, bias, 1e-5), (centred, x), (x, weight, bias)),
     ]
     for (eight, *ours_beside), (wide, *theirs_beside), inputs in cases:
-        assert isinstance(eight, Fp8Tensor) and (eight.shape, eight.dtype) == (wide.shape, wide.dtype)
-        for got, want in zip(gemms.operand(eight.detach()), gemms.operand(wide.detach()), strict=True):
+        assert isinstance(eight, Fp8Tensor) and (eight.shape, eight.dtype) == (
+            wide.shape,
+            wide.dtype,
+        )
+        for got, want in zip(
+            gemms.operand(eight.detach()), gemms.operand(wide.detach()), strict=True
+        ):
             assert got.shape == want.shape and torch.equal(got.double(), want.double())
-        assert all(map(torch.equal, ours_beside, theirs_beside)), "the stream that a norm hands on is its input"
+        assert all(map(torch.equal, ours_beside, theirs_beside)), (
+            "the stream that a norm hands on is its input"
+        )
         dy = [torch.randn(wide.shape).to(dtype) for _ in range(1 + len(ours_beside))]
-        ours, theirs = (torch.autograd.grad(y, inputs, dy[0], retain_graph=True) for y in (eight, wide))
+        ours, theirs = (
+            torch.autograd.grad(y, inputs, dy[0], retain_graph=True) for y in (eight, wide)
+        )
         assert all(map(torch.equal, ours, theirs))
         ours = torch.autograd.grad([eight, *ours_beside], inputs, dy)
         torch.testing.assert_close(ours, torch.autograd.grad([wide, *theirs_beside], inputs, dy))
-        for mistake in (lambda y: y + 1, torch.clone, lambda y: y[0], lambda y: y.view(-1), lambda y: y.mT, list):
+        for mistake in (
+            lambda y: y + 1,
+            torch.clone,
+            lambda y: y[0],
+            lambda y: y.view(-1),
+            lambda y: y.mT,
+            list,
+        ):
             with pytest.raises(RuntimeError, match="only FP8 GEMMs read it"):
                 mistake(eight.detach())
-    assert type(gemms.activate(x, "gelu")) is type(of_experts.activate(row, probs, "gelu")) is torch.Tensor
+    assert (
+        type(gemms.activate(x, "gelu"))
+        is type(of_experts.activate(row, probs, "gelu"))
+        is torch.Tensor
+    )
 
 
 def test_views_and_detached_copies_share_the_memory():
@@ -72,7 +93,10 @@ def test_views_and_detached_copies_share_the_memory():
 
 
 def test_gemms_of_one_input_agree_or_take_it_wide():
-    gemms, weights = fp8.BlockwiseGemms(True), [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    gemms, weights = (
+        fp8.BlockwiseGemms(True),
+        [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)],
+    )
     for weight in weights[:2]:
         weight.gemms = gemms
     assert gemms_of(*weights[:2]) is gemms and gemms_of(*weights) is PLAIN
@@ -80,7 +104,12 @@ def test_gemms_of_one_input_agree_or_take_it_wide():
 
 MODELS = {
     "dense": {},
-    "mixture": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 144, "shared_ffn_hidden_size": 48},
+    "mixture": {
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 144,
+        "shared_ffn_hidden_size": 48,
+    },
     "latent": {"attention": "mla", "q_lora_rank": 32, "kv_lora_rank": 32, "hidden_size": 144},
     "latent, plain queries": {"attention": "mla", "kv_lora_rank": 32, "norm": "layernorm"},
 }
@@ -88,7 +117,9 @@ KEPT = {
     "all": RecomputeConfig(),
     "parts": RecomputeConfig("selective", ["norm", "activation"]),
     "around": RecomputeConfig("selective", ["qkv", "mlp"]),
-    "host": RecomputeConfig("selective", ["qkv", "mlp"], offload=["attention", "mlp"], offload_min_bytes=0),
+    "host": RecomputeConfig(
+        "selective", ["qkv", "mlp"], offload=["attention", "mlp"], offload_min_bytes=0
+    ),
 }
 
 
@@ -108,7 +139,8 @@ def loss_and_gradients(config):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_are_those_of_two_passes(model, monkeypatch):
-    """With bf16 around, whatever is recomputed or waits on the host; and Fp8Tensors are there at all."""
+    """With bf16 around, whatever is recomputed or waits on the host; and Fp8Tensors are there at
+    all."""
     base = config_of("llama_gqa", gbs=2, mbs=2)
     config = dataclasses.replace(
         base,
@@ -124,7 +156,9 @@ def test_models_are_those_of_two_passes(model, monkeypatch):
         wide = loss_and_gradients(config)
     assert all(each.isfinite().all() for each in wide)
     wrapped, start = [], activations._Wrapper.__init__
-    monkeypatch.setattr(activations._Wrapper, "__init__", lambda *args: (wrapped.append(1), start(*args))[1])
+    monkeypatch.setattr(
+        activations._Wrapper, "__init__", lambda *args: (wrapped.append(1), start(*args))[1]
+    )
     for name, recompute in KEPT.items():
         eight = loss_and_gradients(dataclasses.replace(config, recompute=recompute))
         assert all(map(torch.equal, wide, eight)), name

@@ -1,4 +1,5 @@
-"""Products and collectives laid over each other: the same numbers, as many elements sent, one chunk at a time."""
+"""Products and collectives laid over each other: the same numbers, as many elements sent, one chunk
+at a time."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ S, H, F = 12, 128, 256
 GEMMS = {
     "plain": PLAIN,
     "blockwise": BlockwiseGemms(True),
-    "tensorwise": TensorwiseGemms(True, lambda amax: amax * 0 + 16, lambda amax: amax),  # the same on all ranks
+    # the same on all ranks
+    "tensorwise": TensorwiseGemms(True, lambda amax: amax * 0 + 16, lambda amax: amax),
 }
 
 
@@ -33,13 +35,24 @@ def every_way(rank: int, world: int, recipe: str):
     for overlap in (Overlap(), Chunked(), fused, fused):
         ledger.clear()
         for backward, width in ((False, H), (True, F)):
-            x = torch.randn(S, 2, width, dtype=torch.float64, generator=generator.manual_seed(width))
+            x = torch.randn(
+                S, 2, width, dtype=torch.float64, generator=generator.manual_seed(width)
+            )
             gemm = Gemm(weight, backward)
-            mine, terms = gemms.operand(x.chunk(world)[rank], backward), gemms.operand(x * (rank + 1), backward)
+            mine, terms = (
+                gemms.operand(x.chunk(world)[rank], backward),
+                gemms.operand(x * (rank + 1), backward),
+            )
             y, whole = overlap.all_gather_gemm(mine, gemm, tp, keep=True)
             alone, nothing = overlap.all_gather_gemm(mine, gemm, tp, keep=False)
             assert nothing == () and torch.equal(alone, y)
-            found.append([y, *(each.double() for each in whole), overlap.gemm_reduce_scatter(terms, gemm, tp)])
+            found.append(
+                [
+                    y,
+                    *(each.double() for each in whole),
+                    overlap.gemm_reduce_scatter(terms, gemm, tp),
+                ]
+            )
         found[-1].append(torch.tensor(ledger.bytes_by_axis()["tp"]))
     return [[each.detach() for each in one] for one in found]
 
@@ -68,7 +81,9 @@ def test_fused_gemms_name_the_rank_that_stopped():
                 lambda: fused.all_gather_gemm((x,), gemm, tp, keep=False),
                 lambda: fused.gemm_reduce_scatter((x,), gemm, tp),
             ):
-                with pytest.raises(TimeoutError, match=r"rank 0 .* waited 2 s for chunk 1 .* rank 1 .* not sent"):
+                with pytest.raises(
+                    TimeoutError, match=r"rank 0 .* waited 2 s for chunk 1 .* rank 1 .* not sent"
+                ):
                     run()
 
     run_ranks(until_one_stops, 2)

@@ -1,4 +1,5 @@
-"""Checkpoints keep pace with torch.save, DCP and safetensors; ratios of CPU times, with slack for a busy machine."""
+"""Checkpoints keep pace with torch.save, DCP and safetensors; ratios of CPU times, with slack for a
+busy machine."""
 
 import json
 
@@ -13,7 +14,11 @@ def slower(found: dict) -> list:
     for what in ("save", "load", "export", "import"):
         ours = found[what]["ours"]
         peers = {peer: seconds for peer, seconds in found[what].items() if peer != "ours"}
-        faults += [(what, peer, ours, of) for peer, of in peers.items() if ours > 1.5 * MOST.get(peer, 1.3) * of]
+        faults += [
+            (what, peer, ours, of)
+            for peer, of in peers.items()
+            if ours > 1.5 * MOST.get(peer, 1.3) * of
+        ]
     return faults
 
 
@@ -24,5 +29,6 @@ def test_ratios_hold(capsys):
         if not slower(found):
             break
     assert not slower(found)
-    assert found["reshard"]["ours"] < 12 * found["reshard"]["cp, sync"]  # of little data: two processes build ranks
+    # of little data: two processes build ranks
+    assert found["reshard"]["ours"] < 12 * found["reshard"]["cp, sync"]
     assert 1 <= found["restart of 64 ranks"]["ours"] < 1.05

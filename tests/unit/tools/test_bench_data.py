@@ -1,4 +1,5 @@
-"""Tokenising, preprocessing and Megatron's order keep pace with their peers; ratios of CPU times, with slack."""
+"""Tokenising, preprocessing and Megatron's order keep pace with their peers; ratios of CPU times,
+with slack."""
 
 import json
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 from megatron5d.tools import bench_data
 
 for package in ("tiktoken", "tokenizers", "transformers", "megatron"):
-    if find_spec(package) is None:  # not imported: Megatron-Core takes seconds, in every process that collects tests
+    # not imported: Megatron-Core takes seconds, in every process that collects tests
+    if find_spec(package) is None:
         pytest.skip(f"could not find {package!r}", allow_module_level=True)
 
 MOST = {  # ours ÷ peer; about half as much again as is measured
@@ -23,9 +25,21 @@ MOST = {  # ours ÷ peer; about half as much again as is measured
 
 
 def test_ratios_hold():
-    """In a process of its own: Megatron-Core changes what torch.load admits. No file: workers would import it again."""
+    """In a process of its own: Megatron-Core changes what torch.load admits. No file: workers would
+    import it again."""
     program = "import sys; from megatron5d.tools.bench_data import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "--mb", "3", "--tokens", "2.5e8", "--repeats", "2", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "--mb",
+        "3",
+        "--tokens",
+        "2.5e8",
+        "--repeats",
+        "2",
+        "--json",
+    ]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found.keys() == MOST.keys()
     for what, row in found.items():

@@ -1,4 +1,5 @@
-"""Host time beside torch and transformers: ratios, measured by turns, that a change must not make worse."""
+"""Host time beside torch and transformers: ratios, measured by turns, that a change must not make
+worse."""
 
 import json
 import sys
@@ -36,13 +37,18 @@ def test_a_row_stays_below_its_ratio(row):
 
 
 def test_sides_of_a_layer_compute_gradients_of_the_same_shape():
-    """Each side's forward and backward runs, and leaves gradients: none is measured that does nothing."""
+    """Each side's forward and backward runs, and leaves gradients: none is measured that does
+    nothing."""
     sides = bench_host.operation("linear")
     for run in sides.values():
         x, weight = run.__closure__[run.__code__.co_freevars.index("leaves")].cell_contents
         assert x.grad is None and weight.grad is None
         run()
-        assert x.grad.shape == x.shape and weight.grad.shape == weight.shape and torch.any(weight.grad != 0)
+        assert (
+            x.grad.shape == x.shape
+            and weight.grad.shape == weight.shape
+            and torch.any(weight.grad != 0)
+        )
 
 
 def test_the_figures_are_printed_as_json(monkeypatch, capsys):

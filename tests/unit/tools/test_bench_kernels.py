@@ -1,4 +1,5 @@
-"""tools/bench_kernels.py without a GPU: whatever fails, crashes or hangs, the figures of the others are there."""
+"""tools/bench_kernels.py without a GPU: whatever fails, crashes or hangs, the figures of the others
+are there."""
 
 import json
 import multiprocessing
@@ -36,7 +37,9 @@ def says_nothing():
 @pytest.fixture
 def quick(monkeypatch):
     """A call takes a millisecond; the device is sound."""
-    monkeypatch.setattr(bench_kernels, "median_ms", lambda calls, repeats: [call() for call in calls] and 1.0)
+    monkeypatch.setattr(
+        bench_kernels, "median_ms", lambda calls, repeats: [call() for call in calls] and 1.0
+    )
     monkeypatch.setattr(bench_kernels, "peak_bytes", lambda call: 2**20)
     monkeypatch.setattr(bench_kernels, "device_is_lost", lambda: False)
     return monkeypatch
@@ -93,11 +96,16 @@ def test_the_rows_behind_a_crash_and_a_hang_are_measured(tmp_path, capsys):
     assert rows["hangs"]["the rest"] == {"unavailable": "nothing heard in 1 s"}
     assert "the rest" not in rows["sound"] and "the rest" not in rows["last"]
     printed = capsys.readouterr().out
-    assert printed.count("a GPU, torch 2: copy 1000 GB/s") == 1 and printed.count("50.0% of limit") == 4
+    assert (
+        printed.count("a GPU, torch 2: copy 1000 GB/s") == 1
+        and printed.count("50.0% of limit") == 4
+    )
 
 
 def test_what_the_time_does_not_suffice_for_is_named(tmp_path):
-    told = in_turn(troubled, ["hangs", "last"], 30.0, time.monotonic() + 1, multiprocessing.get_context("fork"))
+    told = in_turn(
+        troubled, ["hangs", "last"], 30.0, time.monotonic() + 1, multiprocessing.get_context("fork")
+    )
     assert [(name, why) for name, *rest in told if len(rest) == 1 for why in rest if name] == [
         ("hangs", "the time is up"),
         ("last", "not reached: the time is up"),
@@ -139,7 +147,9 @@ def notes_an_interrupt(names, tell):
 
 def test_a_worker_leaves_an_interrupt_to_its_parent():
     """Ctrl-C reaches both; a worker that died of it first would be replaced by another one."""
-    told = in_turn(notes_an_interrupt, ["a"], 10.0, time.monotonic() + 10, multiprocessing.get_context("fork"))
+    told = in_turn(
+        notes_an_interrupt, ["a"], 10.0, time.monotonic() + 10, multiprocessing.get_context("fork")
+    )
     assert list(told) == [("a", "alive")]
 
 
@@ -152,7 +162,8 @@ def test_the_command_line(monkeypatch, capsys):
 
 
 class Device:
-    """What `median_ms` asks of torch, without a GPU: notes for how many cycles it is told to wait."""
+    """What `median_ms` asks of torch, without a GPU: notes for how many cycles it is told to
+    wait."""
 
     class Event:
         def __init__(self, enable_timing):
@@ -182,13 +193,16 @@ def test_the_device_waits_until_a_call_is_launched(monkeypatch):
     device = Device()
     monkeypatch.setattr(measure, "torch", device)
     assert measure.median_ms([lambda: time.sleep(0.002)], 3) == 1.0
-    assert len(device.waited) == 3 and min(device.waited) >= 0.002 * 1.98e9  # an H200 at its fastest
+    # an H200 at its fastest
+    assert len(device.waited) == 3 and min(device.waited) >= 0.002 * 1.98e9
 
 
 def timed(way, key, times):
     """The figures of a row: ours, and ours by libraries."""
     ours = {"ms": times["triton"], "way": way, "key": key}
-    return {"ours": ours} | {f"ours, by {name}": {"ms": ms} for name, ms in times.items() if name != "triton"}
+    return {"ours": ours} | {
+        f"ours, by {name}": {"ms": ms} for name, ms in times.items() if name != "triton"
+    }
 
 
 def test_the_order_of_libraries_follows_from_the_figures(monkeypatch, tmp_path):
@@ -196,8 +210,14 @@ def test_the_order_of_libraries_follows_from_the_figures(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
     shape = {"window": 0, "heads": 32, "queries": 8192}
     rows = {
-        "wide": timed("attention_forward", {"head_dim": 128, **shape}, {"triton": 2.0, "cudnn": 1.0, "fa4": 1.5}),
-        "narrow": timed("attention_forward", {"head_dim": 64, **shape}, {"triton": 1.0, "cudnn": 1.2}),
+        "wide": timed(
+            "attention_forward",
+            {"head_dim": 128, **shape},
+            {"triton": 2.0, "cudnn": 1.0, "fa4": 1.5},
+        ),
+        "narrow": timed(
+            "attention_forward", {"head_dim": 64, **shape}, {"triton": 1.0, "cudnn": 1.2}
+        ),
         "failed": {"ours": {"unavailable": "x"}, "ours, by torch": {"unavailable": "y"}},
     }
     rows["narrow"]["ours, by fa4"] = {"unavailable": "not installed"}
@@ -211,7 +231,10 @@ def test_the_order_of_libraries_follows_from_the_figures(monkeypatch, tmp_path):
     tuning.table.cache_clear()
     wide = AttentionRequest(90, False, torch.bfloat16, (99999, 4, 64, 128), (99999, 4, 8, 128), 128)
     assert choice.order_of(wide) == ["cudnn", "fa4", "triton"]
-    assert choice.order_of(wide._replace(q_shape=(64, 1, 1, 64), value_dim=64)) == ["triton", "cudnn"]
+    assert choice.order_of(wide._replace(q_shape=(64, 1, 1, 64), value_dim=64)) == [
+        "triton",
+        "cudnn",
+    ]
     assert choice.order_of(wide._replace(capability=100)) is None
     tuning.table.cache_clear()
     assert write_orders({"failed": rows["failed"]}, 90) is None
@@ -227,8 +250,11 @@ def test_a_row_is_measured_by_each_library(quick):
         assert list(found) == ["ours", "theirs", "ours, by cudnn", "ours, by fa4"]
         assert counted()["cudnn forward"] == counted()["fa4 forward"] == 1
         assert found["ours"]["way"] == "attention_forward" and found["ours"]["key"]["queries"] == 24
-        calls["ours"] = lambda: kernels.attention(x, x, x, scale=0.2, documents=torch.zeros(2, 24, dtype=torch.int32))
+        calls["ours"] = lambda: kernels.attention(
+            x, x, x, scale=0.2, documents=torch.zeros(2, 24, dtype=torch.int32)
+        )
         found = dict(bench_kernels.measure(named, 1, 5))
     assert (
-        found["ours, by fa4"]["unavailable"].startswith("ValueError: fa4: it does not take") and "ms" in found["ours"]
+        found["ours, by fa4"]["unavailable"].startswith("ValueError: fa4: it does not take")
+        and "ms" in found["ours"]
     )

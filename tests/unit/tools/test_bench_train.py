@@ -1,4 +1,5 @@
-"""tools/bench_train.py on a CPU: both sides train the same tokens, and the figures belong together."""
+"""tools/bench_train.py on a CPU: both sides train the same tokens, and the figures belong
+together."""
 
 import functools
 import json
@@ -23,7 +24,9 @@ def forked(monkeypatch):
 def test_ours_is_measured(monkeypatch, tmp_path, capsys):
     out = tmp_path / "figures.json"
     command = f"--model tiny --device cpu --seq-len 32 --mbs 2 --steps 2 --only ours --json {out}"
-    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split(), "--set", "log.peak_tflops=0.001"])
+    monkeypatch.setattr(
+        "sys.argv", ["bench_train.py", *command.split(), "--set", "log.peak_tflops=0.001"]
+    )
     assert bench_train.main() == 0
     row = json.loads(out.read_text())["rows"]["tiny"]["ours"]
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(64) and row["steps"] == 2
@@ -39,9 +42,16 @@ def test_the_peer_is_the_same_model(monkeypatch, model):
     monkeypatch.setattr(torch, "compile", lambda module: module)
     config = bench_train.configured([f"model={model}", "train.seq_len=32"])
     step = bench_train.theirs(config, torch.device("cpu"))
-    held = sum(p.numel() for p in step.__closure__[step.__code__.co_freevars.index("model")].cell_contents.parameters())
+    held = sum(
+        p.numel()
+        for p in step.__closure__[
+            step.__code__.co_freevars.index("model")
+        ].cell_contents.parameters()
+    )
     assert held == bench_train.parameter_count(config.model)
-    assert step(next(bench_train.tokens(config))) == pytest.approx(math.log(config.model.vocab_size), rel=0.05)
+    assert step(next(bench_train.tokens(config))) == pytest.approx(
+        math.log(config.model.vocab_size), rel=0.05
+    )
 
 
 def test_a_model_has_as_many_layers_as_the_device_holds():
@@ -49,7 +59,11 @@ def test_a_model_has_as_many_layers_as_the_device_holds():
     target = bench_train.Target("sm_90")
 
     def needed(layers: int) -> int:
-        return bench_train.Forecaster(bench_train._with_layers(config, layers), 1, target).rank(0).needed
+        return (
+            bench_train.Forecaster(bench_train._with_layers(config, layers), 1, target)
+            .rank(0)
+            .needed
+        )
 
     have = 80 * 10**9
     layers = bench_train.fitted(config, have, target).model.num_layers
@@ -73,19 +87,29 @@ def test_a_side_that_breaks_leaves_the_other_s_figures(monkeypatch, tmp_path, ca
     out = tmp_path / "figures.json"
     monkeypatch.setitem(bench_train.PROVIDERS, "transformers + compile", broken)
     row = measured_tiny(monkeypatch, out, "--mbs 2 --steps 1")
-    assert row["transformers + compile"] == {"ended": "RuntimeError: no kernel"} and row["ours"]["tokens_per_s"] > 0
+    assert (
+        row["transformers + compile"] == {"ended": "RuntimeError: no kernel"}
+        and row["ours"]["tokens_per_s"] > 0
+    )
     assert "for this device" in capfd.readouterr().err
 
 
-def test_what_the_time_does_not_suffice_for_is_named_and_the_steps_so_far_count(monkeypatch, tmp_path, capsys):
+def test_what_the_time_does_not_suffice_for_is_named_and_the_steps_so_far_count(
+    monkeypatch, tmp_path, capsys
+):
     def slows_down(config, device):
-        losses = iter((4.0, 3.0, 2.0, 1.0))  # three of warm-up, a timed one, and another that takes for ever
+        # three of warm-up, a timed one, and another that takes for ever
+        losses = iter((4.0, 3.0, 2.0, 1.0))
         return lambda rows: next(losses, None) or time.sleep(60)
 
     out = tmp_path / "figures.json"
     monkeypatch.setitem(bench_train.PROVIDERS, "ours", slows_down)
     row = measured_tiny(monkeypatch, out, "--minutes 0.05")
-    assert (row["ours"]["steps"], row["ours"]["first_loss"], row["ours"]["last_loss"]) == (1, 4.0, 1.0)
+    assert (row["ours"]["steps"], row["ours"]["first_loss"], row["ours"]["last_loss"]) == (
+        1,
+        4.0,
+        1.0,
+    )
     assert row["ours"]["ended"] == "the time is up"
     assert row["transformers + compile"] == {"ended": "not reached: the time is up"}
     assert "after 1 steps: the time is up" in capsys.readouterr().out
@@ -99,9 +123,13 @@ def test_an_interrupt_leaves_what_was_measured(monkeypatch, tmp_path, capsys):
 
     out = tmp_path / "figures.json"
     monkeypatch.setattr(bench_train, "in_turn", interrupted)
-    monkeypatch.setattr("sys.argv", ["bench_train.py", "--model", "tiny", "--device", "cpu", "--json", str(out)])
+    monkeypatch.setattr(
+        "sys.argv", ["bench_train.py", "--model", "tiny", "--device", "cpu", "--json", str(out)]
+    )
     assert bench_train.main() == 130
-    assert json.loads(out.read_text())["rows"] == {"tiny": {"layers": 2, "ours": {"ended": "ImportError: x"}}}
+    assert json.loads(out.read_text())["rows"] == {
+        "tiny": {"layers": 2, "ours": {"ended": "ImportError: x"}}
+    }
     assert "ImportError: x" in capsys.readouterr().out
 
 
@@ -113,7 +141,9 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 
 def test_an_unlawful_setting_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench_train.py", "1b", "--device", "cpu", "--set", "parallel.tp=2"])
+    monkeypatch.setattr(
+        "sys.argv", ["bench_train.py", "1b", "--device", "cpu", "--set", "parallel.tp=2"]
+    )
     with pytest.raises(SystemExit) as left:
         bench_train.main()
     assert left.value.code == 2

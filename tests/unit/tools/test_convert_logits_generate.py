@@ -1,4 +1,5 @@
-"""The three tools from their command lines: Hugging Face folders in and out, logits and text of either kind."""
+"""The three tools from their command lines: Hugging Face folders in and out, logits and text of
+either kind."""
 
 import json
 import os
@@ -22,14 +23,21 @@ from megatron5d.train import hf_export
 transformers = pytest.importorskip("transformers")
 
 TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**TINY, attention_bias=True),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
-    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=61),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=61
+    ),
 }
 
 
@@ -66,12 +74,29 @@ def test_logits_of_folder_and_checkpoint(imported, tmp_path):
 def test_logits_over_ranks(imported, tmp_path):
     """dp 2 × tp 2 with sp, an odd number of rows: the same numbers as one process, in fp64."""
     _, hf, checkpoints, _ = imported
-    run_logits("--hf", hf, "--tokens", hf / "ids.npy", "--out", tmp_path / "1.npy", "--dtype", "fp64")
+    run_logits(
+        "--hf", hf, "--tokens", hf / "ids.npy", "--out", tmp_path / "1.npy", "--dtype", "fp64"
+    )
 
     def fn(rank, world):
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT="1")
-        run_logits("--checkpoint", checkpoints, "--tokens", hf / "ids.npy", "--out", tmp_path / "4.npy",
-                   "--dtype", "fp64", "--tp", 2, "--sp", "--mbs", 2)  # fmt: skip
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT="1"
+        )
+        run_logits(
+            "--checkpoint",
+            checkpoints,
+            "--tokens",
+            hf / "ids.npy",
+            "--out",
+            tmp_path / "4.npy",
+            "--dtype",
+            "fp64",
+            "--tp",
+            2,
+            "--sp",
+            "--mbs",
+            2,
+        )
 
     run_ranks(fn, 4)
     one, four = np.load(tmp_path / "1.npy"), np.load(tmp_path / "4.npy")
@@ -82,7 +107,15 @@ def test_logits_over_ranks(imported, tmp_path):
 def test_there_and_back_again(imported, tmp_path):
     """Export in small files; transformers loads it and computes the same, to the bit."""
     model, _, checkpoints, ids = imported
-    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
+    words = [
+        "to-hf",
+        "--checkpoint",
+        str(checkpoints),
+        "--out",
+        str(tmp_path),
+        "--max-shard-gb",
+        "2e-5",
+    ]
     assert convert.main(words) == 0
     assert (tmp_path / "model.safetensors.index.json").is_file()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -94,18 +127,35 @@ def test_export_in_bf16_with_its_tokenizer(imported, tmp_path):
     model, _, checkpoints, _ = imported
     made = word_tokenizer(tmp_path).rename(tmp_path / "made.json")
     out = tmp_path / "out"
-    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(out), "--dtype", "bf16",
-             "--tokenizer", str(made)]  # fmt: skip
+    words = [
+        "to-hf",
+        "--checkpoint",
+        str(checkpoints),
+        "--out",
+        str(out),
+        "--dtype",
+        "bf16",
+        "--tokenizer",
+        str(made),
+    ]
     assert convert.main(words) == 0
-    assert json.loads((out / "tokenizer.json").read_text())["model"] == json.loads(made.read_text())["model"]
+    assert (
+        json.loads((out / "tokenizer.json").read_text())["model"]
+        == json.loads(made.read_text())["model"]
+    )
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {made.stat().st_mode & 0o777}
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     theirs = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, theirs[name].bfloat16()), name
-    table = {("transformer.h.0.attn.bias" if "gpt2" in model.config.model_type else INV_FREQ): torch.ones(8)}
-    save_file(load_file(out / "model.safetensors") | table, out / "model.safetensors")  # as older folders have them
+    table = {
+        (
+            "transformer.h.0.attn.bias" if "gpt2" in model.config.model_type else INV_FREQ
+        ): torch.ones(8)
+    }
+    # as older folders have them
+    save_file(load_file(out / "model.safetensors") | table, out / "model.safetensors")
     assert convert.main(["from-hf", "--hf", str(out), "--out", str(tmp_path / "again")]) == 0
     assert read_run(tmp_path / "again" / "step-00000000")["config"]["precision"]["dtype"] == "bf16"
 
@@ -123,7 +173,15 @@ def test_export_in_fp32_takes_the_masters(imported, tmp_path):
     Saver(tmp_path / "ckpt", keep=0).save(0, tensors, read_run(folder))
     for dtype, precise in (("fp32", lambda t: t), ("bf16", torch.Tensor.bfloat16)):
         out = tmp_path / dtype
-        words = ["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(out), "--dtype", dtype]
+        words = [
+            "to-hf",
+            "--checkpoint",
+            str(tmp_path / "ckpt"),
+            "--out",
+            str(out),
+            "--dtype",
+            dtype,
+        ]
         assert convert.main(words) == 0
         written, theirs = load_file(out / "model.safetensors"), model.state_dict()
         assert written
@@ -132,7 +190,8 @@ def test_export_in_fp32_takes_the_masters(imported, tmp_path):
 
 
 def test_no_more_than_one_tensor_is_read_at_a_time(imported, tmp_path, monkeypatch):
-    """While a checkpoint is written from a folder, each stored tensor is read once, when its turn comes."""
+    """While a checkpoint is written from a folder, each stored tensor is read once, when its turn
+    comes."""
     _, hf, _, _ = imported
     read, written = SafetensorsFolder.read, []
 
@@ -152,7 +211,10 @@ REFUSED = {
     "is not a .npy file": lambda hf, tmp: ["--tokens", hf / "config.json"],
     "but several, as .npz": lambda hf, tmp: ["--tokens", tmp / "many.npz"],
     "absent.npy cannot be read: No such file": lambda hf, tmp: ["--tokens", tmp / "absent.npy"],
-    "id 61 at row 0, column 2 is outside the vocabulary 0 ... 60": lambda hf, tmp: ["--tokens", tmp / "far.npy"],
+    "id 61 at row 0, column 2 is outside the vocabulary 0 ... 60": lambda hf, tmp: [
+        "--tokens",
+        tmp / "far.npy",
+    ],
     "holds float64": lambda hf, tmp: ["--tokens", tmp / "real.npy"],
     "model.num_heads = 4 is not divisible": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--tp", 3],
     "--mbs 0": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--mbs", 0],
@@ -176,7 +238,10 @@ def test_convert_refuses(imported, tmp_path, capsys):
     for words, reason in [
         (["from-hf", "--hf", hf, "--out", checkpoints], "already holds the checkpoint of step 0"),
         (["from-hf", "--hf", tmp_path, "--out", tmp_path / "c"], "config.json does not exist"),
-        (["from-hf", "--hf", "Qwen/Qwen3-0.6B", "--out", tmp_path / "c"], "a folder by `hf download NAME"),
+        (
+            ["from-hf", "--hf", "Qwen/Qwen3-0.6B", "--out", tmp_path / "c"],
+            "a folder by `hf download NAME",
+        ),
         (["to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "o"], "--checkpoint = "),
         (
             ["to-hf", "--checkpoint", checkpoints, "--out", hf],
@@ -188,12 +253,15 @@ def test_convert_refuses(imported, tmp_path, capsys):
 
 
 def test_biases_that_a_family_has_no_place_for_are_not_dropped(tmp_path):
-    """A mixture without biases of its own, balanced by them: its folder would choose other experts."""
+    """A mixture without biases of its own, balanced by them: its folder would choose other
+    experts."""
 
     class Saved:
         tensors = {"layers.0.router.bias": None, "layers.1.router.bias": None}
 
-    with pytest.raises(ValueError, match=r"2 biases .layers.0.*bias .* moe.balance=bias .*model.router_bias=true"):
+    with pytest.raises(
+        ValueError, match=r"2 biases .layers.0.*bias .* moe.balance=bias .*model.router_bias=true"
+    ):
         hf_export.check_complete(Saved(), [], tmp_path)
 
 
@@ -211,7 +279,15 @@ def word_tokenizer(folder):
 def test_an_exported_model_knows_what_ends_a_text(imported, tmp_path, capsys):
     """Else generate() of transformers never stops; a tokenizer that cannot be read is refused."""
     tokenizer = word_tokenizer(tmp_path)
-    words = ["to-hf", "--checkpoint", imported[2], "--out", tmp_path / "out", "--tokenizer", tokenizer]
+    words = [
+        "to-hf",
+        "--checkpoint",
+        imported[2],
+        "--out",
+        tmp_path / "out",
+        "--tokenizer",
+        tokenizer,
+    ]
     assert convert.main([str(word) for word in words]) == 0
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 60
@@ -223,8 +299,19 @@ def test_an_exported_model_knows_what_ends_a_text(imported, tmp_path, capsys):
 
 def test_generate_greedy_as_transformers(imported, tmp_path, capsys):
     model, _, checkpoints, _ = imported
-    words = ["--checkpoint", checkpoints, "--tokenizer", word_tokenizer(tmp_path), "--prompt", "w3 w7", "--json",
-             "--max-tokens", 12, "--temperature", 0]  # fmt: skip
+    words = [
+        "--checkpoint",
+        checkpoints,
+        "--tokenizer",
+        word_tokenizer(tmp_path),
+        "--prompt",
+        "w3 w7",
+        "--json",
+        "--max-tokens",
+        12,
+        "--temperature",
+        0,
+    ]
     assert generate.main([str(word) for word in words]) == 0
     got = json.loads(capsys.readouterr().out)
     tokens = [3, 7]
@@ -239,13 +326,25 @@ def test_generate_greedy_as_transformers(imported, tmp_path, capsys):
 
 
 def test_a_prompt_begins_as_the_tokenizers_files_say(imported, tmp_path, capsys):
-    """As transformers does for the folder; after training on data.train, and against the files, as --bos says."""
+    """As transformers does for the folder; after training on data.train, and against the files, as
+    --bos says."""
     tokenizers = pytest.importorskip("tokenizers")
     _, hf, checkpoints, _ = imported
     model = tokenizers.Tokenizer.from_file(str(word_tokenizer(tmp_path)))
 
     def tokens(*words):
-        argv = [*words, "--tokenizer", tmp_path, "--prompt", "w3 w7", "--json", "--max-tokens", 1, "--temperature", 0]
+        argv = [
+            *words,
+            "--tokenizer",
+            tmp_path,
+            "--prompt",
+            "w3 w7",
+            "--json",
+            "--max-tokens",
+            1,
+            "--temperature",
+            0,
+        ]
         assert generate.main([str(word) for word in argv]) == 0
         return json.loads(capsys.readouterr().out)["tokens"]
 
@@ -262,7 +361,10 @@ def test_a_prompt_begins_as_the_tokenizers_files_say(imported, tmp_path, capsys)
     assert generate.begin_of_prompt(load_tokenizer(tmp_path), args, trained) == []
     assert generate.begin_of_prompt(load_tokenizer(tmp_path), args, Config()) == [9]
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
-    assert generate.main(["--hf", str(hf), "--tokenizer", str(tmp_path), "--prompt", "w3", "--bos"]) == 2
+    assert (
+        generate.main(["--hf", str(hf), "--tokenizer", str(tmp_path), "--prompt", "w3", "--bos"])
+        == 2
+    )
     assert "--bos: the tokenizer names no begin-of-text token" in capsys.readouterr().err
 
 

@@ -19,6 +19,9 @@ def test_generated_documentation_is_up_to_date(tmp_path):
 
 
 def test_a_page_without_its_block_is_named():
-    assert filled("<!-- generated: a -->\n1\n<!-- end -->", {"a": "2"}) == "<!-- generated: a -->\n2\n<!-- end -->"
+    assert (
+        filled("<!-- generated: a -->\n1\n<!-- end -->", {"a": "2"})
+        == "<!-- generated: a -->\n2\n<!-- end -->"
+    )
     with pytest.raises(ValueError, match="generated: b .* 0 times"):
         filled("<!-- generated: a -->\n<!-- end -->", {"b": "new"})

@@ -1,4 +1,5 @@
-"""Every command in the documents is valid: its flags for the program's parser, its overrides for the checks."""
+"""Every command in the documents is valid: its flags for the program's parser, its overrides for
+the checks."""
 
 import argparse
 import contextlib
@@ -15,7 +16,8 @@ from megatron5d.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-READERS_OWN = ("~/my-conf", "one_at_a_time")  # folders and schedules that a reader makes as the document says
+# folders and schedules that a reader makes as the document says
+READERS_OWN = ("~/my-conf", "one_at_a_time")
 REFUSED = "train.stepz"  # docs/configuration.md shows how it is refused
 
 
@@ -24,7 +26,8 @@ class Parsed(Exception):
 
 
 def commands_in(text):
-    """Shell commands and lines of overrides of the blocks, and the commands of the prose, without what is left open."""
+    """Shell commands and lines of overrides of the blocks, and the commands of the prose, without
+    what is left open."""
     blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", "\n".join(blocks)).splitlines()
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -106,7 +109,17 @@ def test_the_command_is_understood(words, monkeypatch, capsys):
 
 
 def test_commands_are_found():
-    block = ["```bash", "$ A=1 python x.py --a 1 \\", "  b=2   # why", "bash y.sh 3 ...    and so on", "```"]
+    block = [
+        "```bash",
+        "$ A=1 python x.py --a 1 \\",
+        "  b=2   # why",
+        "bash y.sh 3 ...    and so on",
+        "```",
+    ]
     text = "\n".join([*block, "say `python z.py <op>`, not `x`"])
-    assert list(commands_in(text)) == [["python", "x.py", "--a", "1", "b=2"], ["bash", "y.sh", "3"], ["python", "z.py"]]
+    assert list(commands_in(text)) == [
+        ["python", "x.py", "--a", "1", "b=2"],
+        ["bash", "y.sh", "3"],
+        ["python", "z.py"],
+    ]
     assert len(COMMANDS) > 40

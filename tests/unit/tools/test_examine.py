@@ -1,4 +1,5 @@
-"""tools/convert.py inspect, verify, diff and average: of sound, damaged, different and foreign folders."""
+"""tools/convert.py inspect, verify, diff and average: of sound, damaged, different and foreign
+folders."""
 
 import json
 import os
@@ -21,7 +22,13 @@ from megatron5d.topology.shard_spec import spec_of
 
 CONFIG = Config(
     model=ModelConfig(
-        vocab_size=64, num_layers=2, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8
+        vocab_size=64,
+        num_layers=2,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
     ),
     precision=PrecisionConfig(dtype="fp32"),
 )
@@ -56,12 +63,16 @@ def run(*words):
 def test_inspect_names_every_tensor_and_file(one, capsys):
     assert run("inspect", one, "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["step"] == 0 and said["files"].keys() == {path.name for path in step_folder(one, 0).iterdir()}
+    assert said["step"] == 0 and said["files"].keys() == {
+        path.name for path in step_folder(one, 0).iterdir()
+    }
     tensors = whole_tensors(step_folder(one, 0))
     assert {key: each["shape"] for key, each in said["tensors"].items()} == {
         k: list(t.shape) for k, t in tensors.items()
     }
-    assert sum(each["bytes"] for each in said["tensors"].values()) == sum(t.nbytes for t in tensors.values())
+    assert sum(each["bytes"] for each in said["tensors"].values()) == sum(
+        t.nbytes for t in tensors.values()
+    )
     assert run("inspect", one) == 0
     assert "model.layers.1.mlp.up.weight" in capsys.readouterr().out
 
@@ -100,7 +111,10 @@ def test_verify_names_what_is_not_finite_and_what_does_not_belong(tmp_path, caps
 def test_diff_is_of_values_not_of_layouts_or_formats(one, tmp_path, capsys):
     assert run("diff", one, save(tmp_path / "cut", 1, rows=5)) == 0
     assert run("to-hf", "--checkpoint", one, "--out", tmp_path / "hf", "--no-tokenizer") == 0
-    assert run("diff", one, tmp_path / "hf") == 0 and run("diff", tmp_path / "hf", tmp_path / "hf") == 0
+    assert (
+        run("diff", one, tmp_path / "hf") == 0
+        and run("diff", tmp_path / "hf", tmp_path / "hf") == 0
+    )
 
     def nudge(tensors):
         tensors["model.layers.0.mlp.up.weight"][1, 1] += 1e-4
@@ -110,18 +124,28 @@ def test_diff_is_of_values_not_of_layouts_or_formats(one, tmp_path, capsys):
     capsys.readouterr()
     assert run("diff", other, tmp_path / "hf") == 1
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said] == ["model.embedding.weight", "model.layers.0.mlp.up.weight"]
+    assert [line.split()[0] for line in said] == [
+        "model.embedding.weight",
+        "model.layers.0.mlp.up.weight",
+    ]
     assert "differs by inf" in said[0]
     assert run("diff", other, one, "--tolerance", "1e-3") == 1
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["model.embedding.weight"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "model.embedding.weight"
+    ]
     fewer = save(tmp_path / "fewer", 1, change=lambda tensors: tensors.pop("model.head.weight"))
-    assert run("diff", one, fewer) == 1 and "model.head.weight is only in" in capsys.readouterr().out
+    assert (
+        run("diff", one, fewer) == 1 and "model.head.weight is only in" in capsys.readouterr().out
+    )
 
 
 def test_average_is_the_mean_with_its_weights(one, tmp_path):
     two, three = save(tmp_path / "two", 2, rows=7), save(tmp_path / "three", 3)
     a, b, c = (whole_tensors(step_folder(folder, 0)) for folder in (one, two, three))
-    for words, factors in (([], (1 / 3, 1 / 3, 1 / 3)), (["--weights", 1, 2, 5], (0.125, 0.25, 0.625))):
+    for words, factors in (
+        ([], (1 / 3, 1 / 3, 1 / 3)),
+        (["--weights", 1, 2, 5], (0.125, 0.25, 0.625)),
+    ):
         out = tmp_path / f"mean{len(words)}"
         assert run("average", one, two, three, "--out", out, *words) == 0
         for key, values in whole_tensors(step_folder(out, 0)).items():
@@ -147,7 +171,10 @@ def test_bad_input_is_refused_with_its_name(one, tmp_path, capsys):
         (["average", one, torn, "--out", tmp_path / "out"], "__0_0.distcp has 300 bytes where"),
         (["average", one, fewer, "--out", tmp_path / "out"], "head.weight is (64, 16) in"),
         (["average", one, "--out", one], "already holds the checkpoint"),
-        (["average", one, one, "--weights", 1, "--out", tmp_path / "out"], "--weights gives [1.0] for 2 checkpoints"),
+        (
+            ["average", one, one, "--weights", 1, "--out", tmp_path / "out"],
+            "--weights gives [1.0] for 2 checkpoints",
+        ),
         (["average", one, "--last", 4, "--out", tmp_path / "out"], "holds 1 whole checkpoints"),
     ]:
         assert run(*words) == 2, words

@@ -1,4 +1,5 @@
-"""What leaves with the weights: tokenizers with the ids of training, special tokens, templates, end tokens."""
+"""What leaves with the weights: tokenizers with the ids of training, special tokens, templates, end
+tokens."""
 
 import base64
 import json
@@ -22,27 +23,53 @@ from megatron5d.train.hf_export import planned_export
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
 
-DOCUMENTS = [f"item {i}: the year {1900 + i} had {i * 37} visitors, don't ask.\n" * (1 + i % 4) for i in range(200)]
-TEXTS = ["hello 1234 years", " two  spaces\n", "don't ask, WE'LL", "x=3.14", "\n\n\ta\r\n", "naïve 日本 🙂", "", "  "]
+DOCUMENTS = [
+    f"item {i}: the year {1900 + i} had {i * 37} visitors, don't ask.\n" * (1 + i % 4)
+    for i in range(200)
+]
+TEXTS = [
+    "hello 1234 years",
+    " two  spaces\n",
+    "don't ask, WE'LL",
+    "x=3.14",
+    "\n\n\ta\r\n",
+    "naïve 日本 🙂",
+    "",
+    "  ",
+]
 PIECES = {
     "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
     "unigram": {"model_type": "unigram", "vocab_size": 400, "byte_fallback": True, "pad_id": 3},
-    "symbols": {"model_type": "bpe", "user_defined_symbols": ["<sep>", "\n", "."], "remove_extra_whitespaces": False,
-                "add_dummy_prefix": False, "normalization_rule_name": "identity"},
-}  # fmt: skip
+    "symbols": {
+        "model_type": "bpe",
+        "user_defined_symbols": ["<sep>", "\n", "."],
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "normalization_rule_name": "identity",
+    },
+}
 KINDS = [*PIECES, "tokenizer.json", "tiktoken", "vocab.json and merges.txt", "tekken.json"]
 FAMILIES = {
-    "llama": "tiny", "mistral": "tiny model.attention_window=8", "qwen2": "tiny model.qkv_bias=true",
-    "qwen3": "tiny_qwen3", "gpt2": "tiny_gpt2", "mixtral": "tiny_mixtral", "qwen3_moe": "tiny_qwen3_moe",
-    "deepseek_v2": "deepseek_v2_lite", "deepseek_v3": "tiny_deepseek", "glm4_moe": "tiny_moe",
+    "llama": "tiny",
+    "mistral": "tiny model.attention_window=8",
+    "qwen2": "tiny model.qkv_bias=true",
+    "qwen3": "tiny_qwen3",
+    "gpt2": "tiny_gpt2",
+    "mixtral": "tiny_mixtral",
+    "qwen3_moe": "tiny_qwen3_moe",
+    "deepseek_v2": "deepseek_v2_lite",
+    "deepseek_v3": "tiny_deepseek",
+    "glm4_moe": "tiny_moe",
     "olmo2": "tiny model.qk_norm=true model.qk_norm_all_heads=true model.block_norm=post",
     "gpt_neox": "tiny_gpt2 model.position=rope model.parallel_block=two_norms model.tie_embeddings=false",
     "qwen2_moe": "tiny_mixtral model.qkv_bias=true model.shared_ffn_hidden_size=32 model.shared_expert_gate=true "
     "model.norm_topk_prob=false",
     "gemma": "gemma2_2b model.block_norm=pre model.attention_window=null model.window_layers=null "
     "model.query_pre_attn_scalar=null model.attention_softcap=0 model.logit_softcap=0",
-    "gemma2": "gemma2_2b", "gemma3_text": "gemma3_1b", "gpt_oss": "gpt_oss_20b",
-}  # fmt: skip
+    "gemma2": "gemma2_2b",
+    "gemma3_text": "gemma3_1b",
+    "gpt_oss": "gpt_oss_20b",
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,34 +79,67 @@ def sources(tmp_path_factory):
     for name, settings in PIECES.items():
         options = {"vocab_size": 340, "minloglevel": 2, "hard_vocab_limit": False} | settings
         trained = iter(DOCUMENTS)
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=trained, model_prefix=str(folder / name), **options)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=trained, model_prefix=str(folder / name), **options
+        )
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer, model.decoder = byte_level, tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|endoftext|>", "[END]"], initial_alphabet=byte_level.alphabet(),
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "[END]"],
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     model.train_from_iterator(DOCUMENTS, trainer)
     (folder / "own").mkdir()
     model.save(str(folder / "own" / "tokenizer.json"))
-    ranks = [bytes([i]) for i in range(256)] + [b" t", b"he", b" the", b"19", b"190", b"'t", b"don", b"\n\n", b"  "]
+    ranks = [bytes([i]) for i in range(256)] + [
+        b" t",
+        b"he",
+        b" the",
+        b"19",
+        b"190",
+        b"'t",
+        b"don",
+        b"\n\n",
+        b"  ",
+    ]
     lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(ranks))
     for name in ("ranks", "pair"):
         (folder / name).mkdir()
     (folder / "ranks" / "ranks.tiktoken").write_text("".join(lines))
-    end = {"added_tokens_decoder": {"265": {"content": "<|endoftext|>"}}, "eos_token": "<|endoftext|>"}
-    (folder / "ranks" / "tokenizer_config.json").write_text(json.dumps({"pattern": "cl100k", **end}))
+    end = {
+        "added_tokens_decoder": {"265": {"content": "<|endoftext|>"}},
+        "eos_token": "<|endoftext|>",
+    }
+    (folder / "ranks" / "tokenizer_config.json").write_text(
+        json.dumps({"pattern": "cl100k", **end})
+    )
     model.model.save(str(folder / "pair"))
     tekken = {
-        "config": {"pattern": CL100K_PATTERN, "default_num_special_tokens": 4, "default_vocab_size": 4 + len(ranks)},
-        "special_tokens": [{"token_str": name, "rank": i} for i, name in enumerate(("<unk>", "<s>", "</s>", "<pad>"))],
-        "vocab": [{"token_bytes": base64.b64encode(token).decode(), "rank": i} for i, token in enumerate(ranks)],
+        "config": {
+            "pattern": CL100K_PATTERN,
+            "default_num_special_tokens": 4,
+            "default_vocab_size": 4 + len(ranks),
+        },
+        "special_tokens": [
+            {"token_str": name, "rank": i}
+            for i, name in enumerate(("<unk>", "<s>", "</s>", "<pad>"))
+        ],
+        "vocab": [
+            {"token_bytes": base64.b64encode(token).decode(), "rank": i}
+            for i, token in enumerate(ranks)
+        ],
     }
     (folder / "tekken.json").write_text(json.dumps(tekken))
     found = {name: folder / f"{name}.model" for name in PIECES}
     folders = {"tokenizer.json": folder / "own", "tiktoken": folder / "ranks" / "ranks.tiktoken"}
-    return found | folders | {"vocab.json and merges.txt": folder / "pair", "tekken.json": folder / "tekken.json"}
+    return (
+        found
+        | folders
+        | {"vocab.json and merges.txt": folder / "pair", "tekken.json": folder / "tekken.json"}
+    )
 
 
 @cache
@@ -100,10 +160,15 @@ def test_transformers_gives_the_ids_of_training(sources, tmp_path, family, kind)
     files = exported_tokenizer(sources[kind], None, described)
     for name, content in ({"config.json": json.dumps(described)} | files).items():
         (tmp_path / name).write_text(content)
-    ours, theirs = load_tokenizer(sources[kind]), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = (
+        load_tokenizer(sources[kind]),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
     for text in TEXTS:
         ids = ours.encode(text)
-        assert theirs(text, add_special_tokens=False).input_ids == theirs(text).input_ids == ids, text
+        assert theirs(text, add_special_tokens=False).input_ids == theirs(text).input_ids == ids, (
+            text
+        )
         if "⁇" not in ours.decode(ids):  # as sentencepiece writes what it does not know
             assert theirs.decode(ids) == ours.decode(ids)
     assert theirs.eos_token_id == ours.eod
@@ -119,36 +184,61 @@ def test_an_ordinary_token_that_ended_documents_stays_ordinary(sources):
 
 
 def test_ids_may_leave_gaps(tmp_path, capfd):
-    """As in cl100k, by the number of whose ranks this is known: its end of text is two beyond the last rank."""
-    tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
+    """As in cl100k, by the number of whose ranks this is known: its end of text is two beyond the
+    last rank."""
+    tokens = [bytes([i]) for i in range(256)] + [
+        bytes([i, j]) for i in range(256) for j in range(256)
+    ]
     tokens += [bytes([i, j, k]) for i in b"aeiou" for j in range(256) for k in range(256)]
     lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens[:100256]))
     (tmp_path / "cl.tiktoken").write_text("".join(lines))
     files = exported_tokenizer(tmp_path / "cl.tiktoken", None, {"model_type": "llama"})
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
-    ids = {token["content"]: token["id"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
-    assert ids["<|endoftext|>"] == 100257 and ids["<|fim_prefix|>"] == 100258 and ids["<|endofprompt|>"] == 100276
+    ids = {
+        token["content"]: token["id"]
+        for token in json.loads(files["tokenizer.json"])["added_tokens"]
+    }
+    assert (
+        ids["<|endoftext|>"] == 100257
+        and ids["<|fim_prefix|>"] == 100258
+        and ids["<|endofprompt|>"] == 100276
+    )
     assert not any(capfd.readouterr())
 
 
 def test_a_tokenizer_that_would_give_other_ids_is_refused(sources, tmp_path):
-    """One of words has no like; a folder whose added tokens do not continue the vocabulary is noticed."""
+    """One of words has no like; a folder whose added tokens do not continue the vocabulary is
+    noticed."""
     options = {"vocab_size": 60, "model_type": "word", "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b c d"] * 9), model_prefix=str(tmp_path / "w"), hard_vocab_limit=False, **options
+        sentence_iterator=iter(["a b c d"] * 9),
+        model_prefix=str(tmp_path / "w"),
+        hard_vocab_limit=False,
+        **options,
     )
     with pytest.raises(ValueError, match="words or characters"):
         exported_tokenizer(tmp_path / "w.model", None, {"model_type": "llama"})
     shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
     (tmp_path / "added_tokens.json").write_text('{"<|chat|>": 9999}')
-    with pytest.raises(ValueError, match="gives the token '<.chat.>' id 9999, and with tokenizer.model it becomes"):
+    with pytest.raises(
+        ValueError, match="gives the token '<.chat.>' id 9999, and with tokenizer.model it becomes"
+    ):
         exported_tokenizer(tmp_path, None, {"model_type": "llama"})
 
 
 def random_folder(family, folder, source, **settings):
-    sizes = {"vocab_size": 352, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family](**sizes | settings)
+    sizes = {
+        "vocab_size": 352,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family](
+        **sizes | settings
+    )
     model = random_model(config)
     model.save_pretrained(folder)
     for path in source.iterdir() if source.is_dir() else [source]:
@@ -166,13 +256,27 @@ def test_what_a_folder_says_about_tokens_comes_out_again(sources, tmp_path, kind
     hf, end = tmp_path / "hf", {"tokenizer.json": "[END]", "bpe": "</s>"}[kind]
     random_folder("llama", hf, sources[kind], eos_token_id=[0, 5])
     size = load_tokenizer(sources[kind]).vocab_size
-    chat = {"content": "<|chat|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False,
-            "single_word": False}  # fmt: skip
-    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}, "pad_token": "<|chat|>",
-                "added_tokens_decoder": {str(size): chat}, "model_max_length": 77, "eos_token": end}  # fmt: skip
+    chat = {
+        "content": "<|chat|>",
+        "special": True,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+    }
+    settings = {
+        "tokenizer_class": "Own",
+        "auto_map": {"AutoTokenizer": ["own.Own", None]},
+        "pad_token": "<|chat|>",
+        "added_tokens_decoder": {str(size): chat},
+        "model_max_length": 77,
+        "eos_token": end,
+    }
     (hf / "tokenizer_config.json").write_text(json.dumps(settings))
     (hf / "chat_template.jinja").write_text("{{ messages[0]['content'] }}<|chat|>")
-    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5], "temperature": 0.6, "top_p": 0.9}))
+    (hf / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 5], "temperature": 0.6, "top_p": 0.9})
+    )
     assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
     assert run("to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out") == 0
     eod = load_tokenizer(hf).eod
@@ -181,17 +285,26 @@ def test_what_a_folder_says_about_tokens_comes_out_again(sources, tmp_path, kind
     chatted = theirs.apply_chat_template([{"role": "user", "content": "ask"}], return_dict=False)
     assert chatted[-1] == size and theirs("ask<|chat|>").input_ids[-1] == size
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
-    assert generation.eos_token_id == list(dict.fromkeys([7, 5, 0, eod])) and generation.temperature == 0.6
+    assert (
+        generation.eos_token_id == list(dict.fromkeys([7, 5, 0, eod]))
+        and generation.temperature == 0.6
+    )
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [0, 5]
     assert set(end_tokens(tmp_path / "out")) == {7, 5, 0, eod}
 
 
 def test_texts_begin_and_end_as_the_source_says(sources, tmp_path):
-    """Llama's class puts <s> before a text unless its settings say otherwise; a bare model file says nothing."""
+    """Llama's class puts <s> before a text unless its settings say otherwise; a bare model file
+    says nothing."""
     shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
     llama = {"tokenizer_class": "LlamaTokenizer"}
-    cases = (({}, [], []), (llama, [1], []), (llama | {"add_bos_token": False}, [], []),
-             (llama | {"add_eos_token": True}, [1], [2]), ({"add_eos_token": True}, [], [2]))  # fmt: skip
+    cases = (
+        ({}, [], []),
+        (llama, [1], []),
+        (llama | {"add_bos_token": False}, [], []),
+        (llama | {"add_eos_token": True}, [1], [2]),
+        ({"add_eos_token": True}, [], [2]),
+    )
     for settings, begin, end in cases:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         for name, text in exported_tokenizer(tmp_path, None, {"model_type": "llama"}).items():
@@ -202,48 +315,93 @@ def test_texts_begin_and_end_as_the_source_says(sources, tmp_path):
         assert theirs("ask").input_ids == begin + load_tokenizer(sources["bpe"]).encode("ask") + end
 
 
-def test_qwen2_with_another_tokenizer_leaves_as_a_llama_that_computes_the_same(sources, tmp_path, capsys):
+def test_qwen2_with_another_tokenizer_leaves_as_a_llama_that_computes_the_same(
+    sources, tmp_path, capsys
+):
     model = random_folder("qwen2", tmp_path / "hf", sources["bpe"])
     assert run("from-hf", "--hf", tmp_path / "hf", "--out", tmp_path / "ours") == 0
     assert run("to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out") == 0
     assert "written as llama, since as qwen2" in capsys.readouterr().err
-    loaded, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), torch.arange(24)[None]
+    loaded, ids = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(),
+        torch.arange(24)[None],
+    )
     assert loaded.config.model_type == "llama"
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-    ours, theirs = load_tokenizer(sources["bpe"]), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours, theirs = (
+        load_tokenizer(sources["bpe"]),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "out"),
+    )
     assert all(theirs(text).input_ids == ours.encode(text) for text in TEXTS)
-    words = ["to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "bare", "--no-tokenizer"]
+    words = [
+        "to-hf",
+        "--checkpoint",
+        tmp_path / "ours",
+        "--out",
+        tmp_path / "bare",
+        "--no-tokenizer",
+    ]
     assert run(*words) == 0
     assert {path.name for path in (tmp_path / "bare").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors"
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     assert json.loads((tmp_path / "bare" / "config.json").read_text())["model_type"] == "qwen2"
 
 
 def test_a_tokenizer_that_is_gone_or_none_is_told(sources, tmp_path, capsys):
-    hf, words = tmp_path / "hf", ["to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out"]
+    hf, words = (
+        tmp_path / "hf",
+        ["to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out"],
+    )
     random_folder("llama", hf, sources["tokenizer.json"])
     assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
     (hf / "tokenizer.json").rename(hf / "elsewhere")
     assert run(*words) == 2
-    assert f"{hf} is no tokenizer, or not there any more; give it by --tokenizer PATH" in capsys.readouterr().err
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["a b c d"] * 9), model_prefix=str(tmp_path / "w"),
-                                             model_type="word", hard_vocab_limit=False, minloglevel=2)  # fmt: skip
+    assert (
+        f"{hf} is no tokenizer, or not there any more; give it by --tokenizer PATH"
+        in capsys.readouterr().err
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c d"] * 9),
+        model_prefix=str(tmp_path / "w"),
+        model_type="word",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     assert run(*words, "--tokenizer", tmp_path / "w.model") == 2
     assert "; --no-tokenizer writes the rest without one" in capsys.readouterr().err
-    (hf / "tokenizer.json").write_text("root:x:0:0:root:/root:/bin/bash\n")  # run.json may name any file
+    # run.json may name any file
+    (hf / "tokenizer.json").write_text("root:x:0:0:root:/root:/bin/bash\n")
     assert run(*words) == 2 and not (tmp_path / "out").exists()
     (hf / "tokenizer.json").unlink()
     assert run("from-hf", "--hf", hf, "--out", tmp_path / "none") == 0
     assert run("to-hf", "--checkpoint", tmp_path / "none", "--out", tmp_path / "out") == 0
     told = capsys.readouterr().err
-    assert "no tokenizer is written" in told and "a run takes data.tokenizer=PATH, to-hf --tokenizer PATH" in told
+    assert (
+        "no tokenizer is written" in told
+        and "a run takes data.tokenizer=PATH, to-hf --tokenizer PATH" in told
+    )
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "vocab.json",
-                                  "merges.txt", "pytorch_model.bin", "x.safetensors", "spiece.model",
-                                  "special_tokens_map.json", "added_tokens.json", "adapter_config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "merges.txt",
+        "pytorch_model.bin",
+        "x.safetensors",
+        "spiece.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "adapter_config.json",
+    ],
+)
 def test_no_file_of_another_model_stays_beside_an_export(sources, tmp_path, name, capsys):
     random_folder("llama", tmp_path / "hf", sources["tokenizer.json"])
     assert run("from-hf", "--hf", tmp_path / "hf", "--out", tmp_path / "ours") == 0
@@ -266,7 +424,10 @@ def test_generation_ends_at_every_end_token_of_the_folder(sources, tmp_path, cap
         model.model.embed_tokens.weight.fill_(1.0)
         model.lm_head.weight.zero_()[5] = 1.0
     model.save_pretrained(hf)
-    ends, file = {"eos_token_id": [0, 5] if source == "--hf" else 5}, hf / place.replace("text_config", "config.json")
+    ends, file = (
+        {"eos_token_id": [0, 5] if source == "--hf" else 5},
+        hf / place.replace("text_config", "config.json"),
+    )
     settings = json.loads(file.read_text())
     if place == "text_config":  # beside a vision tower
         del settings["eos_token_id"]
@@ -276,7 +437,17 @@ def test_generation_ends_at_every_end_token_of_the_folder(sources, tmp_path, cap
         assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
     folder = hf if source == "--hf" else tmp_path / "ours"
     capsys.readouterr()
-    words = [source, folder, "--prompt", "ask[END]", "--temperature", "0", "--json", "--max-tokens", "70"]
+    words = [
+        source,
+        folder,
+        "--prompt",
+        "ask[END]",
+        "--temperature",
+        "0",
+        "--json",
+        "--max-tokens",
+        "70",
+    ]
     assert generate.main([str(word) for word in [*words, "--special-tokens"]]) == 0
     out, err = capsys.readouterr()
     tokens = json.loads(out.splitlines()[-1])["tokens"]
@@ -290,7 +461,9 @@ def test_special_tokens_have_names(sources):
     assert special_tokens(sources["tiktoken"]) == {"<|endoftext|>": 265}
 
 
-SHIPPED = sorted(path.stem for path in (convert.Path(convert.__file__).parents[1] / "conf/model").glob("*.yaml"))
+SHIPPED = sorted(
+    path.stem for path in (convert.Path(convert.__file__).parents[1] / "conf/model").glob("*.yaml")
+)
 
 
 NO_FAMILY = ("palm_8b", "palm_62b", "palm_540b")  # a parallel block with SwiGLU
@@ -311,6 +484,8 @@ def test_an_export_has_the_positions_of_its_training(step, positions):
     """Servers cut at max_position_embeddings; what was only imported keeps its own."""
     config = load_config(["model=tiny", "model.max_positions=16", "train.seq_len=64"])
     told: list[str] = []
-    exported = json.loads(planned_export(config, told.append, bare=True, trained=step > 0).files["config.json"])
+    exported = json.loads(
+        planned_export(config, told.append, bare=True, trained=step > 0).files["config.json"]
+    )
     assert exported["max_position_embeddings"] == positions
     assert any("model.max_positions = 16" in line for line in told) == (step > 0)

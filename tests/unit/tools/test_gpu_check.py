@@ -1,4 +1,5 @@
-"""launch/gpu_check.sh without a GPU: what it keeps, in which order it goes, and what ends its programs."""
+"""launch/gpu_check.sh without a GPU: what it keeps, in which order it goes, and what ends its
+programs."""
 
 import json
 import subprocess
@@ -30,7 +31,9 @@ def test_both_files_are_whole_after_every_result(tmp_path):
     ]
     for i, (section, name, figures) in enumerate(steps):
         book.put(section, name, figures)
-        assert len(json.loads((book.folder / "gpu_check.json").read_text())) == len({s for s, *_ in steps[: i + 1]})
+        assert len(json.loads((book.folder / "gpu_check.json").read_text())) == len(
+            {s for s, *_ in steps[: i + 1]}
+        )
         text = (book.folder / "gpu_check.md").read_text()
         assert text.count("\n## ") == len({s for s, *_ in steps[: i + 1]}) and name in text
     assert "| row | ours, by cudnn | 1.000 ms, 500 TFLOP/s, 1 MiB, ours is 0.50 x |" in text
@@ -38,16 +41,23 @@ def test_both_files_are_whole_after_every_result(tmp_path):
     assert not list(book.folder.glob("*.part"))
 
 
-@pytest.mark.parametrize("section, figures", [
-    ("reference", {"ours": {"difference": 0.5, "right": False}}),
-    ("addmm", {"in place": False}),
-    ("losses", {"difference": 0.5, "right": False, "kernels": [5.0], "plain": [5.5]}),
-    ("layouts", {"difference": 0.5, "right": False}),
-    ("sanitizer", {"errors": 3}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "section, figures",
+    [
+        ("reference", {"ours": {"difference": 0.5, "right": False}}),
+        ("addmm", {"in place": False}),
+        ("losses", {"difference": 0.5, "right": False, "kernels": [5.0], "plain": [5.5]}),
+        ("layouts", {"difference": 0.5, "right": False}),
+        ("sanitizer", {"errors": 3}),
+    ],
+)
 def test_what_is_wrong_is_not_all_right(section, figures, tmp_path):
     book = Book(tmp_path)
-    book.put("reference", "sound", {"ours": {"difference": 0.0, "right": True}, "ours, by fa4": {"unavailable": "x"}})
+    book.put(
+        "reference",
+        "sound",
+        {"ours": {"difference": 0.0, "right": True}, "ours, by fa4": {"unavailable": "x"}},
+    )
     assert book.all_right()
     book.put(section, "row", figures)
     assert not book.all_right()
@@ -56,7 +66,9 @@ def test_what_is_wrong_is_not_all_right(section, figures, tmp_path):
 def test_the_order_is_by_importance():
     rows = gpu_check.by_importance(list(BENCHMARKS))
     assert sorted(rows) == sorted(BENCHMARKS)
-    assert rows[0].startswith("attention forward, causal, d 128") and "4 heads over 1" in "".join(rows[:6])
+    assert rows[0].startswith("attention forward, causal, d 128") and "4 heads over 1" in "".join(
+        rows[:6]
+    )
     assert (
         rows.index("grouped GEMM, 64 experts")
         < rows.index("RMSNorm forward 16384x4096")
@@ -78,11 +90,14 @@ def test_a_program_is_ended_with_its_children(tmp_path):
     assert ended(started(printing), time.monotonic() + 60) == (3, "b")
 
 
-@pytest.mark.parametrize("summary, found", [
-    ("========= ERROR SUMMARY: 0 errors", {"errors": 0}),
-    ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", {"errors": 2}),
-    ("no device", {"unavailable": "no device"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "summary, found",
+    [
+        ("========= ERROR SUMMARY: 0 errors", {"errors": 0}),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", {"errors": 2}),
+        ("no device", {"unavailable": "no device"}),
+    ],
+)
 def test_the_sanitizer_is_counted(summary, found, tmp_path, monkeypatch):
     program = tmp_path / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\n[ "$1 $5 $6" = "--tool --run row" ] && echo "{summary}"\n')
@@ -101,7 +116,9 @@ def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
     def run(command, until, lines=1):
         commands.append(command)
         if "8b" not in command:
-            Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": {"1b": {"ours": {"mfu": 0.5}}}}))
+            Path(command[command.index("--json") + 1]).write_text(
+                json.dumps({"rows": {"1b": {"ours": {"mfu": 0.5}}}})
+            )
         return 1, "no memory"
 
     monkeypatch.setattr(gpu_check, "started", lambda command: command)
@@ -109,31 +126,50 @@ def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
     book = Book(tmp_path)
     gpu_check.training(book, time.monotonic() + 60)
     found = book.found["training"]
-    assert len(found) == len(commands) >= 4 and {name.split(",")[0] for name in found} == {"1b", "8b"}
-    assert sum("--only" not in command for command in commands) == 2, "bfloat16 of each model, beside its peer"
-    assert all(("ours" in row) if name.startswith("1b") else row == {"unavailable": "no memory"}
-               for name, row in found.items())  # fmt: skip
+    assert len(found) == len(commands) >= 4 and {name.split(",")[0] for name in found} == {
+        "1b",
+        "8b",
+    }
+    assert sum("--only" not in command for command in commands) == 2, (
+        "bfloat16 of each model, beside its peer"
+    )
+    assert all(
+        ("ours" in row) if name.startswith("1b") else row == {"unavailable": "no memory"}
+        for name, row in found.items()
+    )
     assert any("precision.fp8=blockwise" in command for command in commands)
 
 
 def test_what_is_not_reached_shares_a_line(tmp_path):
     book = Book(tmp_path)
     late = "not reached: the time is up"
-    told = [("addmm: a", {"in place": True}), ("reference: b", "died"), ("reference: c", late), ("reference: d", late)]
+    told = [
+        ("addmm: a", {"in place": True}),
+        ("reference: b", "died"),
+        ("reference: c", late),
+        ("reference: d", late),
+    ]
     gpu_check._fill(book, iter(told))
-    assert book.found["reference"] == {"b": {"unavailable": "died"}, "not reached": {"rows": "c; d"}}
+    assert book.found["reference"] == {
+        "b": {"unavailable": "died"},
+        "not reached": {"rows": "c; d"},
+    }
 
 
 def test_differences():
     x = torch.randn(8, 8)
-    assert compare.difference([x], [x]) == 0 and compare.difference([x * 1.1], [x]) == pytest.approx(0.1, rel=1e-3)
+    assert compare.difference([x], [x]) == 0 and compare.difference(
+        [x * 1.1], [x]
+    ) == pytest.approx(0.1, rel=1e-3)
     assert compare.difference([x, x * torch.nan], [x, x]) == float("inf")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would check this GPU")
 def test_without_a_gpu_it_says_so():
     root = Path(__file__).parents[3]
-    run = subprocess.run(["bash", "launch/gpu_check.sh"], cwd=root, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        ["bash", "launch/gpu_check.sh"], cwd=root, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 2 and "torch sees none here" in run.stderr
 
 
@@ -141,7 +177,9 @@ def test_losses_are_compared_with_the_plain_path(monkeypatch):
     pytest.importorskip("hydra")
     monkeypatch.setitem(compare.LOSSES, "small", ["model=tiny", "train.seq_len=32", "train.mbs=1"])
     found = compare.losses("small", "cpu")
-    assert found["right"] and found["difference"] == 0 and found["kernels"][-1] < found["kernels"][0]
+    assert (
+        found["right"] and found["difference"] == 0 and found["kernels"][-1] < found["kernels"][0]
+    )
     assert gpu_check._words(found).startswith("right, differs by 0.0e+00; kernels ")
 
 
@@ -149,8 +187,16 @@ def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
     """On the CPU, where ranks that share a GPU are ranks as ever."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(layouts, "DENSE", ["model=tiny"])
-    monkeypatch.setattr(layouts, "SMALL", ["train.steps=2", "train.gbs=2", "train.seq_len=16", "model.vocab_size=512"])
-    tried = {"tp 2": (2, ["parallel.tp=2"]), "other": (1, ["optim.lr=1.0"]), "refused": (2, ["parallel.tp=3"])}
+    monkeypatch.setattr(
+        layouts,
+        "SMALL",
+        ["train.steps=2", "train.gbs=2", "train.seq_len=16", "model.vocab_size=512"],
+    )
+    tried = {
+        "tp 2": (2, ["parallel.tp=2"]),
+        "other": (1, ["optim.lr=1.0"]),
+        "refused": (2, ["parallel.tp=3"]),
+    }
     monkeypatch.setattr(layouts, "LAYOUTS", {"dense": tried, "experts": {}})
     found = dict(layouts.compared(tmp_path, time.monotonic() + 250))
     assert found["dense, tp 2"]["right"] and found["dense, other"]["right"] is False

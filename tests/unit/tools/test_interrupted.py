@@ -1,4 +1,5 @@
-"""Ctrl-C ends a tool, its worker processes included, with one line and by SIGINT: exit code 130 in a shell."""
+"""Ctrl-C ends a tool, its worker processes included, with one line and by SIGINT: exit code 130 in
+a shell."""
 
 import json
 import os
@@ -28,12 +29,14 @@ print_anywhere()
 for done in in_processes(lambda number: time.sleep(60 * number), 3, 2):
     print(done, flush=True)  # after call 0, while 1 and 2 sleep
 """
-IN_A_TERMINAL = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background has it ignored
+# a shell's background has it ignored
+IN_A_TERMINAL = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 WORDS = " ".join(["alpha", "beta", "gamma", "delta", "epsilon", "zeta"] * 100)
 
 
 def interrupted(process):
-    """What a process and those that it started say once all of them are sent SIGINT, as a terminal does it."""
+    """What a process and those that it started say once all of them are sent SIGINT, as a terminal
+    does it."""
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == -signal.SIGINT, said
@@ -45,7 +48,7 @@ def started(*words):
     command = [sys.executable, *words]
     return subprocess.Popen(
         command, **pipes, text=True, start_new_session=True, cwd=ROOT, preexec_fn=IN_A_TERMINAL
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
@@ -65,18 +68,29 @@ def test_forked_processes_say_nothing():
 
 def test_preprocessing_with_processes_says_one_line_and_continues(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(["[UNK]", *set(WORDS.split())])}, "[UNK]")
+    model = tokenizers.models.WordLevel(
+        {word: i for i, word in enumerate(["[UNK]", *set(WORDS.split())])}, "[UNK]"
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     corpus, out = tmp_path / "corpus.jsonl", tmp_path / "o"
     corpus.write_text((json.dumps({"text": WORDS}) + "\n") * 6000)
-    words = ["tools/preprocess.py", "--input", corpus, "--tokenizer", tmp_path / "tokenizer.json", "--out", out]
+    words = [
+        "tools/preprocess.py",
+        "--input",
+        corpus,
+        "--tokenizer",
+        tmp_path / "tokenizer.json",
+        "--out",
+        out,
+    ]
     process = started(*words, "--workers", "2")
     while not list(tmp_path.glob("o*")):
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(1)  # a process that is just being started may still say that its parent is gone
-    said = [line for line in interrupted(process).splitlines() if "WARNING" not in line]  # of the tokenizer
+    # of the tokenizer
+    said = [line for line in interrupted(process).splitlines() if "WARNING" not in line]
     assert said == ["preprocess: interrupted; the same command continues"]
     assert started(*words, "--workers", "2").wait(60) == 0 and (tmp_path / "o.idx").exists()

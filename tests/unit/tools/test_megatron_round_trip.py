@@ -1,4 +1,5 @@
-"""What tools/convert.py to-megatron wrote, from-megatron reads again; a refusal leaves no folder behind."""
+"""What tools/convert.py to-megatron wrote, from-megatron reads again; a refusal leaves no folder
+behind."""
 
 import re
 
@@ -19,8 +20,15 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.state import Progress
 
-SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2,
-         "num_kv_heads": 2, "head_dim": 8}  # fmt: skip
+SIZES = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 MIXTURE = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -32,25 +40,36 @@ def run(*words):
 def saved(folder, dtype="fp32", kinds=(), **model):
     """A checkpoint of step 3 with random weights and what Adam keeps; returns its tensors."""
     config = Config(
-        model=ModelConfig(**SIZES | model), precision=PrecisionConfig(dtype=dtype), data=DataConfig(),
+        model=ModelConfig(**SIZES | model),
+        precision=PrecisionConfig(dtype=dtype),
+        data=DataConfig(),
         train=TrainConfig(seq_len=32, gbs=4),
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     tensors = {}
     for parameter in GPT(config, build_mesh(resolve(1)), "cpu").parameters():
         name, shape = spec_of(parameter).name, spec_of(parameter).shape
         master = torch.randn(shape)
         tensors[f"model.{name}"] = master.to(parameter.dtype)
-        tensors |= {f"optim.{kind}.{name}": master if kind == "master" else torch.rand(shape) for kind in kinds}
-    return tensors, save_weights(folder, layout(tensors), config, Progress(3, consumed_samples=12, tokens=12 * 32))
+        tensors |= {
+            f"optim.{kind}.{name}": master if kind == "master" else torch.rand(shape)
+            for kind in kinds
+        }
+    return tensors, save_weights(
+        folder, layout(tensors), config, Progress(3, consumed_samples=12, tokens=12 * 32)
+    )
 
 
 def layout(tensors):
-    return {key: ShardedTensor(t.shape, [((0,) * t.dim(), t)], t.dtype) for key, t in tensors.items()}
+    return {
+        key: ShardedTensor(t.shape, [((0,) * t.dim(), t)], t.dtype) for key, t in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", [{}, MIXTURE, {"tie_embeddings": True, "qk_norm": True, "qkv_bias": True}])
+@pytest.mark.parametrize(
+    "model", [{}, MIXTURE, {"tie_embeddings": True, "qk_norm": True, "qkv_bias": True}]
+)
 def test_weights_come_back_bit_equal(tmp_path, dtype, model):
     tensors, _ = saved(tmp_path / "ours", dtype, **model)
     assert run("to-megatron", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "theirs") == 0
@@ -65,24 +84,37 @@ def test_weights_come_back_bit_equal(tmp_path, dtype, model):
 def test_the_optimiser_comes_back_bit_equal(tmp_path, dtype):
     kinds = KINDS if dtype == "bf16" else KINDS[1:]  # of a run in fp32 the weights are the masters
     tensors, folder = saved(tmp_path / "ours", dtype, kinds)
-    words = ["to-megatron", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "theirs", "--optimizer"]
+    words = [
+        "to-megatron",
+        "--checkpoint",
+        tmp_path / "ours",
+        "--out",
+        tmp_path / "theirs",
+        "--optimizer",
+    ]
     assert run(*words) == 0
     assert run("from-megatron", "--megatron", tmp_path / "theirs", "--out", tmp_path / "again") == 0
     found = whole_checkpoint(tmp_path / "again", "")
     assert found.name == folder.name
     assert read_run(found)["progress"] == read_run(folder)["progress"]
     again = whole_tensors(found)
-    masters = {key.replace("model.", "optim.master.", 1): t for key, t in tensors.items() if key.startswith("model.")}
+    masters = {
+        key.replace("model.", "optim.master.", 1): t
+        for key, t in tensors.items()
+        if key.startswith("model.")
+    }
     for key, values in (masters | tensors).items():
         assert again.pop(key).equal(values), key
     assert not again
 
 
 WORDS = {
-    "from-megatron": ["--megatron", "theirs"], "average": ["ours"], "to-megatron": ["--checkpoint", "ours"],
+    "from-megatron": ["--megatron", "theirs"],
+    "average": ["ours"],
+    "to-megatron": ["--checkpoint", "ours"],
     "to-hf": ["--checkpoint", "ours", "--max-shard-gb", "2e-6"],
     "upcycle": ["--checkpoint", "ours", "--num-experts", "4", "--top-k", "2"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", WORDS)
@@ -92,12 +124,17 @@ def test_a_source_that_is_damaged_midway_leaves_nothing(tmp_path, monkeypatch, c
     assert run("to-megatron", "--checkpoint", "ours", "--out", "theirs") == 0
     for path in tmp_path.rglob("*.distcp"):  # found when a tensor is read, after the folder is made
         content = bytearray(path.read_bytes())
-        content[len(content) // 2 : -1000 : 64] = bytes(len(content[len(content) // 2 : -1000 : 64]))
+        content[len(content) // 2 : -1000 : 64] = bytes(
+            len(content[len(content) // 2 : -1000 : 64])
+        )
         path.write_bytes(content)
     capsys.readouterr()
     assert run(command, *WORDS[command], "--out", "new/out") == 2
     told = capsys.readouterr().err
-    assert re.search(r"(ours|theirs)/\S*/__0_0.distcp is damaged", told) and "before this one" not in told
+    assert (
+        re.search(r"(ours|theirs)/\S*/__0_0.distcp is damaged", told)
+        and "before this one" not in told
+    )
     assert not (tmp_path / "new").exists(), list((tmp_path / "new").rglob("*"))
 
 
@@ -105,7 +142,15 @@ def test_nothing_is_written_that_no_tool_would_read(tmp_path):
     with pytest.raises(ConfigError, match="model.norm_eps = 0.0 is not above 0"):
         saved(tmp_path / "ours", norm_eps=0.0)
     with pytest.raises(SystemExit):  # before anything is read
-        run("from-megatron", "--megatron", tmp_path, "--out", tmp_path / "ours", "--vocab-size", "-1")
+        run(
+            "from-megatron",
+            "--megatron",
+            tmp_path,
+            "--out",
+            tmp_path / "ours",
+            "--vocab-size",
+            "-1",
+        )
     assert not (tmp_path / "ours").exists()
 
 

@@ -15,7 +15,15 @@ from megatron5d.tools.plan import main
 from megatron5d.tools.visualize import main as report
 
 ROOT = Path(__file__).parents[3]
-RUN = ["memory", "--world", "8", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.pp=2"]
+RUN = [
+    "memory",
+    "--world",
+    "8",
+    "model=tiny",
+    "train.gbs=8",
+    "precision.dtype=bf16",
+    "parallel.pp=2",
+]
 
 
 def test_memory_of_every_pipeline_rank_as_json(capsys):
@@ -27,7 +35,8 @@ def test_memory_of_every_pipeline_rank_as_json(capsys):
 
 
 def test_plans_without_triton_are_those_with_it(capsys):
-    """A laptop's plan is the cluster's: on the meta device the code around every kernel runs all the same."""
+    """A laptop's plan is the cluster's: on the meta device the code around every kernel runs all
+    the same."""
     plans = [
         "memory --device a100 model=tiny_gpt2 train.seq_len=512 data.document_mask=true",
         "memory --device h100 model=llama3_1b parallel.tp=4 parallel.sp=true parallel.tp_overlap=fused",
@@ -45,40 +54,76 @@ def test_plans_without_triton_are_those_with_it(capsys):
 
 
 def test_methods_of_context_parallelism_in_their_order(capsys):
-    run = ["context", "--world", "16", "model=llama3_8b", "train.seq_len=131072", "train.gbs=16", "parallel.cp=16"]
+    run = [
+        "context",
+        "--world",
+        "16",
+        "model=llama3_8b",
+        "train.seq_len=131072",
+        "train.gbs=16",
+        "parallel.cp=16",
+    ]
     assert main([*run, "--node", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["choices"]
     assert [each["cp_inner"] for each in told] == [8, 4, 2, 1] and told[-1]["method"] == "ring"
     assert main([*run, "--node", "16"]) == 0
     assert "ulysses" in capsys.readouterr().out.splitlines()[2]
-    assert main([*run, "parallel.cp=1"]) == 2 and "parallel.cp = 1 cuts no sequence" in capsys.readouterr().err
+    assert (
+        main([*run, "parallel.cp=1"]) == 2
+        and "parallel.cp = 1 cuts no sequence" in capsys.readouterr().err
+    )
 
 
 def test_a_device_that_is_too_small(capsys):
     assert main([*RUN, "--device-gb", "80"]) == 0 and "It fits 74.51 GiB" in capsys.readouterr().out
     for size in ("0", "nan", "inf", "1e300"):
-        assert main([*RUN, "--device-gb", size]) == 2 and "is not above 0, or no device's" in capsys.readouterr().err
-    assert main([*RUN, "--device-gb", "0.001"]) == 1 and "WARNING: pipeline rank" in capsys.readouterr().out
+        assert (
+            main([*RUN, "--device-gb", size]) == 2
+            and "is not above 0, or no device's" in capsys.readouterr().err
+        )
+    assert (
+        main([*RUN, "--device-gb", "0.001"]) == 1
+        and "WARNING: pipeline rank" in capsys.readouterr().out
+    )
 
 
 def test_a_device_by_name_brings_its_memory(capsys):
     assert main([*RUN, "--device", "h100"]) == 0 and "It fits 79.00 GiB." in capsys.readouterr().out
-    assert main([*RUN, "--device", "a100_40gb"]) == 0 and "It fits 39.00 GiB." in capsys.readouterr().out
+    assert (
+        main([*RUN, "--device", "a100_40gb"]) == 0
+        and "It fits 39.00 GiB." in capsys.readouterr().out
+    )
     assert main([*RUN, "--device", "sm_90"]) == 0 and "fits" not in capsys.readouterr().out
 
 
 def test_overrides_and_options_in_any_order(capsys, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nnum_layers: 4\n")
-    mixed = ["memory", "model=mine", "--world", "8", "train.gbs=8", "--config-dir", str(tmp_path), "parallel.pp=4"]
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "defaults: [tiny, _self_]\nname: mine\nnum_layers: 4\n"
+    )
+    mixed = [
+        "memory",
+        "model=mine",
+        "--world",
+        "8",
+        "train.gbs=8",
+        "--config-dir",
+        str(tmp_path),
+        "parallel.pp=4",
+    ]
     assert main([*mixed, "--json", "precision.dtype=bf16"]) == 0
     assert len(json.loads(capsys.readouterr().out)["ranks"]) == 4
     with pytest.raises(SystemExit) as refused:
         main([*mixed, "--jsn", "precision.dtype=bf16"])
-    assert refused.value.code == 2 and "--jsn is no option; did you mean --json?" in capsys.readouterr().err
+    assert (
+        refused.value.code == 2
+        and "--jsn is no option; did you mean --json?" in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("wrong", ["parallel.tp=3", "train.stepz=3", "pipeline.schedule=dualpipe_x"])
+@pytest.mark.parametrize(
+    "wrong", ["parallel.tp=3", "train.stepz=3", "pipeline.schedule=dualpipe_x"]
+)
 def test_a_run_that_cannot_be_is_refused(wrong, capsys):
     assert main([*RUN, wrong]) == 2
     assert "the configuration is refused" in capsys.readouterr().err
@@ -95,7 +140,10 @@ def test_a_machine_that_cannot_be_is_refused(capsys):
         (["--device", "sm_1"], "--device sm_1: no kernel"),
         (["--world", "0"], "at least 1 rank"),
         (["--device-gb", "-4"], "--device-gb -4 is not above 0"),
-        (["--imbalance", "0.5"], "--imbalance 0.5: the busiest rank is sent at least an even share"),
+        (
+            ["--imbalance", "0.5"],
+            "--imbalance 0.5: the busiest rank is sent at least an even share",
+        ),
     ):
         assert main([*RUN, *wrong]) == 2
         assert said in capsys.readouterr().err
@@ -108,7 +156,10 @@ def test_what_would_fit_is_told(capsys):
     assert main([*large, "train.seq_len=4096", "--device-gb", "0.95"]) == 1
     assert "What would fit: train.mbs=" in capsys.readouterr().out
     assert main([*large, "--device-gb", "0.5"]) == 1
-    assert "no recompute, schedule, sharding or tensor parallelism makes it fit" in capsys.readouterr().out
+    assert (
+        "no recompute, schedule, sharding or tensor parallelism makes it fit"
+        in capsys.readouterr().out
+    )
 
 
 def test_as_other_code_bases_keep_it(capsys):
@@ -116,17 +167,32 @@ def test_as_other_code_bases_keep_it(capsys):
     for name in ("megatron5d", "megatron", "megatron,te_fused_loss", "nanotron"):
         assert main([*RUN, "--json", "--as", name]) == 0
         peaks[name] = json.loads(capsys.readouterr().out)["ranks"]["1"]["allocated"]
-    assert peaks["megatron5d"] == peaks["megatron,te_fused_loss"] < peaks["megatron"] and peaks["nanotron"] > 0
+    assert (
+        peaks["megatron5d"] == peaks["megatron,te_fused_loss"] < peaks["megatron"]
+        and peaks["nanotron"] > 0
+    )
     assert main([*RUN, "--as", "nanotron,dropout"]) == 2 and "not known" in capsys.readouterr().err
 
 
-STEP = ["step", "--world", "16", "model=tiny", "train.gbs=32", "precision.dtype=bf16", "parallel.pp=2", "parallel.tp=2"]
+STEP = [
+    "step",
+    "--world",
+    "16",
+    "model=tiny",
+    "train.gbs=32",
+    "precision.dtype=bf16",
+    "parallel.pp=2",
+    "parallel.tp=2",
+]
 
 
 def test_time_of_a_step(capsys):
     assert main([*STEP, "--device", "h100", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert sum(told["seconds"].values()) == pytest.approx(told["step_time_s"]) and len(told["sent_bytes"]) == 2
+    assert (
+        sum(told["seconds"].values()) == pytest.approx(told["step_time_s"])
+        and len(told["sent_bytes"]) == 2
+    )
     assert main([*STEP, "--device", "h100", "--node", "1", "--network-gbps", "1"]) == 0
     slow = capsys.readouterr().out
     assert main([*STEP, "--tflops", "100", "--json"]) == 0
@@ -139,7 +205,11 @@ def test_time_of_a_step(capsys):
 def test_muon_and_the_host_have_lines_of_their_own(capsys):
     assert main([*STEP, "optim.name=muon", "optim.offload=true"]) == 0
     out = capsys.readouterr().out
-    for line in ("Muon's iterations on whole matrices", "Muon's all-to-alls", "copies to the host and back"):
+    for line in (
+        "Muon's iterations on whole matrices",
+        "Muon's all-to-alls",
+        "copies to the host and back",
+    ):
         assert line in out
 
 
@@ -157,7 +227,15 @@ def test_a_cluster_that_cannot_be_is_refused(capsys):
         assert said in capsys.readouterr().err
 
 
-SEARCH = ["search", "--world", "4", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.cp=1"]
+SEARCH = [
+    "search",
+    "--world",
+    "4",
+    "model=tiny",
+    "train.gbs=8",
+    "precision.dtype=bf16",
+    "parallel.cp=1",
+]
 
 
 def test_search_for_layouts(capsys, monkeypatch):
@@ -168,12 +246,21 @@ def test_search_for_layouts(capsys, monkeypatch):
     assert len(found) == 2 and all("parallel.tp" not in each["overrides"] for each in found)
     line = found[0]["overrides"].split()
     assert main(["step", *SEARCH[1:], "parallel.tp=2", *line, "--json"]) == 0  # as it can be pasted
-    assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(found[0]["step_time_s"])
-    assert main([*SEARCH, "parallel={tp: 2, sp: true}", "--count", "2", "--json"]) == 0  # which fixes the same
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(
+        found[0]["step_time_s"]
+    )
+    # which fixes the same
+    assert main([*SEARCH, "parallel={tp: 2, sp: true}", "--count", "2", "--json"]) == 0
     alike = json.loads(capsys.readouterr().out)["layouts"]
     assert alike and all("parallel.tp" not in each["overrides"] for each in alike)
-    assert main([*SEARCH, "parallel.tp=3"]) == 2 and "the configuration is refused" in capsys.readouterr().err
-    assert main([*SEARCH, "--count", "0"]) == 2 and "--count 0 is not above 0" in capsys.readouterr().err
+    assert (
+        main([*SEARCH, "parallel.tp=3"]) == 2
+        and "the configuration is refused" in capsys.readouterr().err
+    )
+    assert (
+        main([*SEARCH, "--count", "0"]) == 2
+        and "--count 0 is not above 0" in capsys.readouterr().err
+    )
 
 
 def test_the_smallest_layout_is_named_where_none_fits(capsys):
@@ -182,7 +269,12 @@ def test_the_smallest_layout_is_named_where_none_fits(capsys):
     assert first.startswith("No layout that was looked at fits 0.65 GiB")
     needed, words = second.removeprefix("The smallest of them needs ").split(" GiB: ")
     needs = {}
-    for found in (words.split(), ["parallel.tp=2", "parallel.sp=true"], ["parallel.zero=3"], ["parallel.pp=2"]):
+    for found in (
+        words.split(),
+        ["parallel.tp=2", "parallel.sp=true"],
+        ["parallel.zero=3"],
+        ["parallel.pp=2"],
+    ):
         assert main(["memory", *SEARCH[1:], "--device", "h100", *found, "--json"]) == 0
         ranks = json.loads(capsys.readouterr().out)["ranks"].values()
         needs[" ".join(found)] = max(rank["needed"] for rank in ranks)
@@ -209,20 +301,47 @@ def test_a_search_among_groups_of_ones_own(capsys, tmp_path):
     ],
 )
 def test_the_command_starts_one_rank_a_gpu(machines, start, capsys):
-    one = ["model=tiny", "precision.dtype=bf16", "train.gbs=192", "parallel.tp=1", "parallel.pp=1", "train.mbs=1"]
+    one = [
+        "model=tiny",
+        "precision.dtype=bf16",
+        "train.gbs=192",
+        "parallel.tp=1",
+        "parallel.pp=1",
+        "train.mbs=1",
+    ]
     assert main(["search", *machines.split(), "--count", "1", *one, "recompute.mode=none"]) == 0
     assert f"Run the first one: {start}" in capsys.readouterr().out
 
 
 def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(capsys, monkeypatch):
     monkeypatch.setattr("megatron5d.tools.planning.search.TOLD_EVERY_S", 0.0)
-    run = ["search", "--world", "2", "--device", "h100", "--count", "1", "model=tiny", "precision.dtype=bf16"]
-    fixed = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "recompute.mode=none", "data.split='99,1,0'"]
+    run = [
+        "search",
+        "--world",
+        "2",
+        "--device",
+        "h100",
+        "--count",
+        "1",
+        "model=tiny",
+        "precision.dtype=bf16",
+    ]
+    fixed = [
+        "parallel.tp=1",
+        "parallel.pp=1",
+        "parallel.cp=1",
+        "recompute.mode=none",
+        "data.split='99,1,0'",
+    ]
     assert main([*run, *fixed]) == 0
     told = capsys.readouterr()
     assert "looked at 1 shapes of a layout" in told.err and "times and memories, of" in told.err
     assert "tiny in bf16, train.gbs 8, train.seq_len 128\n" in told.out
-    (command,) = [line.partition(": ")[2] for line in told.out.splitlines() if line.startswith("Run the first one")]
+    (command,) = [
+        line.partition(": ")[2]
+        for line in told.out.splitlines()
+        if line.startswith("Run the first one")
+    ]
     start, script, world, *overrides = shlex.split(command)
     assert (start, script, world) == ("bash", "launch/local.sh", "2")
     assert {"data.train=[data/corpus]", *run[-2:], *fixed} <= set(overrides)
@@ -233,7 +352,10 @@ def test_a_large_model_in_a_toys_precision_is_noted_with_the_experiment_to_take(
     large = ["memory", "--world", "64", "model=mixtral_8x7b", "train.gbs=64", "parallel.ep=8"]
     assert main(large) == 0
     noted = capsys.readouterr().err
-    assert "planned for mixtral_8x7b in fp32, train.gbs 64, train.seq_len 128; experiment=mixtral_8x7b brings" in noted
+    assert (
+        "planned for mixtral_8x7b in fp32, train.gbs 64, train.seq_len 128; experiment=mixtral_8x7b brings"
+        in noted
+    )
     assert main([*large, "precision.dtype=bf16"]) == 0 and not capsys.readouterr().err
 
 
@@ -250,28 +372,66 @@ def test_memory_says_of_what(capsys):
 
 
 PLACES = [
-    *("moe.record", "moe.replay", "checkpoint.dir", "data.cache_dir", "data.tokenizer", "init.from_checkpoint"),
-    *("init.from_hf", "log.dir", "log.jsonl", "log.memory_snapshot", "log.profile", "log.tensorboard", "log.wandb.dir"),
+    *(
+        "moe.record",
+        "moe.replay",
+        "checkpoint.dir",
+        "data.cache_dir",
+        "data.tokenizer",
+        "init.from_checkpoint",
+    ),
+    *(
+        "init.from_hf",
+        "log.dir",
+        "log.jsonl",
+        "log.memory_snapshot",
+        "log.profile",
+        "log.tensorboard",
+        "log.wandb.dir",
+    ),
 ]
 NO_PLACES = [
-    *("pipeline.costs", "data.split", "checkpoint.hf_export", "log.wandb.name", "log.wandb.group", "log.wandb.entity"),
+    *(
+        "pipeline.costs",
+        "data.split",
+        "checkpoint.hf_export",
+        "log.wandb.name",
+        "log.wandb.group",
+        "log.wandb.entity",
+    ),
 ]
 READ_BY_A_PLAN = ["model.from_hf"]
 
 
-@pytest.mark.parametrize("command", ["memory --device h100", "memory --device-gb 0.001", "step", "search", "report"])
+@pytest.mark.parametrize(
+    "command", ["memory --device h100", "memory --device-gb 0.001", "step", "search", "report"]
+)
 def test_a_plan_touches_no_file_that_its_run_names(command, tmp_path, monkeypatch):
-    """Models are built to be planned, and files of the run are not there, or hold what another run has left."""
+    """Models are built to be planned, and files of the run are not there, or hold what another run
+    has left."""
     named = [key for key, kind in keys().items() if kind == (str | None)]
     assert sorted(named) == sorted([*PLACES, *NO_PLACES, *READ_BY_A_PLAN])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "left").write_text("of another run")
-    run = ["--world", "2", "model=tiny_moe", "precision.dtype=bf16", "train.gbs=4", "optim.freeze=[*router*]"]
+    run = [
+        "--world",
+        "2",
+        "model=tiny_moe",
+        "precision.dtype=bf16",
+        "train.gbs=4",
+        "optim.freeze=[*router*]",
+    ]
     run += ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "recompute.mode=none"]
-    tool, run = (report, [command, *run]) if command == "report" else (main, [*command.split(), *run])
+    tool, run = (
+        (report, [command, *run]) if command == "report" else (main, [*command.split(), *run])
+    )
     for place in ("absent", "left"):
         for apart in ({"moe.record", "init.from_hf"}, {"moe.replay", "init.from_checkpoint"}):
-            given = [f"{key}={place}{'/log' * (key == 'log.jsonl')}" for key in PLACES if key not in apart]
+            given = [
+                f"{key}={place}{'/log' * (key == 'log.jsonl')}"
+                for key in PLACES
+                if key not in apart
+            ]
             assert tool([*run, *given, *["-o", "report.html"] * (command == "report")]) in (0, 1)
     assert {path.name for path in tmp_path.iterdir()} <= {"left", "report.html"}
     assert (tmp_path / "left").read_text() == "of another run"

@@ -1,4 +1,5 @@
-"""tools/schedule.py from its command line: figures, pictures, files, and one clear line for what is refused."""
+"""tools/schedule.py from its command line: figures, pictures, files, and one clear line for what is
+refused."""
 
 import json
 import subprocess
@@ -30,12 +31,25 @@ def refused(capsys, *arguments):
 
 def test_simulate_prints_one_object(capsys):
     sizes = ("--pp", "16", "--microbatches", "64")
-    figures = json.loads(output(capsys, "simulate", "--schedule", "dualpipe", *sizes, "--costs", REAL, "--json"))
-    assert figures["overhead"] == pytest.approx(26.0) and figures["makespan"] == pytest.approx(64 * 3 + 26)
+    figures = json.loads(
+        output(capsys, "simulate", "--schedule", "dualpipe", *sizes, "--costs", REAL, "--json")
+    )
+    assert figures["overhead"] == pytest.approx(26.0) and figures["makespan"] == pytest.approx(
+        64 * 3 + 26
+    )
     assert figures["bubble"] == pytest.approx(26 / 218)
     assert figures["peak_activations"] == [17.0] * 16 and figures["copies"] == 2
     moe = json.loads(
-        output(capsys, "simulate", "--schedule", "dualpipe", *sizes, "--costs", "a2aF=0.5,a2aB=0.5", "--json")
+        output(
+            capsys,
+            "simulate",
+            "--schedule",
+            "dualpipe",
+            *sizes,
+            "--costs",
+            "a2aF=0.5,a2aB=0.5",
+            "--json",
+        )
     )
     assert moe["overhead"] == pytest.approx(34.5)
 
@@ -51,24 +65,50 @@ def test_uneven_stages(capsys):
     sizes = ("--schedule", "gpipe", "--pp", "2", "--microbatches", "1", "--json")
     figures = json.loads(output(capsys, "simulate", *sizes, "--stage-scale", "0.5,2"))
     assert figures["makespan"] == 7.5
-    assert "--stage-scale has 3 entries" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,2,3")
+    assert "--stage-scale has 3 entries" in refused(
+        capsys, "simulate", *sizes, "--stage-scale", "1,2,3"
+    )
     assert "no list of numbers" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
 
 
 def test_whole_layers_between_ends_that_weigh_more(capsys):
-    """Ten layers on four ranks, 2.5 a rank: the head counts 3.75 layers, so the last rank gets none."""
+    """Ten layers on four ranks, 2.5 a rank: the head counts 3.75 layers, so the last rank gets
+    none."""
     sizes = ("--pp", "4", "--microbatches", "8")
     ends = ("--layers", "10", "--head", "1.5", "--dense", "1", "--costs", "a2aF=0.5,a2aB=0.5")
     alone = json.loads(output(capsys, "simulate", "--schedule", "1f1b", *sizes, *ends, "--json"))
     assert alone["peak_activations"] == [4 * 4 / 2.5, 3 * 3 / 2.5, 2 * 3 / 2.5, 0]
-    assert alone["makespan"] - alone["overhead"] == pytest.approx(3 * 8 * 4 / 2.5)  # the first rank's four layers
+    # the first rank's four layers
+    assert alone["makespan"] - alone["overhead"] == pytest.approx(3 * 8 * 4 / 2.5)
     found = json.loads(
-        output(capsys, "search", *sizes, *ends, "--memory", "2", "--evaluations", "200", "--seed", "1", "--json")
+        output(
+            capsys,
+            "search",
+            *sizes,
+            *ends,
+            "--memory",
+            "2",
+            "--evaluations",
+            "200",
+            "--seed",
+            "1",
+            "--json",
+        )
     )
     assert sum(found["layout"]) == 10 and found["balance"] in BALANCES
     assert found["makespan"] < found["best_named_makespan"]
     assert "--layers" in refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--head", "1.5")
-    both = refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--layers", "10", "--stage-scale", "1,1,1,1")
+    both = refused(
+        capsys,
+        "simulate",
+        "--schedule",
+        "1f1b",
+        *sizes,
+        "--layers",
+        "10",
+        "--stage-scale",
+        "1,1,1,1",
+    )
     assert "leave one out" in both
     empty = ("--layers", "7", "--balance", "ranks")  # on eight stages: one takes no time
     assert " W7" in output(capsys, "show", "--schedule", "zb_v", *sizes, *empty)
@@ -80,7 +120,9 @@ def test_compare_lists_every_schedule_best_first(capsys):
     assert {row["schedule"].split()[0] for row in rows} == set(schedule_names())
     assert [row["makespan"] for row in rows] == sorted(row["makespan"] for row in rows)
     fitting = json.loads(output(capsys, "compare", *sizes, "--memory", "1", "--json"))
-    assert 0 < len(fitting) < len(rows) and all(max(row["peak_activations"]) <= 4 for row in fitting)
+    assert 0 < len(fitting) < len(rows) and all(
+        max(row["peak_activations"]) <= 4 for row in fitting
+    )
     table = output(capsys, "compare", "--pp", "3", "--microbatches", "8")
     assert "zb_v" in table and "not possible: dualpipe: " in table
 
@@ -105,7 +147,9 @@ def test_verify_a_file(capsys, tmp_path):
     assert "0F3 raises the activations to 4" in refused(capsys, *check, "--memory", "0.75")
     file.write_text(file.read_text().replace("2F5,", ""))
     assert "mine.csv: rank 2, position 8: 2F5 is missing" in refused(capsys, *check)
-    assert "pp=5; set --pp 4" in refused(capsys, "verify", str(file), "--pp", "5", "--microbatches", "8")
+    assert "pp=5; set --pp 4" in refused(
+        capsys, "verify", str(file), "--pp", "5", "--microbatches", "8"
+    )
     named = ("simulate", "--schedule", f"file:{file}", *SIZES)
     assert "into 1, but --vpp 2; set --vpp 1" in refused(capsys, *named, "--vpp", "2")
 
@@ -113,32 +157,69 @@ def test_verify_a_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("simulate", "--schedule", "dualpip", "--pp", "4", "--microbatches", "8"), "did you mean dualpipe"),
-        (("simulate", "--schedule", "dualpipe", "--pp", "5", "--microbatches", "8"), "--pp 5 is odd; set --pp 6"),
+        (
+            ("simulate", "--schedule", "dualpip", "--pp", "4", "--microbatches", "8"),
+            "did you mean dualpipe",
+        ),
+        (
+            ("simulate", "--schedule", "dualpipe", "--pp", "5", "--microbatches", "8"),
+            "--pp 5 is odd; set --pp 6",
+        ),
         (
             ("simulate", *NAMED, "--layers", "3"),
             "--layers 3 is fewer than the 4 stages of the pipeline (--pp times the",
         ),
-        (("compare", *SIZES, "--memory", "0.1"), "no schedule holds at most 0.4 micro-batches of one rank's layers; "),
-        (("simulate", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "Q=1"), "unknown key 'Q'"),
+        (
+            ("compare", *SIZES, "--memory", "0.1"),
+            "no schedule holds at most 0.4 micro-batches of one rank's layers; ",
+        ),
+        (
+            (
+                "simulate",
+                "--schedule",
+                "1f1b",
+                "--pp",
+                "4",
+                "--microbatches",
+                "8",
+                "--costs",
+                "Q=1",
+            ),
+            "unknown key 'Q'",
+        ),
         (
             ("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"),
             "x.csv cannot be read: No such file",
         ),
-        (("verify", "/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "verify /nowhere/x.csv cannot be read: No "),
+        (
+            ("verify", "/nowhere/x.csv", "--pp", "4", "--microbatches", "8"),
+            "verify /nowhere/x.csv cannot be read: No ",
+        ),
         *(
-            (("show", *NAMED, f"--{kind}", "/nowhere/x"), f"--{kind} /nowhere/x cannot be written: No such file or ")
+            (
+                ("show", *NAMED, f"--{kind}", "/nowhere/x"),
+                f"--{kind} /nowhere/x cannot be written: No such file or ",
+            )
             for kind in ("svg", "png", "trace", "csv")
         ),
         (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null holds no action"),
-        (("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"), "--seconds -1 is not"),
-        (("compare", "--pp", "4", "--microbatches", "8", "--memory", "-1"), "--memory -1 is not above 0"),
+        (
+            ("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"),
+            "--seconds -1 is not",
+        ),
+        (
+            ("compare", "--pp", "4", "--microbatches", "8", "--memory", "-1"),
+            "--memory -1 is not above 0",
+        ),
         (("compare", "--pp", "0", "--microbatches", "8"), "--pp 0 is not above 0"),
         (
             ("simulate", "--schedule", "dualpipe_v", "--pp", "2", "--microbatches", "3"),
             "at least 2·pp = 4 micro-batches, ",
         ),
-        (("search", *SIZES, "--memory", "1", "--evaluations", "-1"), "--evaluations -1 is no finite number"),
+        (
+            ("search", *SIZES, "--memory", "1", "--evaluations", "-1"),
+            "--evaluations -1 is no finite number",
+        ),
         (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed -1 is no"),
         (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes any time"),
         (("simulate", *NAMED, "--costs", "F=1,F=2"), "F is given twice"),
@@ -161,5 +242,9 @@ def test_argparse_refuses_with_exit_code_2(arguments):
 
 
 def test_help_from_the_repository_root():
-    run = subprocess.run([sys.executable, "tools/schedule.py", "--help"], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0 and all(word in run.stdout for word in ("show", "simulate", "compare", "verify"))
+    run = subprocess.run(
+        [sys.executable, "tools/schedule.py", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0 and all(
+        word in run.stdout for word in ("show", "simulate", "compare", "verify")
+    )

@@ -1,4 +1,5 @@
-"""Token files that are looked into, joined, cut and made: byte for byte as the format says, and refused by name."""
+"""Token files that are looked into, joined, cut and made: byte for byte as the format says, and
+refused by name."""
 
 import json
 import struct
@@ -23,10 +24,14 @@ def write_raw(prefix: Path, documents: list[list[list[int]]], code: int = 8) -> 
     sequences = [sequence for document in documents for sequence in document]
     ends = np.cumsum([0, *map(len, documents)])
     raw = b"".join(np.array(sequence, kind).tobytes() for sequence in sequences)
-    starts = np.cumsum([0, *(len(sequence) * np.dtype(kind).itemsize for sequence in sequences)])[:-1]
+    starts = np.cumsum([0, *(len(sequence) * np.dtype(kind).itemsize for sequence in sequences)])[
+        :-1
+    ]
     head = MAGIC + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
     lengths = np.array([*map(len, sequences)], "<i4").tobytes()
-    Path(f"{prefix}.idx").write_bytes(head + lengths + starts.astype("<i8").tobytes() + ends.astype("<i8").tobytes())
+    Path(f"{prefix}.idx").write_bytes(
+        head + lengths + starts.astype("<i8").tobytes() + ends.astype("<i8").tobytes()
+    )
     Path(f"{prefix}.bin").write_bytes(raw)
     return str(prefix)
 
@@ -54,15 +59,17 @@ def test_merged_and_cut_files_are_those_of_the_same_documents(tmp_path, monkeypa
     everything = A + B + A
     for first, end in ((0, 1), (2, 5), (1, 8), (2, 3)):
         tokens.copy([(whole, first, end)], str(tmp_path / "c"), True)
-        assert content(tmp_path / "c") == content(write_raw(tmp_path / "part", everything[first:end]))
+        assert content(tmp_path / "c") == content(
+            write_raw(tmp_path / "part", everything[first:end])
+        )
 
 
 def test_the_command_line_merges_cuts_and_inspects(tmp_path):
     a, b = write_raw(tmp_path / "a", A), write_raw(tmp_path / "b", B)
     done = tool("merge", a, b, "--out", tmp_path / "m")
-    assert done.returncode == 0 and content(tmp_path / "m") == content(write_raw(tmp_path / "whole", A + B)), (
-        done.stderr
-    )
+    assert done.returncode == 0 and content(tmp_path / "m") == content(
+        write_raw(tmp_path / "whole", A + B)
+    ), done.stderr
     again = tool("merge", a, b, "--out", tmp_path / "m")
     assert again.returncode == 2 and "m.idx is there already; --overwrite" in again.stderr
     assert tool("cut", tmp_path / "m", "--share", "0.4:", "--out", tmp_path / "c").returncode == 0
@@ -70,7 +77,9 @@ def test_the_command_line_merges_cuts_and_inspects(tmp_path):
     (found,) = json.loads(tool("inspect", tmp_path / "m", "--json").stdout)
     known = {"dtype": "uint16", "documents": 5, "sequences": 8, "tokens": 13, "empty_documents": 1}
     known |= {"longest_document": 4, "smallest_id": 1, "largest_id": 13, "documents_end_with": None}
-    assert known.items() <= found.items() and found["bytes"] == sum(map(len, content(tmp_path / "m")))
+    assert known.items() <= found.items() and found["bytes"] == sum(
+        map(len, content(tmp_path / "m"))
+    )
 
 
 def test_more_files_are_joined_than_a_process_may_have_open(tmp_path):
@@ -78,7 +87,10 @@ def test_more_files_are_joined_than_a_process_may_have_open(tmp_path):
     many = [write_raw(tmp_path / f"{i}", A) for i in range(60)]
     words = [sys.executable, "tools/tokens.py", "merge", *many, "--out", str(tmp_path / "m")]
     done = subprocess.run(
-        ["bash", "-c", 'ulimit -n 64; exec "$@"', "-", *words], cwd=ROOT, capture_output=True, text=True
+        ["bash", "-c", 'ulimit -n 64; exec "$@"', "-", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "m") == content(write_raw(tmp_path / "whole", A * 60))
@@ -108,22 +120,45 @@ def test_arrays_and_token_columns_become_documents(tmp_path):
     np.save(tmp_path / "flat.npy", np.array([5, 0, 6, 7, 0, 8], np.uint32))
     lists = [[1, 2], None, [], [3]]
     for kind in (pyarrow.list_(pyarrow.int32()), pyarrow.large_list(pyarrow.uint16())):
-        parquet.write_table(pyarrow.table({"input_ids": pyarrow.array(lists, kind)}), tmp_path / "t.parquet")
+        parquet.write_table(
+            pyarrow.table({"input_ids": pyarrow.array(lists, kind)}), tmp_path / "t.parquet"
+        )
         files = [tmp_path / name for name in ("rows.npy", "flat.npy", "t.parquet")]
-        done = tool("import", *files, "--vocab-size", 32, "--eod", 0, "--out", tmp_path / "o", "--overwrite")
+        done = tool(
+            "import", *files, "--vocab-size", 32, "--eod", 0, "--out", tmp_path / "o", "--overwrite"
+        )
         assert done.returncode == 0, done.stderr
         data = IndexedDataset(tmp_path / "o")
         rows = [data.document(i).tolist() for i in range(data.num_documents)]
-        assert rows == [[*range(16)], [*range(16, 32)], [5, 0], [6, 7, 0], [8], [1, 2], [3]] and data.dtype == np.uint16
+        assert (
+            rows == [[*range(16)], [*range(16, 32)], [5, 0], [6, 7, 0], [8], [1, 2], [3]]
+            and data.dtype == np.uint16
+        )
     parquet.write_table(pyarrow.table({"text": ["a"], "ids": [[0.5]]}), tmp_path / "t.parquet")
     for arguments, message in [
-        ((tmp_path / "rows.npy", "--vocab-size", 31), "rows.npy: document 1 has id 31; --vocab-size is 31"),
-        ((tmp_path / "t.parquet", "--vocab-size", 9), "no column 'input_ids' (--column); it has text, ids"),
-        ((tmp_path / "t.parquet", "--vocab-size", 9, "--column", "text"), "a row is a list of integers"),
-        ((tmp_path / "t.parquet", "--vocab-size", 9, "--column", "ids"), "a row is a list of integers"),
+        (
+            (tmp_path / "rows.npy", "--vocab-size", 31),
+            "rows.npy: document 1 has id 31; --vocab-size is 31",
+        ),
+        (
+            (tmp_path / "t.parquet", "--vocab-size", 9),
+            "no column 'input_ids' (--column); it has text, ids",
+        ),
+        (
+            (tmp_path / "t.parquet", "--vocab-size", 9, "--column", "text"),
+            "a row is a list of integers",
+        ),
+        (
+            (tmp_path / "t.parquet", "--vocab-size", 9, "--column", "ids"),
+            "a row is a list of integers",
+        ),
     ]:
         refused = tool("import", *arguments, "--out", tmp_path / "r")
-        assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
+        assert (
+            refused.returncode == 2
+            and message in refused.stderr
+            and "Traceback" not in refused.stderr
+        )
     assert not list(tmp_path.glob("r.*"))
 
 
@@ -138,11 +173,18 @@ def test_documents_and_samples_are_decoded(tmp_path):
     for text in texts:
         writer.add_document(tokenizer.encode(text))
     writer.finalize()
-    shown = json.loads(tool("decode", tmp_path / "d", "--tokenizer", file, "--first", 48, "--json").stdout)
-    assert [(each["from"], each["text"]) for each in shown] == [("document 48", texts[48]), ("document 49", texts[49])]
+    shown = json.loads(
+        tool("decode", tmp_path / "d", "--tokenizer", file, "--first", 48, "--json").stdout
+    )
+    assert [(each["from"], each["text"]) for each in shown] == [
+        ("document 48", texts[48]),
+        ("document 49", texts[49]),
+    ]
     drawn = tool("decode", tmp_path / "d", "--tokenizer", file, "--documents", 4).stdout
     assert drawn.count("--- document ") == 4 and "beta gamma" in drawn
-    stretch = tool("decode", tmp_path / "d", "--tokenizer", file, "--sample", 30, "--documents", 1).stdout
+    stretch = tool(
+        "decode", tmp_path / "d", "--tokenizer", file, "--sample", 30, "--documents", 1
+    ).stdout
     assert "30 tokens" in stretch and "beta" in stretch
 
 
@@ -156,5 +198,8 @@ def test_a_full_disk_names_what_was_written(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["tokens.py", "merge", "a", "b", "--out", f"{tmp_path}/o"])
     assert tokens.main() == 2
     assert capsys.readouterr().err == f"tokens: {tmp_path}/o: No space left on device\n"
-    assert names_file(OSError(2, "No such file or directory", "x"), "data/web") == "x: No such file or directory"
+    assert (
+        names_file(OSError(2, "No such file or directory", "x"), "data/web")
+        == "x: No such file or directory"
+    )
     assert names_file(ValueError("other"), "data/web") == "other"

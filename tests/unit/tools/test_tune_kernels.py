@@ -34,7 +34,8 @@ def test_agreement_is_up_to_rounding():
 
 @pytest.fixture
 def search(monkeypatch):
-    """Candidates of one value; the present one takes 5 ms, any other its value, and 0 breaks the device."""
+    """Candidates of one value; the present one takes 5 ms, any other its value, and 0 breaks the
+    device."""
 
     class Fake:
         present, call = {"BLOCK": 5}, None
@@ -58,7 +59,9 @@ def search(monkeypatch):
 
 def test_the_best_is_written_also_where_the_search_breaks_off(search, monkeypatch):
     monkeypatch.setattr(tune_kernels.random.Random, "shuffle", lambda self, every: None)
-    monkeypatch.setattr(tune_kernels, "candidates", lambda *of: [{"BLOCK": n} for n in (7, 3, 0, 1)])
+    monkeypatch.setattr(
+        tune_kernels, "candidates", lambda *of: [{"BLOCK": n} for n in (7, 3, 0, 1)]
+    )
     with pytest.raises(RuntimeError, match="broken"):
         tune_kernels.tune("swiglu", 1.0, False)
     assert search == [("swiglu", {"BLOCK": 5}, {"BLOCK": 3})]
@@ -68,14 +71,22 @@ def test_the_best_is_written_also_where_the_search_breaks_off(search, monkeypatc
 
 
 def test_candidates_are_compiled_side_by_side(monkeypatch):
-    """Those that fail are left out; one whose process dies takes no other along; what the time ran out for is tried."""
+    """Those that fail are left out; one whose process dies takes no other along; what the time ran
+    out for is tried."""
     every = [{"BLOCK": n} for n in range(24)]
 
     def follow(worker, mine, silence_s, until):
         assert worker.args == ("swiglu", None, every)
         for number in mine:
-            yield number, {3: False, 4: "its process has died", 5: "not reached: the time is up"}.get(int(number), True)
+            yield (
+                number,
+                {3: False, 4: "its process has died", 5: "not reached: the time is up"}.get(
+                    int(number), True
+                ),
+            )
 
     monkeypatch.setattr(tune_kernels, "in_turn", follow)
     monkeypatch.setattr(tune_kernels.os, "cpu_count", lambda: 6)
-    assert tune_kernels.compiled("swiglu", None, every, 0.0) == [c for c in every if c["BLOCK"] not in (3, 4)]
+    assert tune_kernels.compiled("swiglu", None, every, 0.0) == [
+        c for c in every if c["BLOCK"] not in (3, 4)
+    ]

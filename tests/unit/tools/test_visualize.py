@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def run_folder(folder, name="metrics.jsonl"):
     folder.mkdir(exist_ok=True)
-    records = [{"step": s, "tokens": 100 * s, "loss": 8.0 - s, "grad_norm": 1 / s} for s in (1, 2, 3)]
+    records = [
+        {"step": s, "tokens": 100 * s, "loss": 8.0 - s, "grad_norm": 1 / s} for s in (1, 2, 3)
+    ]
     records[1]["moe/layer_0/load"] = 1.5
     records[0]["initial_valid_loss"] = 8.5
     records[2]["valid_loss"] = 4.25
@@ -42,7 +44,13 @@ def test_picture_and_summary(tmp_path, capsys):
 
 
 def test_each_validation_set_has_a_curve(tmp_path, capsys):
-    first = {"tokens": 10, "loss": 2.0, "initial_valid_loss": 3.0, "initial_valid_loss/web": 3.5, "valid_loss/web": 2.5}
+    first = {
+        "tokens": 10,
+        "loss": 2.0,
+        "initial_valid_loss": 3.0,
+        "initial_valid_loss/web": 3.5,
+        "valid_loss/web": 2.5,
+    }
     (tmp_path / "log.jsonl").write_text(json.dumps(first) + "\n")
     assert read_curve(tmp_path / "log.jsonl").valid == {
         "valid_loss": [(0, 3.0)],
@@ -84,9 +92,18 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
         (lambda p: p, "should hold one .jsonl file"),
         (lambda p: run_folder(run_folder(p, "a.jsonl"), "b.jsonl"), "a.jsonl, b.jsonl"),
         (lambda p: (p / "a.jsonl").write_text('{"loss": 1}\n') and p, "a.jsonl:1: not a record"),
-        (lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": 1}\n{"tok\n') and p, "a.jsonl:2: not a record"),
-        (lambda p: (p / "a.jsonl").write_text('{"tokens": null, "loss": 1}\n') and p, "a.jsonl:1: not a record"),
-        (lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": {"a": 1}}\n') and p, "a.jsonl:1: not a record"),
+        (
+            lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": 1}\n{"tok\n') and p,
+            "a.jsonl:2: not a record",
+        ),
+        (
+            lambda p: (p / "a.jsonl").write_text('{"tokens": null, "loss": 1}\n') and p,
+            "a.jsonl:1: not a record",
+        ),
+        (
+            lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": {"a": 1}}\n') and p,
+            "a.jsonl:1: not a record",
+        ),
         (lambda p: (p / "a.jsonl").write_bytes(b"\xff\n") and p, "a.jsonl:1: not a record"),
         (lambda p: (p / "a.jsonl").touch() or p, "holds no record"),
     ],
@@ -99,11 +116,17 @@ def test_bad_input_is_named(tmp_path, capsys, make, message):
 @pytest.mark.parametrize(
     "ranks, out, message",
     [
-        ("4", "/nowhere/x.svg", "--out /nowhere/x.svg cannot be written: No such file or directory"),
+        (
+            "4",
+            "/nowhere/x.svg",
+            "--out /nowhere/x.svg cannot be written: No such file or directory",
+        ),
         ("5", "x.svg", "--schedule dualpipe mirrors ranks in pairs, but --pp 5 is odd; set --pp 6"),
     ],
 )
-def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(capsys, ranks, out, message):
+def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(
+    capsys, ranks, out, message
+):
     named = ["--schedule", "dualpipe", "--pp", ranks, "--microbatches", "8"]
     assert main(["schedule", *named, "-o", out]) == 2
     assert capsys.readouterr().err == f"visualize: {message}\n"
@@ -111,7 +134,10 @@ def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(
 
 @pytest.mark.parametrize(
     "words, message",
-    [(["--count", "0"], "--count 0 is not above 0"), (["parallel.tp=2"], "fix: parallel.tp=1, or --world 2")],
+    [
+        (["--count", "0"], "--count 0 is not above 0"),
+        (["parallel.tp=2"], "fix: parallel.tp=1, or --world 2"),
+    ],
 )
 def test_a_sweep_without_a_layout_says_why(capsys, words, message):
     assert main(["sweep", "--world", "3", "model=tiny", "precision.dtype=bf16", *words]) == 2
@@ -120,7 +146,11 @@ def test_a_sweep_without_a_layout_says_why(capsys, words, message):
 
 def test_help():
     done = subprocess.run(
-        [sys.executable, "tools/visualize.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "tools/visualize.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0
     assert "loss.png" in done.stdout
@@ -141,17 +171,27 @@ def test_a_folder_of_runs_is_searched_and_equal_curves_are_told(tmp_path, capsys
         run_folder(tmp_path / "runs" / name)
     out = tmp_path / "loss.svg"
     panels = "grad_norm,moe/layer_*/load"
-    assert main(["loss", str(tmp_path / "runs"), "--panels", panels, "--smooth", "2", "--out", str(out)]) == 0
+    assert (
+        main(
+            ["loss", str(tmp_path / "runs"), "--panels", panels, "--smooth", "2", "--out", str(out)]
+        )
+        == 0
+    )
     assert "b: every training loss is that of a" in capsys.readouterr().out
     text = out.read_text()
-    assert all(f"<!-- {label} -->" in text for label in ("grad_norm", "moe/layer_0/load", "a, training", "b, training"))
+    assert all(
+        f"<!-- {label} -->" in text
+        for label in ("grad_norm", "moe/layer_0/load", "a, training", "b, training")
+    )
 
 
 def test_panels_and_means(tmp_path):
     curves = [read_curve(*find_records(run_folder(tmp_path / "run")))]
     assert smoothed(curves[0].train, 2) == [(100, 7.0), (200, 6.5), (300, 5.5)]
     assert chosen_fields(curves, "moe/*,grad_norm") == ["moe/layer_0/load", "grad_norm"]
-    with pytest.raises(ValueError, match=r"--panels mfu: no record .* are grad_norm, moe/layer_0/load, step"):
+    with pytest.raises(
+        ValueError, match=r"--panels mfu: no record .* are grad_norm, moe/layer_0/load, step"
+    ):
         chosen_fields(curves, "grad_norm,mfu")
 
 
@@ -162,5 +202,8 @@ def test_a_name_that_no_font_here_has_is_told_and_not_drawn_as_boxes(tmp_path, c
     out = tmp_path / "loss.svg"
     assert main(["loss", str(run_folder(tmp_path / "语言模型")), "--out", str(out)]) == 0
     told = capfd.readouterr()
-    assert told.err == "run 1 is '语言模型': no font here has its letters\n" and "语言模型: 300 tokens" in told.out
+    assert (
+        told.err == "run 1 is '语言模型': no font here has its letters\n"
+        and "语言模型: 300 tokens" in told.out
+    )
     assert "run 1, training" in out.read_text()

@@ -8,7 +8,14 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron5d.topology.all_ranks import Failure, failure_among, first_failure, gather_json, on_every_rank, on_rank_0
+from megatron5d.topology.all_ranks import (
+    Failure,
+    failure_among,
+    first_failure,
+    gather_json,
+    on_every_rank,
+    on_rank_0,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,8 +48,14 @@ def test_every_rank_raises_what_one_has_raised_and_all_stay_in_step():
     errors = [None, FileNotFoundError("no file"), ValueError("no number")]
 
     def fn(rank, world):
-        values = [on_every_rank(lambda: rank), on_rank_0(failing("of 0", None if rank == 0 else KeyError()))]
-        raised = [outcome(on_every_rank, failing(rank, errors[rank])), outcome(on_rank_0, failing(0, errors[rank - 2]))]
+        values = [
+            on_every_rank(lambda: rank),
+            on_rank_0(failing("of 0", None if rank == 0 else KeyError())),
+        ]
+        raised = [
+            outcome(on_every_rank, failing(rank, errors[rank])),
+            outcome(on_rank_0, failing(0, errors[rank - 2])),
+        ]
         return values, raised, outcome(on_rank_0, failing(0, KeyError("ours")))[1]
 
     found = run_ranks(fn, 3)
@@ -50,11 +63,23 @@ def test_every_rank_raises_what_one_has_raised_and_all_stay_in_step():
     first = (OSError, "rank 1: no file (and 1 more rank)")
     own = [first, (FileNotFoundError, "no file"), (ValueError, "no number")]
     of_0 = [(FileNotFoundError, "no file"), *[(OSError, "rank 0: no file")] * 2]
-    assert [raised for _, raised, _ in found] == [list(pair) for pair in zip(own, of_0, strict=True)]
-    assert found[0][2] == "'ours'" and all("rank 0: Traceback" in told and "in act" in told for _, _, told in found[1:])
+    assert [raised for _, raised, _ in found] == [
+        list(pair) for pair in zip(own, of_0, strict=True)
+    ]
+    assert found[0][2] == "'ours'" and all(
+        "rank 0: Traceback" in told and "in act" in told for _, _, told in found[1:]
+    )
 
 
-SENT = [None, "", "naïve\n\ud800", b"\0\xff{", b"", {"a": [1, 2.5, float("inf"), True, None]}, (1, ("x",))]
+SENT = [
+    None,
+    "",
+    "naïve\n\ud800",
+    b"\0\xff{",
+    b"",
+    {"a": [1, 2.5, float("inf"), True, None]},
+    (1, ("x",)),
+]
 
 
 def test_what_ranks_send_is_text_or_bytes_and_never_unpickled():
@@ -67,15 +92,29 @@ def test_what_ranks_send_is_text_or_bytes_and_never_unpickled():
         faults = [None, None, "x" * 5000]
         told = [on_rank_0(lambda value=value: value if rank == 0 else 1 / 0) for value in SENT]
         gathered = gather_json({"rank": rank, "text": "é" * 10**rank}, group)
-        return told, gathered, first_failure(faults[rank]).text, outcome(on_rank_0, lambda: {1, 2})[0]
+        return (
+            told,
+            gathered,
+            first_failure(faults[rank]).text,
+            outcome(on_rank_0, lambda: {1, 2})[0],
+        )
 
-    wanted = [*SENT[:-1], [1, ["x"]]], [{"rank": i, "text": "é" * 10**i} for i in range(3)], "x" * 5000
+    wanted = (
+        [*SENT[:-1], [1, ["x"]]],
+        [{"rank": i, "text": "é" * 10**i} for i in range(3)],
+        "x" * 5000,
+    )
     found = run_ranks(fn, 3)
     assert [each[:3] for each in found] == [wanted] * 3
-    assert [kind for *_, kind in found] == [TypeError, RuntimeError, RuntimeError]  # a set is no JSON: all raise
-    sources = [path for room in ("megatron5d", "kernels", "tools") for path in (ROOT / room).rglob("*.py")]
+    # a set is no JSON: all raise
+    assert [kind for *_, kind in found] == [TypeError, RuntimeError, RuntimeError]
+    sources = [
+        path for room in ("megatron5d", "kernels", "tools") for path in (ROOT / room).rglob("*.py")
+    ]
     assert len(sources) > 100 and not [
-        p for p in sources if re.search(r"(gather|cast|ter|send|recv)_object(_list)?\(", p.read_text())
+        p
+        for p in sources
+        if re.search(r"(gather|cast|ter|send|recv)_object(_list)?\(", p.read_text())
     ]
 
 

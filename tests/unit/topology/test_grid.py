@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 
-from megatron5d.topology.grid import DENSE_AXES, DENSE_GROUPS, EXPERT_GROUPS, Grid, dense_grid, expert_grid, resolve
+from megatron5d.topology.grid import (
+    DENSE_AXES,
+    DENSE_GROUPS,
+    EXPERT_GROUPS,
+    Grid,
+    dense_grid,
+    expert_grid,
+    resolve,
+)
 from megatron5d.topology.mesh import groups_of
 
 
@@ -41,7 +49,11 @@ def test_every_line_is_a_partition_of_16384_ranks_in_any_order(order):
             assert sorted(itertools.chain.from_iterable(found)) == list(range(16384)), name
             assert len(set(map(len, found))) == 1, name
     for rank in range(0, 16384, 1021):
-        stage = {dense.coordinate(r, "pp") for name in EXPERT_GROUPS for r in expert.group(rank, *EXPERT_GROUPS[name])}
+        stage = {
+            dense.coordinate(r, "pp")
+            for name in EXPERT_GROUPS
+            for r in expert.group(rank, *EXPERT_GROUPS[name])
+        }
         assert stage == {dense.coordinate(rank, "pp")}, "experts never leave their pipeline stage"
 
 
@@ -56,7 +68,10 @@ def test_a_rank_is_on_its_own_lines_and_its_neighbours_agree():
 
 def test_copies_of_kv_heads_are_neighbours_on_tp():
     sizes = resolve(8, tp=8)
-    assert [groups_of(sizes, r, num_kv_heads=2)["tp_kv"] for r in (0, 5)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [groups_of(sizes, r, num_kv_heads=2)["tp_kv"] for r in (0, 5)] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
     assert groups_of(sizes, 5, num_kv_heads=8)["tp_kv"] == (5,)
 
 

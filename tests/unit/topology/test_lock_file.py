@@ -1,4 +1,5 @@
-"""One run at a time holds a lock: a living one keeps it, a dead one is recognised, nobody has to clean up."""
+"""One run at a time holds a lock: a living one keeps it, a dead one is recognised, nobody has to
+clean up."""
 
 import json
 import multiprocessing
@@ -80,7 +81,9 @@ def test_what_is_known_of_an_owner():
     assert is_alive(replace(here, started="1"), here) is False, "its pid is now another process's"
     other = replace(here, system="another kernel", job="77", restarts=1)
     assert is_alive(other, here) is None
-    assert is_alive(other, replace(here, job="77", restarts=2)) is False, "SLURM has requeued the job"
+    assert is_alive(other, replace(here, job="77", restarts=2)) is False, (
+        "SLURM has requeued the job"
+    )
     assert is_alive(other, replace(here, job="77", restarts=1)) is None, "another step of the job"
     assert is_alive(other, replace(here, job="78", restarts=2)) is None
 
@@ -92,7 +95,9 @@ def test_slurms_numbers_are_those_of_the_job(monkeypatch):
     assert (owner.job, owner.restarts) == ("4711", 3) and "SLURM job 4711" in str(owner)
 
 
-def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, quick, monkeypatch, capsys):
+def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(
+    file, quick, monkeypatch, capsys
+):
     first = LockFile(file, "target")
     elsewhere(monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="still going"):
@@ -104,7 +109,9 @@ def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, qu
     begun = time.monotonic()
     second = LockFile(file, "target")
     assert time.monotonic() - begun >= lock_file.STALE_S
-    with pytest.raises(OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.3 s"):
+    with pytest.raises(
+        OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.3 s"
+    ):
         first.check()
     first.release()
     second.check()

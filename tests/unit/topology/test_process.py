@@ -46,8 +46,11 @@ def test_ranks_meet_by_file_and_part(tmp_path):
 
     def fn(rank):
         policies = []  # asked for, each with whether gloo's threads are there
-        os.sched_getscheduler = lambda pid: os.SCHED_OTHER  # what a launcher starts; this rank was forked as another
-        os.sched_setscheduler = lambda pid, policy, _: policies.append((policy, dist.is_initialized()))
+        # what a launcher starts; this rank was forked as another
+        os.sched_getscheduler = lambda pid: os.SCHED_OTHER
+        os.sched_setscheduler = lambda pid, policy, _: policies.append(
+            (policy, dist.is_initialized())
+        )
         me = start_process(30.0, Environment(rank, 3, rank, meeting))
         x = torch.tensor(float(me.rank))
         dist.all_reduce(x)
@@ -111,7 +114,11 @@ def test_absent_ranks_are_named(tmp_path, monkeypatch, capfd, by):
     monkeypatch.setattr(rendezvous, "SAY_WAITING_S", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
-    meeting = {"file": f"file://{tmp_path}/meeting", "address": f"tcp://127.0.0.1:{port}", "variables": "env://"}[by]
+    meeting = {
+        "file": f"file://{tmp_path}/meeting",
+        "address": f"tcp://127.0.0.1:{port}",
+        "variables": "env://",
+    }[by]
 
     def fn(rank):
         if rank == 1:
@@ -126,14 +133,18 @@ def test_absent_ranks_are_named(tmp_path, monkeypatch, capfd, by):
 
 def test_nobody_at_the_address_is_told(monkeypatch):
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 1.0)
-    with pytest.raises(TimeoutError, match=r"rank 1 could not reach rank 0 at tcp://127\.0\.0\.1:9"):
+    with pytest.raises(
+        TimeoutError, match=r"rank 1 could not reach rank 0 at tcp://127\.0\.0\.1:9"
+    ):
         start_process(600.0, Environment(1, 2, 1, "tcp://127.0.0.1:9"))
 
 
 def test_a_port_that_another_process_has_is_told():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot open tcp://127.0.0.1:{port} for the others: .* set MASTER_PORT"):
+        with pytest.raises(
+            OSError, match=f"cannot open tcp://127.0.0.1:{port} for the others: .* set MASTER_PORT"
+        ):
             start_process(600.0, Environment(0, 2, 0, f"tcp://127.0.0.1:{port}"))
 
 
@@ -162,7 +173,9 @@ def test_rank_0_has_room_for_a_connection_to_each_of_the_others(monkeypatch):
     process.allow_connections(Environment(0, 3000, 0, "env://"))
     process.allow_connections(Environment(7, 16384, 7, "env://"))
     assert asked == [(4096, 4096)] * 2
-    with pytest.raises(ValueError, match="each of 16384 ranks, .* open 4096 files .*nearest that fit: 16640 files"):
+    with pytest.raises(
+        ValueError, match="each of 16384 ranks, .* open 4096 files .*nearest that fit: 16640 files"
+    ):
         process.allow_connections(Environment(0, 16384, 0, "env://"))
 
 

@@ -1,4 +1,5 @@
-"""run.json written by hand, and weights that are not finite: refused with file and key, or tensor and row."""
+"""run.json written by hand, and weights that are not finite: refused with file and key, or tensor
+and row."""
 
 import json
 
@@ -35,7 +36,10 @@ def folder(tmp_path):
         (lambda r: r.pop("progress") and None, "progress = None"),
         (lambda r: r["progress"].update(step="3"), "progress.step = '3'"),
         (lambda r: r["progress"].update(tokens=10**40), "progress.tokens = 1000"),
-        (lambda r: r["progress"].update(step=-1, tokens=True), "progress.step = -1 .*; progress.tokens = True"),
+        (
+            lambda r: r["progress"].update(step=-1, tokens=True),
+            "progress.step = -1 .*; progress.tokens = True",
+        ),
         (lambda r: r["progress"].update(consumed_samples=1.5), "progress.consumed_samples = 1.5"),
         (lambda r: r["progress"].update(wandb_id=7), "progress.wandb_id = 7"),
         (lambda r: r["progress"].update(steps=7), "progress.steps is none of step, skipped"),
@@ -44,8 +48,14 @@ def folder(tmp_path):
         (lambda r: r["config"].update(optim=3), "config is no object of groups"),
         (lambda r: r["config"]["optim"].update(name=None), "optim.name = None"),
         (lambda r: r["config"]["model"].update(num_layers="two"), "model.num_layers = 'two'"),
-        (lambda r: r["config"]["model"].update(num_layers=-2, norm="x"), "model.num_layers = -2 .*; model.norm = x is"),
-        (lambda r: r["config"]["model"].update(num_layers=10**12), "model.num_layers = 1000000000000 is above"),
+        (
+            lambda r: r["config"]["model"].update(num_layers=-2, norm="x"),
+            "model.num_layers = -2 .*; model.norm = x is",
+        ),
+        (
+            lambda r: r["config"]["model"].update(num_layers=10**12),
+            "model.num_layers = 1000000000000 is above",
+        ),
         (lambda r: r["config"]["moe"].update(balance=5), "moe.balance = 5"),
         (lambda r: r["config"]["model"].update(rope_scaling=[1]), "model.rope_scaling = "),
         (lambda r: "[" * 200_000, "nested deeper"),
@@ -73,9 +83,15 @@ def test_what_another_version_wrote_is_read(folder):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_weight_that_is_not_finite_is_named_with_its_row(value):
-    matrix, vector, moment = torch.ones(4, 3), torch.ones(5, dtype=torch.bfloat16), torch.full((2,), value)
+    matrix, vector, moment = (
+        torch.ones(4, 3),
+        torch.ones(5, dtype=torch.bfloat16),
+        torch.full((2,), value),
+    )
     tensors = {
-        "model.w": ShardedTensor((10, 3), [((0, 0), torch.ones(2, 3)), ((6, 0), matrix)], matrix.dtype),
+        "model.w": ShardedTensor(
+            (10, 3), [((0, 0), torch.ones(2, 3)), ((6, 0), matrix)], matrix.dtype
+        ),
         "model.v": ShardedTensor((9,), [((4,), vector)], vector.dtype),
         "optim.exp_avg.v": ShardedTensor((2,), [((0,), moment)], moment.dtype),
         "model.empty": ShardedTensor((2,), [((0,), torch.ones(0))], moment.dtype),

@@ -14,7 +14,13 @@ from megatron5d.tools import plan
 from megatron5d.train import preflight as device
 from megatron5d.train.preflight import device_faults, names_of
 
-RUN = ["model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", "log.memory_check=refuse", "log.device_memory_gb=80"]
+RUN = [
+    "model=tiny",
+    "model.ffn_hidden_size=256",
+    "train.gbs=8",
+    "log.memory_check=refuse",
+    "log.device_memory_gb=80",
+]
 EIGHT = ["precision.dtype=bf16", "precision.fp8=blockwise"]
 
 
@@ -45,7 +51,9 @@ def test_fp8_without_its_units(gpu, capability, monkeypatch, capsys):
 
 
 def test_nothing_is_refused_where_the_kernels_are_or_are_not_asked_for(gpu):
-    eight = dataclasses.replace(config_of(), precision=PrecisionConfig(dtype="bf16", fp8="blockwise"))
+    eight = dataclasses.replace(
+        config_of(), precision=PrecisionConfig(dtype="bf16", fp8="blockwise")
+    )
     assert device_faults(eight, 1) == [], "on a CPU"
     gpu(8, 0)
     assert device_faults(config_of(), 1) == [] and len(device_faults(eight, 1)) == 1
@@ -63,12 +71,18 @@ def test_a_gpu_without_triton_is_refused(gpu, monkeypatch):
 
 
 def test_a_library_that_cannot_be_used_is_refused_by_name(gpu):
-    """What is not installed, and what takes nothing of this run; a backward may be left to another."""
+    """What is not installed, and what takes nothing of this run; a backward may be left to
+    another."""
     gpu(9, 0)
     config = dataclasses.replace(config_of(), precision=PrecisionConfig(dtype="bf16"))
 
     def faults(config=config, **asked):
-        return [each.reason for each in device_faults(dataclasses.replace(config, kernels=KernelsConfig(**asked)), 1)]
+        return [
+            each.reason
+            for each in device_faults(
+                dataclasses.replace(config, kernels=KernelsConfig(**asked)), 1
+            )
+        ]
 
     assert faults() == [] and faults(attention="triton", norm="torch") == []
     assert "flash-attn-4 is not installed" in "".join(faults(attention="fa4"))
@@ -82,6 +96,14 @@ def test_a_library_that_cannot_be_used_is_refused_by_name(gpu):
 
 
 def test_the_planner_refuses_alike(capsys):
-    run = ["memory", "--world", "2", "model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", *EIGHT]
+    run = [
+        "memory",
+        "--world",
+        "2",
+        "model=tiny",
+        "model.ffn_hidden_size=256",
+        "train.gbs=8",
+        *EIGHT,
+    ]
     assert plan.main([*run, "--device", "sm_80"]) == 2
     assert "[fp8-needs-its-kernels]" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""A run's first weights: the same on any layout, and never more in memory than what a rank keeps of them."""
+"""A run's first weights: the same on any layout, and never more in memory than what a rank keeps of
+them."""
 
 import dataclasses
 
@@ -23,7 +24,13 @@ def large(model="odd_vocab_tied", **parallel):
     """Eight layers: one of them is small beside the model."""
     config = config_of(model, gbs=4, **parallel)
     sizes = {"num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 256, "num_heads": 8}
-    moe = {"num_experts": 4, "top_k": 1, "moe_ffn_hidden_size": 64, "router_bias": True, "first_k_dense": 6}
+    moe = {
+        "num_experts": 4,
+        "top_k": 1,
+        "moe_ffn_hidden_size": 64,
+        "router_bias": True,
+        "first_k_dense": 6,
+    }
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **sizes, **(moe if "ep" in parallel else {})),
@@ -42,26 +49,39 @@ def test_each_rank_fills_what_it_keeps(monkeypatch):
         for parallel in LAYOUTS:
             config = large(**parallel)
             with MemoryWatch() as watch:
-                run = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
+                run = build_run(
+                    config,
+                    Process(rank, world, rank, torch.device("cpu")),
+                    pipeline_layout(config, world),
+                )
                 live, peak, largest = watch.live_bytes, watch.peak_bytes, watch.largest
             plain = GPT(config, run.mesh, "cpu")
             plain.initialize(config.train.seed)
             with run.sync.weights.whole():
-                pairs = [(spec_of(a).name, torch.equal(a, b)) for a, b in zip(run.model.weights(), plain.weights())]
+                pairs = [
+                    (spec_of(a).name, torch.equal(a, b))
+                    for a, b in zip(run.model.weights(), plain.weights())
+                ]
             wrong = [name for name, same in pairs if not same]
-            masters = [torch.equal(each.master.bfloat16(), each.bucket.weight_slice) for each in run.optimizer.slices]
+            masters = [
+                torch.equal(each.master.bfloat16(), each.bucket.weight_slice)
+                for each in run.optimizer.slices
+            ]
             unit = max(bucket.numel for bucket in run.sync.buckets)
             whole = sum(bucket.numel for bucket in run.sync.buckets)
             found.append((len(pairs), wrong, all(masters), peak - live, unit, whole, largest))
         return found
 
     for rank in run_ranks(on_rank, 4):
-        for parallel, (count, wrong, masters, excess, unit, whole, largest) in zip(LAYOUTS, rank, strict=True):
+        for parallel, (count, wrong, masters, excess, unit, whole, largest) in zip(
+            LAYOUTS, rank, strict=True
+        ):
             assert count and not wrong and masters, (parallel, wrong)
             scratch = 64 * 1024  # of random numbers
             bound = 4 * unit + scratch  # the main gradient of a unit, before it is given back
             if parallel["zero"] == 1:
-                bound = 2 * whole // 4 + scratch  # the slices on their way to the others, as after every step
+                # the slices on their way to the others, as after every step
+                bound = 2 * whole // 4 + scratch
             assert excess <= bound < whole, (parallel, excess, bound)
             assert largest[0] <= unit, (parallel, largest)
 

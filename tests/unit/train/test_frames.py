@@ -1,4 +1,5 @@
-"""A reader who steps from Trainer.step into a layer passes few of our functions, and none of them is a generator."""
+"""A reader who steps from Trainer.step into a layer passes few of our functions, and none of them
+is a generator."""
 
 import inspect
 import sys
@@ -21,18 +22,34 @@ MOST = 6
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_layer_is_few_frames_below_a_step(monkeypatch, recompute):
     model = ModelConfig(
-        num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, vocab_size=64
+        num_layers=1,
+        hidden_size=32,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_hidden_size=48,
+        vocab_size=64,
     )
-    config = Config(model=model, train=TrainConfig(gbs=1, mbs=1, seq_len=16), recompute=RecomputeConfig(recompute))
+    config = Config(
+        model=model,
+        train=TrainConfig(gbs=1, mbs=1, seq_len=16),
+        recompute=RecomputeConfig(recompute),
+    )
     run = build_run(config, Process(0, 1, 0, torch.device("cpu")), pipeline_layout(config, 1))
     forward, chains = SelfAttention.forward, []
 
     def traced(*args):
         frame, names = sys._getframe(1), []
         while frame.f_code.co_name != "step":
-            if frame.f_code.co_filename.startswith((str(ROOT / "megatron5d"), str(ROOT / "kernels"))):
+            if frame.f_code.co_filename.startswith(
+                (str(ROOT / "megatron5d"), str(ROOT / "kernels"))
+            ):
                 assert not frame.f_code.co_flags & inspect.CO_GENERATOR, frame.f_code
-                names.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+                names.append(
+                    frame.f_code.co_qualname
+                    if sys.version_info >= (3, 11)
+                    else frame.f_code.co_name
+                )
             frame = frame.f_back
         chains.append(names[::-1])
         return forward(*args)

@@ -1,4 +1,5 @@
-"""What becomes of a step that is not finite, or whose gradient is too large, on several ranks at once."""
+"""What becomes of a step that is not finite, or whose gradient is too large, on several ranks at
+once."""
 
 import dataclasses
 import json
@@ -36,7 +37,9 @@ def corpus(tmp_path_factory):
 
 def config_of(folder, corpus, zero=1, **optim):
     return Config(
-        model=ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8),
+        model=ModelConfig(
+            vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8
+        ),
         parallel=ParallelConfig(pp=2, zero=zero),
         train=TrainConfig(steps=4, gbs=4, mbs=1, seq_len=16),
         optim=OptimConfig(lr=1e-2, **optim),
@@ -46,7 +49,8 @@ def config_of(folder, corpus, zero=1, **optim):
 
 
 def poisoned_run(rank, world, config, steps):
-    """A run in whose given steps one rank's loss is not a number; returns what the weights were after each step."""
+    """A run in whose given steps one rank's loss is not a number; returns what the weights were
+    after each step."""
     accumulate, step, seen = Trainer.accumulate, Trainer.step, []
 
     def with_nan(self, *args):
@@ -97,7 +101,9 @@ def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, 
     assert [record["update_skipped"] for record in log] == [False, True, False, True]
     assert log[1]["loss"] is None and log[1]["grad_norm"] > 0
     targets = config.train.gbs * config.train.seq_len
-    assert [r["tokens_per_s_per_gpu"] * WORLD * r["step_time_s"] for r in log] == pytest.approx([targets] * 4)
+    assert [r["tokens_per_s_per_gpu"] * WORLD * r["step_time_s"] for r in log] == pytest.approx(
+        [targets] * 4
+    )
     second = dataclasses.replace(saved, resume=str(step_folder(tmp_path / "checkpoints", 2)))
     resumed = run_ranks(poisoned_run, WORLD, dataclasses.replace(config, checkpoint=second), {2})
     for seen, again in zip(straight, resumed, strict=True):
@@ -107,7 +113,9 @@ def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus):
     config = config_of(tmp_path, corpus, on_nonfinite="skip", max_skipped=1)
-    with pytest.raises(RankFailure, match=r"step 2 in a row without an update, optim\.max_skipped = 1"):
+    with pytest.raises(
+        RankFailure, match=r"step 2 in a row without an update, optim\.max_skipped = 1"
+    ):
         run_ranks(poisoned_run, WORLD, config, {2, 3})
 
 
@@ -144,12 +152,15 @@ def test_a_gradient_above_the_threshold_is_left_out(tmp_path, corpus):
     optim = dataclasses.replace(config.optim, skip_norm=threshold)
     run_ranks(poisoned_run, WORLD, dataclasses.replace(config, optim=optim), set())
     log = records(tmp_path / "log.jsonl")
-    assert [record["update_skipped"] for record in log] == [record["grad_norm"] > threshold for record in log]
+    assert [record["update_skipped"] for record in log] == [
+        record["grad_norm"] > threshold for record in log
+    ]
     assert any(record["update_skipped"] for record in log)
 
 
 def masked_corpus(folder, seq_len=16):
-    """Rows of a sequence each; those of the steps 2 and 3 (gbs 4) are end-of-document tokens alone."""
+    """Rows of a sequence each; those of the steps 2 and 3 (gbs 4) are end-of-document tokens
+    alone."""
     rows = np.random.default_rng(0).integers(1, 97, (24, seq_len))
     rows[4:12] = 0
     writer = IndexedWriter(folder / "masked", np.int32)
@@ -173,7 +184,9 @@ def weights_of_run(rank, world, config):
         result = step(self, *args, **kwargs)
         self.sync.finish_gather()
         moved = [bucket.weight_slice for bucket in self.sync.buckets]
-        moved += [*(self.balancer.biases.values())] + [tensor for _, tensor, _ in self.optimizer.tensors()]
+        moved += [*(self.balancer.biases.values())] + [
+            tensor for _, tensor, _ in self.optimizer.tensors()
+        ]
         seen.append([tensor.clone() for tensor in moved])
         return result
 
@@ -183,8 +196,8 @@ def weights_of_run(rank, world, config):
 
 
 def test_a_batch_without_a_target_moves_nothing(tmp_path):
-    """Though the auxiliary losses have gradients there. To leave the same steps out by number gives the same bits, also
-    where their tokens could not be read."""
+    """Though the auxiliary losses have gradients there. To leave the same steps out by number gives
+    the same bits, also where their tokens could not be read."""
     config = masked_config(tmp_path, on_nonfinite="skip")
     by_guard = run_ranks(weights_of_run, WORLD, config)
     log = records(tmp_path / "log.jsonl")
@@ -209,19 +222,31 @@ def test_a_batch_without_a_target_is_named(tmp_path, masked):
     if not masked:
         bin_file = np.fromfile(tmp_path / "masked.bin", np.int32)
         np.where(bin_file == 0, -100, bin_file).tofile(tmp_path / "masked.bin")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eod_mask_loss=False))
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, eod_mask_loss=False)
+        )
     with pytest.raises(RankFailure) as stopped:
         run_ranks(weights_of_run, WORLD, config)
-    for text in ("no target", "step 2 (samples 4 to 7)", "padding (-100)", "data.skip_steps=[2]", "on_nonfinite=skip"):
+    for text in (
+        "no target",
+        "step 2 (samples 4 to 7)",
+        "padding (-100)",
+        "data.skip_steps=[2]",
+        "on_nonfinite=skip",
+    ):
         assert text in str(stopped.value)
     assert ("data.eod_mask_loss" in str(stopped.value)) == masked
 
 
 def test_skipped_steps_are_counted_over_a_restart(tmp_path):
     saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=1, keep="0")
-    config = dataclasses.replace(masked_config(tmp_path, on_nonfinite="skip", max_skipped=1), checkpoint=saved)
+    config = dataclasses.replace(
+        masked_config(tmp_path, on_nonfinite="skip", max_skipped=1), checkpoint=saved
+    )
     for _ in range(2):
-        with pytest.raises(RankFailure, match=r"in step 3 .*step 2 in a row without an update") as stopped:
+        with pytest.raises(
+            RankFailure, match=r"in step 3 .*step 2 in a row without an update"
+        ) as stopped:
             run_ranks(weights_of_run, WORLD, config)
         assert "lower optim.lr" not in str(stopped.value), "no rate gives a batch a target"
     run_file = step_folder(tmp_path / "checkpoints", 2) / "run.json"

@@ -29,12 +29,15 @@ print("trained", time.perf_counter() - since < 5)
 writers.close(0)
 """
     own = {name: value for name, value in os.environ.items() if "WANDB" not in name}
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=own)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=own
+    )
     assert ended.returncode == 0 and "Traceback" not in ended.stderr
     first, second = ended.stdout.splitlines()
     assert (
         first == "trained True"
-        and second == "WARNING: log.wandb is not complete: TimeoutError: it has not ended within 2 s"
+        and second
+        == "WARNING: log.wandb is not complete: TimeoutError: it has not ended within 2 s"
     )
 
 
@@ -54,5 +57,7 @@ def test_a_tracker_that_hangs_is_named_once(capsys):
     for step in range(metrics.MOST_WAITING + 9):
         writers.write({"step": step})
     assert (
-        len(said) == 1 and f"it hangs, and {metrics.MOST_WAITING} records wait" in said[0] and Hanging.released.is_set()
+        len(said) == 1
+        and f"it hangs, and {metrics.MOST_WAITING} records wait" in said[0]
+        and Hanging.released.is_set()
     )

@@ -22,7 +22,12 @@ EXPERIMENT = [
 ]
 LAYOUTS = {
     "tp, pp, zero": ["model=tiny", "parallel.tp=2", "parallel.sp=true", "parallel.pp=2"],
-    "ep, zero 3": ["model=tiny_mixtral", "parallel.ep=2", "parallel.zero=3", "parallel.dp_replicate=2"],
+    "ep, zero 3": [
+        "model=tiny_mixtral",
+        "parallel.ep=2",
+        "parallel.zero=3",
+        "parallel.dp_replicate=2",
+    ],
 }
 
 
@@ -54,7 +59,12 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_writes_folders_that_transformers_reads(tmp_path, corpus, words, layout, when):
     place = tmp_path / "checkpoints"
     arguments = [*EXPERIMENT, *LAYOUTS[layout], f"data.train=[{corpus}]", f"data.tokenizer={words}"]
-    arguments += [f"checkpoint.dir={place}", f"checkpoint.hf_export={when}", "checkpoint.keep=0", "checkpoint.every=3"]
+    arguments += [
+        f"checkpoint.dir={place}",
+        f"checkpoint.hf_export={when}",
+        "checkpoint.keep=0",
+        "checkpoint.every=3",
+    ]
     assert run_ranks(lambda rank, world: main(arguments), 4) == [0] * 4
     steps = {"last": [4], "every:2": [2, 4]}[when]
     folders = [place / "hf" / f"step-{step:08d}" for step in steps]
@@ -66,21 +76,40 @@ def test_a_run_writes_folders_that_transformers_reads(tmp_path, corpus, words, l
         shards = [name for name in files if name.endswith(".safetensors")]
         assert len(shards) == 4, "every rank writes a part"
         assert (
-            convert.main(["to-hf", "--checkpoint", str(place / f"step-{step:08d}"), "--out", str(tmp_path / f"{step}")])
+            convert.main(
+                [
+                    "to-hf",
+                    "--checkpoint",
+                    str(place / f"step-{step:08d}"),
+                    "--out",
+                    str(tmp_path / f"{step}"),
+                ]
+            )
             == 0
         )
         ours, theirs = weights_of(folder), weights_of(tmp_path / str(step))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[key], theirs[key]) for key in ours
+        )
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == set(ours)
     ids = torch.arange(24).view(2, 12) % 97
     np.save(tmp_path / "ids.npy", ids.numpy())
-    given = ["--checkpoint", str(place), "--tokens", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "logits.npy")]
+    given = [
+        "--checkpoint",
+        str(place),
+        "--tokens",
+        str(tmp_path / "ids.npy"),
+        "--out",
+        str(tmp_path / "logits.npy"),
+    ]
     assert logits.main(given) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(folders[-1])
     with torch.no_grad():
         found = model.eval()(ids).logits
-    assert torch.allclose(found, torch.from_numpy(np.load(tmp_path / "logits.npy")).to(found.dtype), atol=1e-4)
+    assert torch.allclose(
+        found, torch.from_numpy(np.load(tmp_path / "logits.npy")).to(found.dtype), atol=1e-4
+    )
     assert transformers.AutoTokenizer.from_pretrained(folders[-1])("w5 w96")["input_ids"] == [5, 96]
 
 
@@ -88,14 +117,24 @@ def test_a_run_writes_folders_that_transformers_reads(tmp_path, corpus, words, l
     ("overrides", "told"),
     [
         (["model=tiny", "model.attention_softcap=5.0"], "attention_softcap"),
-        (["model=tiny_mixtral", "moe.balance=[bias]", "moe.bias_rate=0.01"], "biases that moe.balance=bias moves"),
+        (
+            ["model=tiny_mixtral", "moe.balance=[bias]", "moe.bias_rate=0.01"],
+            "biases that moe.balance=bias moves",
+        ),
         (["model=tiny", "data.tokenizer={folder}/none.json"], "none.json is no tokenizer"),
     ],
 )
-def test_what_can_not_be_exported_is_refused_at_the_start(tmp_path, corpus, capsys, overrides, told):
+def test_what_can_not_be_exported_is_refused_at_the_start(
+    tmp_path, corpus, capsys, overrides, told
+):
     overrides = [each.format(folder=tmp_path) for each in overrides]
     place = tmp_path / "checkpoints"
-    arguments = [*EXPERIMENT, f"data.train=[{corpus}]", f"checkpoint.dir={place}", "checkpoint.hf_export=last"]
+    arguments = [
+        *EXPERIMENT,
+        f"data.train=[{corpus}]",
+        f"checkpoint.dir={place}",
+        "checkpoint.hf_export=last",
+    ]
     with pytest.raises(SystemExit) as ended:
         sys_exit = main([*arguments, *overrides])
         raise SystemExit(sys_exit)

@@ -60,12 +60,16 @@ def test_a_log_that_is_removed_under_way_is_written_again(tmp_path, capsys):
     log.write({"step": 3})
     log.close()
     assert [record["step"] for record in lines(path)] == [1, 2, 3]
-    assert capsys.readouterr().err == f"{path} was removed under way\n{path} was replaced under way\n"
+    assert (
+        capsys.readouterr().err == f"{path} was removed under way\n{path} was replaced under way\n"
+    )
 
 
 def test_what_a_loss_of_power_leaves_is_no_record(tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + b"\0" * 40 + b'{"step": 2}\n{"epoch": 1}\n\xff\xfe}\n{"step": 3}\n')
+    path.write_bytes(
+        b'{"step": 1}\n' + b"\0" * 40 + b'{"step": 2}\n{"epoch": 1}\n\xff\xfe}\n{"step": 3}\n'
+    )
     JsonLines(path, done=3).close()
     assert [record["step"] for record in lines(path)] == [1, 3]
 
@@ -79,7 +83,8 @@ def test_a_file_that_is_no_log_is_set_aside_by_a_resumed_run_too(tmp_path, capsy
 
 
 def test_in_a_file_progress_is_a_line_at_round_steps(capsys, monkeypatch):
-    clock = iter([60, *range(64, 120, 4)])  # seconds: the first step takes long; a line in 10 s is one in 3 steps
+    # seconds: the first step takes long; a line in 10 s is one in 3 steps
+    clock = iter([60, *range(64, 120, 4)])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))
     display = ProgressDisplay(total=19, done=1, enabled=True)
     for step in range(2, 12):  # and stops there
@@ -89,7 +94,16 @@ def test_in_a_file_progress_is_a_line_at_round_steps(capsys, monkeypatch):
     assert shown[0] == "step 2/19: loss 0.5000, grad norm 2.000, 1,234 tokens/s"
     assert shown[1] == "step 5/19: loss 0.2000, grad norm 2.000, 1,234 tokens/s, 00:56 left"
     assert [line.split(":")[0] for line in shown] == [f"step {step}/19" for step in (2, 5, 10, 11)]
-    assert [round_steps(x) for x in (0.1, 1, 1.1, 2.5, 10, 11, 51, 200.5)] == [1, 1, 2, 5, 10, 20, 100, 500]
+    assert [round_steps(x) for x in (0.1, 1, 1.1, 2.5, 10, 11, 51, 200.5)] == [
+        1,
+        1,
+        2,
+        5,
+        10,
+        20,
+        100,
+        500,
+    ]
 
 
 def test_without_progress_what_is_said_is_still_shown(capsys):
@@ -110,10 +124,12 @@ def test_a_fresh_run_starts_a_fresh_file(tmp_path):
 
 
 def wandb_records(folder):
-    """Yields the protobuf records of offline runs: LevelDB framing, 32 KiB blocks, parts joined by their type."""
+    """Yields the protobuf records of offline runs: LevelDB framing, 32 KiB blocks, parts joined by
+    their type."""
     from wandb.proto import wandb_internal_pb2 as pb
 
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):  # their names begin with the second
+    # their names begin with the second
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         data, at, joined = path.read_bytes(), 7, b""
         while at + 7 <= len(data):
             left = 32768 - at % 32768
@@ -134,7 +150,8 @@ def items(entries):
 
 
 def wandb_of(folder, kinds, enough):
-    """Records of each kind, once W&B's own process has written them, which it does a moment after the run is closed."""
+    """Records of each kind, once W&B's own process has written them, which it does a moment after
+    the run is closed."""
     deadline, found = time.monotonic() + 30, {}
     while not enough(found) and time.monotonic() < deadline:
         found = {kind: [] for kind in kinds}
@@ -144,9 +161,15 @@ def wandb_of(folder, kinds, enough):
     return found
 
 
-def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume(tmp_path, monkeypatch):
+def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # no checkout: the code's commit is told all the same
-    config = Config(log=LogConfig(dir=str(tmp_path / "runs" / "seven"), wandb=WandbConfig(mode="offline", project="p")))
+    config = Config(
+        log=LogConfig(
+            dir=str(tmp_path / "runs" / "seven"), wandb=WandbConfig(mode="offline", project="p")
+        )
+    )
     facts = {"world": 4, "dp": 2, "tp": 2, "pp": 1, "commit": "abc"}
     folder, run_id, seen = tmp_path / "runs" / "seven", None, list[int]()
     jsonl = JsonLines(tmp_path / "log.jsonl", done=0)
@@ -154,7 +177,13 @@ def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume
         run = Wandb(config, "offline", run_id, facts)
         seen.append(run.last)
         for step in life:
-            record = {"step": step, "loss": 1.5 / step, "mfu": None, "valid_loss": 1e-30, "tokens": 2**40 + step}
+            record = {
+                "step": step,
+                "loss": 1.5 / step,
+                "mfu": None,
+                "valid_loss": 1e-30,
+                "tokens": 2**40 + step,
+            }
             if step > run.last:
                 jsonl.write(record)
             run.write(record)
@@ -168,7 +197,9 @@ def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume
     rows = [items(each.item) for each in found["history"]]
     assert [row["_step"] for row in rows] == [1, 2, 3] and seen == [0, 2]
     logged = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
-    assert logged == [{k: v for k, v in line.items() if v is not None} for line in lines(tmp_path / "log.jsonl")]
+    assert logged == [
+        {k: v for k, v in line.items() if v is not None} for line in lines(tmp_path / "log.jsonl")
+    ]
     assert [each.exit_code for each in found["exit"]] == [75, 1] and len(found["preempting"]) == 1
     assert {run.git.commit for run in found["run"]} == {(commit() or "").removesuffix("-dirty")}
     for run in found["run"]:
@@ -178,7 +209,9 @@ def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume
         assert list(run.tags) == ["fp32", "dp2", "tp2"]
     axes = {each.name or each.glob_name: each for each in found["metric"]}
     assert axes["valid_loss*"].summary.min and {"loss", "valid_loss*"} <= {
-        name for name, each in axes.items() if each.step_metric == "tokens" or each.step_metric_index
+        name
+        for name, each in axes.items()
+        if each.step_metric == "tokens" or each.step_metric_index
     }
 
 
@@ -192,7 +225,8 @@ def test_a_resumed_run_sends_what_a_killed_process_had_not_written(tmp_path):
     file = next(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     deadline = time.monotonic() + 30
     sizes = [0]
-    while (sizes[-1] < 150_000 or sizes[-6:-1] != sizes[-5:]) and time.monotonic() < deadline:  # it still writes
+    # it still writes
+    while (sizes[-1] < 150_000 or sizes[-6:-1] != sizes[-5:]) and time.monotonic() < deadline:
         sizes.append(file.stat().st_size)
         time.sleep(0.1)
     file.write_bytes(file.read_bytes()[:65536])  # what a kill leaves
@@ -223,7 +257,10 @@ def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path):
         writers.write({"step": step})
     writers.close(0)
     (told,) = said
-    assert "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training continues" in told
+    assert (
+        "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training continues"
+        in told
+    )
     assert broken.left and [record["step"] for record in lines(tmp_path / "log.jsonl")] == [1, 2, 3]
 
 
@@ -244,15 +281,19 @@ for step in range(2, 2000):
     writers.write({{"step": step}})
 writers.close(0)
 """
-    own = {name: value for name, value in os.environ.items() if "WANDB" not in name}  # not the process of these tests
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=own)
+    # not the process of these tests
+    own = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=own
+    )
     assert ended.returncode == 0 and "Traceback" not in ended.stderr
     assert ended.stdout.count("\n") == 1 and ended.stdout.startswith("WARNING: log.wandb, step ")
 
 
 @pytest.fixture
 def small_disk(monkeypatch):
-    """Room for so many bytes, after which a write takes what fits and the next one fails, as on a full disk."""
+    """Room for so many bytes, after which a write takes what fits and the next one fails, as on a
+    full disk."""
     room = [0]
     opened = JsonLines._open
 
@@ -288,10 +329,15 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path, small_disk
         writers.write({"step": step})
         assert path.read_bytes().endswith(b"}\n")  # whole lines alone
     assert [record["step"] for record in lines(path)] == [1, 2, 3] and len(said) == 1
-    assert f"log.jsonl = {path}, step 4: OSError: [Errno 28]" in said[0] and "training continues" in said[0]
+    assert (
+        f"log.jsonl = {path}, step 4: OSError: [Errno 28]" in said[0]
+        and "training continues" in said[0]
+    )
     small_disk[0] = 10**6
     writers.write({"step": 7})
-    assert [record["step"] for record in lines(path)] == [*range(1, 8)] and "is written again" in said[1]
+    assert [record["step"] for record in lines(path)] == [
+        *range(1, 8)
+    ] and "is written again" in said[1]
     small_disk[0] = 0
     writers.write({"step": 8})
     writers.close(0)
@@ -325,9 +371,17 @@ def test_tensorboard_shows_every_number_and_no_step_twice(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 80GB HBM3", 989),
-     ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
-)  # fmt: skip
+    [
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Tesla T4", None),
+    ],
+)
 def test_the_peak_of_a_device_is_that_of_its_longest_name(name, peak, monkeypatch):
     """B200 is in GB200's name, and H100 in those of the slower H100s."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -337,13 +391,22 @@ def test_the_peak_of_a_device_is_that_of_its_longest_name(name, peak, monkeypatc
 
 
 def test_flops_by_hand():
-    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: GEMMs counted one by one."""
+    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: GEMMs counted one by
+    one."""
     model = ModelConfig(
-        num_layers=1, hidden_size=4, ffn_hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=2, vocab_size=10
+        num_layers=1,
+        hidden_size=4,
+        ffn_hidden_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        vocab_size=10,
     )
     qkv, out, up, down, head = 4 * 8, 4 * 4, 4 * 16, 8 * 4, 4 * 10
     attention = 2 * 2 * 2 * (1 + 2 + 3) / 3  # scores and values: heads · dims · twice · mean length
-    assert flops_per_token(model, 3) == pytest.approx(6 * (qkv + out + up + down + head + attention))
+    assert flops_per_token(model, 3) == pytest.approx(
+        6 * (qkv + out + up + down + head + attention)
+    )
     assert parameter_count(model) == qkv + out + up + down + 2 * head + 3 * 4
 
 

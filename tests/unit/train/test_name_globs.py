@@ -14,7 +14,9 @@ def test_each_glob_matches_some_parameter(model, overrides):
     globs = "['*norm*','nosuch.*','layers.0.*','layers.99.*']"
     config = load_config([f"model={model}", f"optim.decay_exclude={globs}", *overrides])
     (fault,) = glob_faults(config, 8)
-    assert fault.reason.startswith("optim.decay_exclude: nosuch.* and layers.99.* matches no parameter")
+    assert fault.reason.startswith(
+        "optim.decay_exclude: nosuch.* and layers.99.* matches no parameter"
+    )
     fix = fault.fix.strip('"')
     assert glob_faults(load_config([f"model={model}", fix, *overrides]), 8) == []
 

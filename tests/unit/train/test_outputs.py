@@ -35,7 +35,9 @@ def config_in(folder: Path) -> Config:
 
 def names(folder: Path) -> list[str]:
     return sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.parent.name != "code"
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "code"
     )
 
 
@@ -43,16 +45,30 @@ def test_locks_come_first_and_go_last(tmp_path):
     config = config_in(tmp_path)
     (tmp_path / "checkpoints" / "step-00000003.tmp").mkdir(parents=True)
     with locked_outputs(config) as outputs:
-        assert names(tmp_path) == ["checkpoints/run.lock", "config.yaml", "log.jsonl.lock", "log.lock"]
+        assert names(tmp_path) == [
+            "checkpoints/run.lock",
+            "config.yaml",
+            "log.jsonl.lock",
+            "log.lock",
+        ]
         assert len(outputs.notes) == 1 and "step-00000003.tmp is removed" in outputs.notes[0]
         with pytest.raises(OSError, match="still going"), locked_outputs(config):
             pass
-    assert names(tmp_path) == ["config.yaml"] and from_yaml((tmp_path / "config.yaml").read_text()) == config
+    assert (
+        names(tmp_path) == ["config.yaml"]
+        and from_yaml((tmp_path / "config.yaml").read_text()) == config
+    )
 
 
 def test_a_second_run_that_shares_only_log_dir_is_told(tmp_path):
-    first, second = (Config(log=LogConfig(dir=str(tmp_path), jsonl=str(tmp_path / name))) for name in ("a", "b"))
-    with locked_outputs(first), pytest.raises(OSError, match="log.dir = .* still going"), locked_outputs(second):
+    first, second = (
+        Config(log=LogConfig(dir=str(tmp_path), jsonl=str(tmp_path / name))) for name in ("a", "b")
+    )
+    with (
+        locked_outputs(first),
+        pytest.raises(OSError, match="log.dir = .* still going"),
+        locked_outputs(second),
+    ):
         pass
 
 
@@ -70,7 +86,8 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
 
 
 def test_a_run_that_ends_while_a_save_goes_on_keeps_its_lock(tmp_path, monkeypatch):
-    """Two signals, or another rank's fault: the thread still writes, and the next run would tidy its folder away."""
+    """Two signals, or another rank's fault: the thread still writes, and the next run would tidy
+    its folder away."""
     config, written = config_in(tmp_path), threading.Event()
     monkeypatch.setattr(Saver, "_write", lambda *_: written.wait(30))
     with pytest.raises(KeyboardInterrupt), locked_outputs(config) as outputs:

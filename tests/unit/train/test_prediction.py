@@ -1,4 +1,5 @@
-"""What a run tells of its steps: bubble and bytes, measured beside predicted; evaluations count for neither."""
+"""What a run tells of its steps: bubble and bytes, measured beside predicted; evaluations count for
+neither."""
 
 import re
 
@@ -30,16 +31,26 @@ def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
         parallel=ParallelConfig(pp=2, tp=2, sp=True, zero=1),
         pipeline=PipelineConfig("1f1b", costs="F=1,I=1,W=1"),
         train=TrainConfig(steps=STEPS, gbs=8, seq_len=32, eval_every=EVAL_EVERY, eval_batches=2),
-        data=DataConfig(train=[write_corpus(tmp_path / "toy", vocab_size=64)], split="9,1", prefetch=0),
+        data=DataConfig(
+            train=[write_corpus(tmp_path / "toy", vocab_size=64)], split="9,1", prefetch=0
+        ),
         log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False),
     )
     assert train_on_ranks(config, 8) == [0] * 8
     told = "".join(capfd.readouterr())
-    step, lines = records(tmp_path / "log.jsonl"), told[told.index("measured of step 3 (predicted):") :].splitlines()
+    step, lines = (
+        records(tmp_path / "log.jsonl"),
+        told[told.index("measured of step 3 (predicted):") :].splitlines(),
+    )
 
-    shares = waiting_shares(program := build_program("1f1b", 2, 4), simulate(program, run_costs(config)))
-    assert shares == pytest.approx([1 - 12 / 15, 1 - 12 / 13])  # the last rank waits for its first forward alone
-    assert all(record["bubble_predicted"] == shares[0] and 0 < record["bubble"] < 1 for record in step)
+    shares = waiting_shares(
+        program := build_program("1f1b", 2, 4), simulate(program, run_costs(config))
+    )
+    # the last rank waits for its first forward alone
+    assert shares == pytest.approx([1 - 12 / 15, 1 - 12 / 13])
+    assert all(
+        record["bubble_predicted"] == shares[0] and 0 < record["bubble"] < 1 for record in step
+    )
     assert re.findall(r"\((\d+\.\d)%\)", lines[2]) == [f"{100 * share:.1f}" for share in shares]
 
     axes = re.findall(r"(\w+) ([\d.]+ k?B) \(([\d.]+ k?B)\)", lines[1])
@@ -47,7 +58,9 @@ def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
     for axis, measured, predicted in axes:
         assert _bytes(measured) == pytest.approx(_bytes(predicted), rel=0.02)
         assert _bytes(measured) == pytest.approx(step[2][f"comm_{axis}_bytes"], rel=0.01)
-        assert {record[f"comm_{axis}_bytes"] for record in step[1:]} == {step[1][f"comm_{axis}_bytes"]}
+        assert {record[f"comm_{axis}_bytes"] for record in step[1:]} == {
+            step[1][f"comm_{axis}_bytes"]
+        }
     assert [("valid_loss" in record) for record in step] == [False, True, False, True]
 
 
@@ -64,7 +77,9 @@ def test_what_two_copies_of_everything_send_is_predicted(zero, tmp_path, capfd):
     )
     assert train_on_ranks(config, 4) == [0] * 4
     axes = re.findall(r"(\w+) ([\d.]+ [kM]?B) \(([\d.]+ [kM]?B)\)", "".join(capfd.readouterr()))
-    assert "pp" in (names := {axis for axis, _, _ in axes}) and any(name.endswith("_pair") for name in names)
+    assert "pp" in (names := {axis for axis, _, _ in axes}) and any(
+        name.endswith("_pair") for name in names
+    )
     for _, measured, predicted in axes:
         assert _bytes(measured) == pytest.approx(_bytes(predicted), rel=0.02)
 
@@ -104,7 +119,9 @@ def test_the_first_and_the_last_step_are_recorded_whatever_log_every_says(tmp_pa
 
 def test_what_routers_did_is_recorded_whatever_log_every_says(tmp_path):
     config = Config(
-        model=ModelConfig(num_layers=1, vocab_size=64, num_experts=4, top_k=2, moe_ffn_hidden_size=32),
+        model=ModelConfig(
+            num_layers=1, vocab_size=64, num_experts=4, top_k=2, moe_ffn_hidden_size=32
+        ),
         moe=MoeConfig(log_every=2),
         train=TrainConfig(steps=5, gbs=2, seq_len=16),
         data=DataConfig(train=[write_corpus(tmp_path / "toy", vocab_size=64)], prefetch=0),
@@ -112,5 +129,7 @@ def test_what_routers_did_is_recorded_whatever_log_every_says(tmp_path):
         log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, every=100),
     )
     assert train_on_ranks(config, 2) == [0] * 2
-    watched = {record["step"]: "moe/layer_0/load" in record for record in records(tmp_path / "log.jsonl")}
+    watched = {
+        record["step"]: "moe/layer_0/load" in record for record in records(tmp_path / "log.jsonl")
+    }
     assert watched == {1: True, 2: True, 4: True, 5: False}

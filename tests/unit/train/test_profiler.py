@@ -1,4 +1,5 @@
-"""log.profile: every phase of a step is on the clock once a pass, the laps fill the step, and no number changes."""
+"""log.profile: every phase of a step is on the clock once a pass, the laps fill the step, and no
+number changes."""
 
 import gzip
 import json
@@ -33,7 +34,8 @@ SLOW_S, EXPORT = 3.0, profile.export_chrome_trace
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
-    """The folder of a run under ZeRO-3, with I and W apart and everything recomputed, and its configuration."""
+    """The folder of a run under ZeRO-3, with I and W apart and everything recomputed, and its
+    configuration."""
     folder = tmp_path_factory.mktemp("profiled")
     config = Config(
         model=ModelConfig(num_layers=LAYERS, vocab_size=64),
@@ -43,10 +45,13 @@ def profiled(tmp_path_factory):
         train=TrainConfig(steps=STEPS, gbs=2 * MICRO_BATCHES, seq_len=16),
         data=DataConfig(train=[write_corpus(folder / "toy", vocab_size=64)], prefetch=0),
         log=LogConfig(
-            jsonl=str(folder / "log.jsonl"), progress=False, profile=str(folder / "profile"), profile_step=3,
+            jsonl=str(folder / "log.jsonl"),
+            progress=False,
+            profile=str(folder / "profile"),
+            profile_step=3,
             profile_ranks=[0, 2],
         ),
-    )  # fmt: skip
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "export_chrome_trace", _written_slowly)
         assert train_on_ranks(config, 4) == [0] * 4
@@ -60,7 +65,9 @@ def _written_slowly(recorded, path: str) -> None:
 
 def test_the_ranks_that_were_named_write_both_steps(profiled):
     names = {path.name for path in (profiled[0] / "profile").iterdir()}
-    assert names == {f"rank{rank}_step{what}" for rank in (0, 2) for what in ("3_phases.json", "4_trace.json.gz")}
+    assert names == {
+        f"rank{rank}_step{what}" for rank in (0, 2) for what in ("3_phases.json", "4_trace.json.gz")
+    }
 
 
 def test_laps_fill_the_step(profiled):
@@ -91,7 +98,11 @@ def test_a_trace_has_a_range_for_every_phase_of_every_pass(profiled):
         for each in ("forward", "recompute", "backward", "wgrad")
     } | {f"head Head {each}": MICRO_BATCHES for each in ("forward", "backward", "wgrad")}
     assert {name: count for name, count in counts.items() if name in expected} == expected
-    assert not [name for name in counts if name.startswith(("layers.", "head ", "embedding ")) and name not in expected]
+    assert not [
+        name
+        for name in counts
+        if name.startswith(("layers.", "head ", "embedding ")) and name not in expected
+    ]
 
 
 def test_no_number_changes(profiled, tmp_path):
@@ -104,8 +115,10 @@ def test_no_number_changes(profiled, tmp_path):
 def test_a_run_that_goes_on_for_too_few_steps_says_so(profiled):
     said: list[str] = []
     run = SimpleNamespace(
-        config=profiled[1], progress=Progress(step=STEPS - 3), process=Process(0, 1, 0, torch.device("cpu")),
+        config=profiled[1],
+        progress=Progress(step=STEPS - 3),
+        process=Process(0, 1, 0, torch.device("cpu")),
         model=SimpleNamespace(phases=[], named_modules=list),
-    )  # fmt: skip
+    )
     Profiler(run, said.append)
     assert said == ["log.profile: too few steps are left (3) for log.profile_step = 3"]

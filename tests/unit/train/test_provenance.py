@@ -12,14 +12,17 @@ from megatron5d.train.provenance import commit, write_provenance
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A repository of one commit, with a change and a new file since; the run is started from elsewhere."""
+    """A repository of one commit, with a change and a new file since; the run is started from
+    elsewhere."""
     root = tmp_path / "code"
     (root / "megatron5d").mkdir(parents=True)
     (root / "megatron5d" / "layer.py").write_text("one = 1\n \n")
 
     def git(*arguments):
         who = ["-c", "user.name=n", "-c", "user.email=e"]
-        return subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *who, *arguments], cwd=root, check=True, capture_output=True, text=True
+        ).stdout
 
     git("init", "-q")
     git("add", ".")

@@ -1,4 +1,5 @@
-"""What differs from the run that saved a checkpoint: told by key, and refused at once where it cannot be continued."""
+"""What differs from the run that saved a checkpoint: told by key, and refused at once where it
+cannot be continued."""
 
 import json
 import subprocess
@@ -22,11 +23,20 @@ def test_changed_keys_are_said_with_both_values():
     saved = json.loads(json.dumps(to_dict(config)))  # as run.json keeps it
     saved.pop("moe")  # as if it were a group that is newer than the checkpoint
     saved["train"]["of_an_older_version"] = 1
-    here = replace(config, model=replace(config.model, rope_theta=5e5), train=replace(config.train, seed=7))
+    here = replace(
+        config, model=replace(config.model, rope_theta=5e5), train=replace(config.train, seed=7)
+    )
     theta, seed = config.model.rope_theta, config.train.seed
-    told = [f"model.rope_theta = 500000.0, saved with {theta}", f"train.seed = 7, saved with {seed}"]
+    told = [
+        f"model.rope_theta = 500000.0, saved with {theta}",
+        f"train.seed = 7, saved with {seed}",
+    ]
     assert changed_keys(saved, here, ["model", "train", "optim", "moe"]) == told
-    assert changed_keys(saved, here, ["optim"]) == changed_keys(saved, config, ["model", "train"]) == []
+    assert (
+        changed_keys(saved, here, ["optim"])
+        == changed_keys(saved, config, ["model", "train"])
+        == []
+    )
 
 
 @pytest.fixture
@@ -40,24 +50,44 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("given", "told", "fix"),
     [
-        ("model.num_layers=3", "model: model.num_layers = 3, saved with 2", "model.num_layers=2, or another"),
-        ("model.hidden_size=128 model.tie_embeddings=true", "tie_embeddings = True, saved with False",
-         "model.hidden_size=64 model.tie_embeddings=false, or another checkpoint.dir for a new run"),
+        (
+            "model.num_layers=3",
+            "model: model.num_layers = 3, saved with 2",
+            "model.num_layers=2, or another",
+        ),
+        (
+            "model.hidden_size=128 model.tie_embeddings=true",
+            "tie_embeddings = True, saved with False",
+            "model.hidden_size=64 model.tie_embeddings=false, or another checkpoint.dir for a new run",
+        ),
         ("model.vocab_size=300", "model.vocab_size = 300, saved with 256", "init.from_checkpoint="),
         ("model=tiny_deepseek", "model.attention = mla, saved with gqa", "the values of"),
-        ("optim.name=muon", "optimizer: optim.name = muon, saved with adamw", "optim.name=adamw, or another"),
-        ("model.rope_theta=5e5 model.name=other optim.lr=1 parallel.tp=2 optim.freeze=[head.*]", None, ""),
+        (
+            "optim.name=muon",
+            "optimizer: optim.name = muon, saved with adamw",
+            "optim.name=adamw, or another",
+        ),
+        (
+            "model.rope_theta=5e5 model.name=other optim.lr=1 parallel.tp=2 optim.freeze=[head.*]",
+            None,
+            "",
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_architecture_or_optimizer_is_refused_with_both_values(folder, given, told, fix):
     def faults(resume):
-        return architecture_faults(load_config([*given.split(), f"checkpoint.dir={folder}", resume]), 1)
+        return architecture_faults(
+            load_config([*given.split(), f"checkpoint.dir={folder}", resume]), 1
+        )
 
     assert faults("checkpoint.resume=none") == []
     found = faults("checkpoint.resume=auto")
     assert len(found) == (told is not None)
     for fault in found:
-        assert f"{folder / 'step-00000003'} was saved by another" in fault.reason and told in fault.reason
+        assert (
+            f"{folder / 'step-00000003'} was saved by another" in fault.reason
+            and told in fault.reason
+        )
         assert fault.fix.startswith(fix) or (fix in fault.fix and told not in fault.fix)
 
 

@@ -1,4 +1,5 @@
-"""How far ranks in 16 bits may be from fp64: also where nothing is finite, and where FP8 was asked for."""
+"""How far ranks in 16 bits may be from fp64: also where nothing is finite, and where FP8 was asked
+for."""
 
 import math
 from math import inf, nan
@@ -14,11 +15,15 @@ from megatron5d.parity.variants import faults_of
 
 def record(loss: float, first: float) -> RankRecord:
     gradient = ("weight", (0,), torch.full((4096,), first, dtype=torch.float64))
-    return RankRecord(figures=[{"loss": loss}], gradients=[[gradient]], weights=[[], []], specs={"weight": None})  # type: ignore[dict-item]
+    return RankRecord(
+        figures=[{"loss": loss}], gradients=[[gradient]], weights=[[], []], specs={"weight": None}
+    )  # type: ignore[dict-item]
 
 
 def judged(here: RankRecord, alone: RankRecord) -> list[float]:
-    return [each.relative for each in rounding_differences([here, alone], alone, record(1.0, 1.0), 2.0)]
+    return [
+        each.relative for each in rounding_differences([here, alone], alone, record(1.0, 1.0), 2.0)
+    ]
 
 
 def test_times_as_far_as_one_process():
@@ -33,6 +38,10 @@ def test_what_is_not_finite_is_never_equal(wrong):
 
 def test_nothing_that_8_bits_alone_have_is_left():
     """Its knobs are refused without them."""
-    asked = PrecisionConfig("bf16", "blockwise", fp8_skip_first=1, fp8_gather=False, grad_dtype="bf16")
+    asked = PrecisionConfig(
+        "bf16", "blockwise", fp8_skip_first=1, fp8_gather=False, grad_dtype="bf16"
+    )
     config = in_16_bits(Config(precision=PrecisionConfig("fp64")), asked)
-    assert config.precision == PrecisionConfig("bf16", grad_dtype="bf16") and not faults_of(config, 1)
+    assert config.precision == PrecisionConfig("bf16", grad_dtype="bf16") and not faults_of(
+        config, 1
+    )

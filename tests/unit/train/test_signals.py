@@ -9,7 +9,8 @@ NOTED, LOST, NOT_SENT = 3, 4, 5  # exit codes
 
 
 def exit_code(number):
-    """Of a process that enters and leaves both contexts, with a SIGTERM before its system call of this number."""
+    """Of a process that enters and leaves both contexts, with a SIGTERM before its system call of
+    this number."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -26,7 +27,10 @@ def exit_code(number):
         return call
 
     try:
-        signal.signal, signal.set_wakeup_fd = after_signal(signal.signal), after_signal(signal.set_wakeup_fd)
+        signal.signal, signal.set_wakeup_fd = (
+            after_signal(signal.signal),
+            after_signal(signal.set_wakeup_fd),
+        )
         with EndOnSignals():
             with StopFlag() as stop:
                 pass

@@ -15,7 +15,14 @@ from ranks import run_ranks
 from runs import records, write_corpus
 
 from megatron5d.comm.ledger import Exposure, Ledger
-from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig
+from megatron5d.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.axis import Axis
@@ -29,21 +36,27 @@ from pretrain import plan_and_train
 
 WORLD, SLOW = 4, 1
 SLEEP_S, LONGER_S = 0.1, 0.5  # of every rank's forward of a micro-batch, and of the slow one's
-SLOW_STEPS, STEPS = range(2, 7), 14  # more records than it takes: other work on this machine may disturb some
+# more records than it takes: other work on this machine may disturb some
+SLOW_STEPS, STEPS = range(2, 7), 14
 MODEL = ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("parallel", [{"tp": 2, "sp": True, "zero": 3}, {"pp": 2}], ids=["tp2-dp2", "pp2-dp2"])
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2, "sp": True, "zero": 3}, {"pp": 2}], ids=["tp2-dp2", "pp2-dp2"]
+)
 def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, parallel):
-    """Neither its neighbours on tp nor the other stages, though their steps take as long. Evaluations do not count."""
+    """Neither its neighbours on tp nor the other stages, though their steps take as long.
+    Evaluations do not count."""
     corpus = write_corpus(tmp_path / "toy", vocab_size=97)
     config = Config(
         model=MODEL,
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(steps=STEPS, gbs=4, mbs=1, seq_len=16, eval_every=3, eval_batches=1),
         data=DataConfig(train=[corpus], split="9,1"),
-        log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off", slow_rank=2),
+        log=LogConfig(
+            jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off", slow_rank=2
+        ),
     )
 
     def one(rank, world):
@@ -66,10 +79,21 @@ def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, 
     assert run_ranks(one, WORLD, timeout=120) == [0] * WORLD
     found, said = records(tmp_path / "log.jsonl"), capfd.readouterr().err.splitlines()
     assert not any("slowest_rank" in record for record in found[:2])  # the first step is no measure
-    slow, told = ([record for record in found if record["step"] - late in SLOW_STEPS] for late in (0, 1))
-    assert sum(record["slowest_rank"] == SLOW and 2 < record["slowest_rank_ratio"] < 6 for record in told) >= RECORDS
-    assert all(record["step_time_s"] > 2 * LONGER_S for record in slow)  # rank 0 waits as long as it takes
-    assert all(sum(v for k, v in record.items() if k.endswith("_exposed_s")) > 0.3 for record in slow)
+    slow, told = (
+        [record for record in found if record["step"] - late in SLOW_STEPS] for late in (0, 1)
+    )
+    assert (
+        sum(
+            record["slowest_rank"] == SLOW and 2 < record["slowest_rank_ratio"] < 6
+            for record in told
+        )
+        >= RECORDS
+    )
+    # rank 0 waits as long as it takes
+    assert all(record["step_time_s"] > 2 * LONGER_S for record in slow)
+    assert all(
+        sum(v for k, v in record.items() if k.endswith("_exposed_s")) > 0.3 for record in slow
+    )
     (named,) = [line for line in said if "slow rank" in line]
     (healed,) = [line for line in said if "no longer slow" in line]
     assert re.findall(r"rank (\d) \(", named + healed) == [str(SLOW)] * 2
@@ -83,7 +107,9 @@ def judge(monkeypatch):
     mesh = Mesh(resolve(8, pp=2), {"world": Axis("world", tuple(range(8)))})
     process = Process(0, 8, 0, torch.device("cpu"))
     config = Config(log=LogConfig(slow_rank=1.2))
-    judge = SlowRanks(SimpleNamespace(config=config, process=process, mesh=mesh, progress=Progress()))
+    judge = SlowRanks(
+        SimpleNamespace(config=config, process=process, mesh=mesh, progress=Progress())
+    )
     yield judge
     judge.close()
 
@@ -93,7 +119,9 @@ def judged(judge):
     """What is told when the work of the ranks takes the given seconds."""
 
     def judged(*seconds, longest=(1,) * 8, step=(7,) * 8):
-        return judge.judge(*(torch.tensor(each, dtype=torch.float64) for each in (seconds, longest, step)))
+        return judge.judge(
+            *(torch.tensor(each, dtype=torch.float64) for each in (seconds, longest, step))
+        )
 
     return judged
 
@@ -111,7 +139,10 @@ def test_noise_is_not_told_and_what_lasts_is_told_once(judged):
     for seconds in (UNEVEN, UNEVEN, EVEN, UNEVEN, UNEVEN):
         assert judged(*seconds)[1] == []
     (named,) = judged(*UNEVEN)[1]
-    assert "rank 6 (pp 1, " in named and "on host6 works 1.30 times as long as its peers, in 3 records" in named
+    assert (
+        "rank 6 (pp 1, " in named
+        and "on host6 works 1.30 times as long as its peers, in 3 records" in named
+    )
     for seconds in (UNEVEN, EVEN, EVEN, UNEVEN, EVEN, EVEN):
         assert judged(*seconds)[1] == []
     (healed,) = judged(*EVEN)[1]
@@ -133,12 +164,17 @@ def test_several_ranks_of_a_slow_node_are_named_together(judged):
 def test_one_long_stop_is_told_at_once(judged):
     stop, short = (1, 1, 16, 1, 3, 3, 3, 3), (1, 1, 5, 1, 3, 3, 3, 3)
     (named,) = judged(*EVEN, longest=stop)[1]
-    assert named.startswith("stalled: rank 2 (pp 0, ") and "on host2 took 16.0 s for step 7, its peers 1.0 s" in named
+    assert (
+        named.startswith("stalled: rank 2 (pp 0, ")
+        and "on host2 took 16.0 s for step 7, its peers 1.0 s" in named
+    )
     assert judged(*EVEN, longest=short)[1] == judged(*EVEN)[1] == []
 
 
 @pytest.mark.alone
-def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, monkeypatch):
+def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(
+    tmp_path, capfd, monkeypatch
+):
     """Whatever it waited for itself when it was stopped."""
     monkeypatch.setattr(slow_ranks, "STALL_S", 2.0)
     corpus = write_corpus(tmp_path / "toy", vocab_size=97)
@@ -156,28 +192,37 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_p
         if rank == SLOW:  # a shell that is there by the time it is needed
             script = "read; sleep 0.2; kill -STOP $1; touch $2; sleep $3; kill -CONT $1"
             values = map(str, (os.getpid(), marker, 2 * slow_ranks.STALL_S))
-            shell = subprocess.Popen(["bash", "-c", script, "stop", *values], bufsize=0, stdin=subprocess.PIPE)
+            shell = subprocess.Popen(
+                ["bash", "-c", script, "stop", *values], bufsize=0, stdin=subprocess.PIPE
+            )
 
         def counted(self, *args, **kwargs):
             begun.append(None)
             if len(begun) == 4 and rank == SLOW:
                 shell.stdin.write(b"\n")
             while len(begun) == 4 and rank != SLOW and not marker.exists():
-                time.sleep(0.01)  # until then the slow one waits for us, and is stopped while it does
+                # until then the slow one waits for us, and is stopped while it does
+                time.sleep(0.01)
             return start(self, *args, **kwargs)
 
         GradSync.start_step = counted
         return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
     assert run_ranks(one, WORLD, timeout=120) == [0] * WORLD
-    (named,) = [line for line in capfd.readouterr().err.splitlines() if "stalled" in line or "slow rank" in line]
+    (named,) = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "stalled" in line or "slow rank" in line
+    ]
     assert re.findall(r"rank (\d) \(.* for step (\d)", named) == [(str(SLOW), "4")]
 
 
 def test_fused_gemms_wait_for_their_neighbours_unseen(judge, judged):
     judge._run.config = Config(parallel=ParallelConfig(tp=2, sp=True, tp_overlap="fused"))
     told = [judged(*UNEVEN)[1] for _ in range(RECORDS)]
-    assert told[-1][0].endswith("; under parallel.tp_overlap=fused the slow one may be a tp neighbour")
+    assert told[-1][0].endswith(
+        "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
+    )
 
 
 def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(monkeypatch):
@@ -187,7 +232,9 @@ def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(mo
     monkeypatch.setattr(slow_ranks, "all_reduce", lambda work, _: compared.append(work) or work)
     mesh = Mesh(resolve(2), {"world": Axis("world", (0, 1))})
     process = Process(0, 2, 0, torch.device("cpu"))
-    run = SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh, progress=Progress())
+    run = SimpleNamespace(
+        config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh, progress=Progress()
+    )
     ranks = SlowRanks(run)
 
     def collect(seconds):
@@ -206,7 +253,9 @@ def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(mo
     assert compared[0].tolist() == [[1.25, 0.0], [1.25, 0.0], [2.0, 0.0]]
 
 
-@pytest.mark.parametrize(("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 4, 2), (8, 8, 1)])
+@pytest.mark.parametrize(
+    ("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 4, 2), (8, 8, 1)]
+)
 def test_peers_hold_the_same_layers_and_experts(experts, ep, etp):
     """Where two ranks of a stage have the same experts; else the same layers are enough."""
     sizes = resolve(16, pp=2, tp=2, ep=ep, etp=etp)
@@ -216,12 +265,15 @@ def test_peers_hold_the_same_layers_and_experts(experts, ep, etp):
     both = [(stage, grid.coordinate(rank, "ep")) for rank, stage in enumerate(layers)]
     work = both if experts and len(set(both)) < 16 else layers
     expected = {frozenset(rank for rank in range(16) if work[rank] == one) for one in work}
-    assert {*map(frozenset, peers(sizes, Config(model=ModelConfig(num_experts=experts))))} == expected
+    assert {
+        *map(frozenset, peers(sizes, Config(model=ModelConfig(num_experts=experts))))
+    } == expected
 
 
 @pytest.mark.parametrize("slow_rank", [0, 2])
 def test_what_it_costs(tmp_path, slow_rank):
-    """Two readings of the clock for a wait of every collective; and one small collective more, at a record alone."""
+    """Two readings of the clock for a wait of every collective; and one small collective more, at a
+    record alone."""
     corpus = write_corpus(tmp_path / "toy", vocab_size=97)
     config = Config(
         model=MODEL,
@@ -246,5 +298,6 @@ def test_what_it_costs(tmp_path, slow_rank):
     for counts in run_ranks(one, 2, timeout=120):
         records_compared = 3  # of steps 2, 4 and 5
         assert counts["compared"] == (records_compared if slow_rank else 0)
-        untimed = records_compared + 1  # before the first step the ranks agree that no signal has come
+        # before the first step the ranks agree that no signal has come
+        untimed = records_compared + 1
         assert counts["timed"] == (counts["sent"] - untimed if slow_rank else 0)
