@@ -28,7 +28,7 @@ from megatron5d.topology.launcher import (
     read_environment,
     speaks_for_node,
 )
-from megatron5d.train.resume_checks import architecture_faults
+from megatron5d.train.preflight.resume import architecture_faults
 
 if TYPE_CHECKING:
     from megatron5d.topology.process import Process
@@ -105,8 +105,10 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 def _late_faults(config: Config, world: int, rank: int = 0) -> list[Fault]:
     """Returns what is checked with torch, of a configuration whose model and layout are legal."""
     from megatron5d.planning.fit import memory_faults
-    from megatron5d.train.preflight import data_faults, device_faults, glob_faults, routing_faults
-    from megatron5d.train.scheduling.auto_schedule import pipeline_faults
+    from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults
+    from megatron5d.train.preflight.data import data_faults, routing_faults
+    from megatron5d.train.preflight.kernels import device_faults
+    from megatron5d.train.preflight.parameters import glob_faults
     from megatron5d.train.state import checkpoint_faults
 
     checks = [
@@ -171,10 +173,10 @@ def plan_and_train(config: Config, process: Process, notes: Sequence[str] = ()) 
 
     Comm: that of `agreed_layout` and `train`.
     """
-    from megatron5d.planning.predict import prediction_of
+    from megatron5d.planning.schedule_search.auto_schedule import agreed_layout
+    from megatron5d.planning.time.predict import prediction_of
     from megatron5d.topology.all_ranks import on_every_rank
     from megatron5d.train.loop import train
-    from megatron5d.train.scheduling.auto_schedule import agreed_layout
 
     with StopFlag() as stop:
         layout = agreed_layout(config, process)
@@ -207,7 +209,7 @@ def before_fork(argv: Sequence[str], world: int) -> None:
 
 def import_training() -> None:
     """Imports torch and all that trains, which takes seconds."""
-    for name in ("train.loop", "train.meeting", "planning.predict"):
+    for name in ("train.loop", "train.meeting", "planning.time.predict"):
         importlib.import_module(f"megatron5d.{name}")
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
+from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "_unique2", "repeat_interleave"}
 
@@ -94,7 +94,7 @@ class RecordedPool:
                     to.data.copy_(source)
 
 
-class RecordedGraphs(StageGraphs):
+class RecordedGraphs(PhaseGraphs):
     """Captures watched steps, too, where every step is watched."""
 
     def __init__(self) -> None:

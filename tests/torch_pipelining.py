@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from megatron5d.comm.p2p import TensorMeta, open_channels
+from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.executor import Executor
 from megatron5d.pipeline_parallel.messages import flows
 from megatron5d.pipeline_parallel.program import Program
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.tensor_parallel.linear import column_linear
 from megatron5d.topology.axis import Axis
 

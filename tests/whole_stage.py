@@ -1,7 +1,7 @@
 """A stage whose actions are single calls, for tests of what one action does; the executor runs them
 phase by phase."""
 
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.phases.stage import Stage
 
 
 class WholeStage(Stage):

@@ -71,10 +71,10 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.storage import Reader, read, write
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
+from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools.bench.harness import Calls, least_seconds
 from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.tools.conversion.reshard import rank_tensors, reshard
-from megatron5d.train.scheduling.auto_schedule import searched_layout
 
 
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:

@@ -71,8 +71,8 @@ from megatron5d.kernels import apply_rope, attention, layer_norm
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.gpt import GPT
-from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.phases.stage import Stage
+from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 from megatron5d.tensor_parallel.linear import local_linear
 from megatron5d.tools import bench_train
 from megatron5d.topology.mesh import build_mesh
@@ -136,7 +136,7 @@ def our_layer(
     model.initialize(0)
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-    replayed = StageGraphs(Ledger()) if graphs else None
+    replayed = PhaseGraphs(Ledger()) if graphs else None
     stage = Stage(list(model.layers["0"].children()), graphs=replayed)
     batch = make_micro_batch(
         torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)

@@ -86,8 +86,8 @@ from megatron5d.config.schema import Config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.planning.fit import device_bytes, target_here
-from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.predict import peak_tflops
+from megatron5d.planning.memory.forecast import Forecaster, Target
+from megatron5d.planning.time.predict import peak_tflops
 from megatron5d.tools.bench.harness import device_is_lost, in_turn
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run

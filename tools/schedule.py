@@ -27,14 +27,14 @@ from megatron5d.config.command_line import print_anywhere
 from megatron5d.config.errors import exit_code, in_options, names_option
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
-from megatron5d.pipeline_parallel.draw import chrome_trace, draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
-from megatron5d.pipeline_parallel.search.named import DEFAULT, PAIRS
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.train.scheduling.stage_costs import LayerCosts
+from megatron5d.planning.schedule_search.named import DEFAULT, PAIRS
+from megatron5d.planning.schedule_search.stage_costs import LayerCosts
+from megatron5d.tools.plots.schedule import chrome_trace, draw_png, draw_svg, draw_text
 
 SEARCH_S = 10.0
 """Time limit of a search where the options set none."""
@@ -419,7 +419,7 @@ def _within(rows: list[dict[str, Any]], most: float) -> list[dict[str, Any]]:
 
 def _search(options: argparse.Namespace) -> int:
     # numba takes a second to import, for which no other subcommand should wait
-    from megatron5d.pipeline_parallel.search.search import IS_COMPILED, search_program
+    from megatron5d.planning.schedule_search.search import IS_COMPILED, search_program
 
     pairs = [pair for pair in options.pairs.split(",") if pair]
     unknown = [pair for pair in pairs if pair not in PAIRS]

@@ -1,6 +1,6 @@
 """Checkpoint folders: their names, when one is whole, which is the newest, and which are removed.
 
-<dir>/run.lock              the run that writes here (checkpoint/lock_file.py)
+<dir>/run.lock              the run that writes here (topology/lock_file.py)
 <dir>/step-00000100.tmp/    being written; never read
 <dir>/step-00000100/        whole: renamed after every rank has finished
     *.distcp                torch.distributed.checkpoint, tensors in global coordinates; each names its save

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, Keep, commit, leave_later, step_folder
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
-from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import write
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
+from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
 
 if TYPE_CHECKING:

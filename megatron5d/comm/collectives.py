@@ -10,7 +10,7 @@ all_gather           slice                join_from
 
 All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the
 sequence of `[s, b, h]`. `start_shift` passes a tensor around a ring. On the meta device they
-allocate their outputs and send nothing (planning/memory_trace.py).
+allocate their outputs and send nothing (planning/memory/trace.py).
 """
 
 import weakref

@@ -24,7 +24,7 @@ from megatron5d.context_parallel.block_attention import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data.samples import Samples
-from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
+from megatron5d.phases.phase import IGNORED, MicroBatch
 from megatron5d.topology.mesh import Mesh
 
 

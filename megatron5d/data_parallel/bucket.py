@@ -39,7 +39,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.collectives import (
     Pending,
     start_all_gather,
@@ -48,6 +47,7 @@ from megatron5d.comm.collectives import (
 )
 from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.temporary_buffer import TemporaryBuffer
+from megatron5d.phases.wgrad import grad_buffer
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, has_memory, spec_of
@@ -310,7 +310,7 @@ class Bucket:
 
     def _expect_grads(self) -> None:
         """Has the next gradient of each parameter written over its main gradient
-        (autograd/wgrad.py)."""
+        (phases/wgrad.py)."""
         for parameter in () if self.frozen else self.parameters:
             parameter.holds_grad = False  # type: ignore[attr-defined]
 

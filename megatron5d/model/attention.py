@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.recompute import KEEP_ALL
-from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.derived import window_of
 from megatron5d.context_parallel.block_attention import KVFormat
 from megatron5d.kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import AllHeadsNorm, enter_branch, leave_branch
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.recompute import KEEP_ALL
+from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter

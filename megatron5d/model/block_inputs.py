@@ -16,7 +16,7 @@ from megatron5d.config.derived import batch_schedule, samples_of_steps, window_o
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 

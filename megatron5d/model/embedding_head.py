@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.wgrad import Defer, run_now
 from megatron5d.comm.collectives import gather_last_dim, local_slice
 from megatron5d.config.schema import Config
 from megatron5d.model.block_inputs import BlockInputs
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.wgrad import Defer, run_now
 from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
 from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter

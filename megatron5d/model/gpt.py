@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from megatron5d.autograd.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.derived import is_moe, quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
@@ -27,6 +26,7 @@ from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
 from megatron5d.model.partition import StageSpec, whole_model
+from megatron5d.phases.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
 from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap

@@ -20,8 +20,8 @@ from megatron5d.config.checks import run_checks
 from megatron5d.config.errors import ConfigError, with_options
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.stage import Stage
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import copy_to, gather_from
 from megatron5d.kernels import accumulate_weight_grad, apply_rope_to_ends
 from megatron5d.model.attention import AttentionBranch, AttentionCore
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.rope import softmax_temperature
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
 from megatron5d.tensor_parallel.linear import (
     ColumnParallelLinear,

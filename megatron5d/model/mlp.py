@@ -5,11 +5,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron5d.autograd.recompute import KEEP_ALL
-from megatron5d.autograd.wgrad import Defer
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import enter_branch, leave_branch
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.recompute import KEEP_ALL
+from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

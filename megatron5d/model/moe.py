@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.recompute import KEEP_ALL, Source, computed_from
-from megatron5d.autograd.wgrad import Defer
 from megatron5d.comm.all_to_all import Codec
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher, Room
 from megatron5d.expert_parallel.experts import Experts
@@ -26,7 +24,9 @@ from megatron5d.expert_parallel.router import Router, round_robin, within_capaci
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import enter_branch, leave_branch
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.recompute import KEEP_ALL, Source, computed_from
+from megatron5d.phases.wgrad import Defer
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.mesh import Mesh
 

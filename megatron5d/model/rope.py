@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron5d.config.schema import RopeScaling
 from megatron5d.kernels.dispatch import statistics_dtype
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
 
 
 def inverse_frequencies(

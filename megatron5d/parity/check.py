@@ -46,7 +46,7 @@ from megatron5d.parity.run import (
 from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
-from megatron5d.train.preflight import glob_faults
+from megatron5d.train.preflight.parameters import glob_faults
 from megatron5d.train.provenance import code_here
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}

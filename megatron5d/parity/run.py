@@ -28,13 +28,13 @@ from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.local_ranks import run_ranks
-from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
+from megatron5d.phases.phase import IGNORED, MicroBatch
+from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.pipeline_layout import PipelineLayout
-from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
 Choices = dict[int, dict[str, Tensor]]

@@ -31,8 +31,8 @@ from megatron5d.config.schema import (
     RecomputeConfig,
 )
 from megatron5d.model.partition import stage_specs
-from megatron5d.train.preflight import parameter_names
-from megatron5d.train.scheduling.auto_schedule import pipeline_faults
+from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults
+from megatron5d.train.preflight.parameters import parameter_names
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
 MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from megatron5d.comm.ledger import Exposure
 from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, open_channels
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.stage import Pass, Stage
 from megatron5d.pipeline_parallel.free_memory import FreeMemory
 from megatron5d.pipeline_parallel.messages import (
     Flow,
@@ -31,9 +33,7 @@ from megatron5d.pipeline_parallel.messages import (
     output_of,
     slot_messages,
 )
-from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.program import Action, Placement, Program, make_program
-from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.topology.axis import Axis
 
 Loss = Callable[[MicroBatch, Tensor], Tensor | None]

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from megatron5d.comm.collectives import UNDER_WAY
 from megatron5d.comm.ledger import Ledger, Traffic
-from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.pipeline_parallel.saved_phase import InFlight, SavedPhase, Step
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.saved_phase import InFlight, SavedPhase, Step
 from megatron5d.precision.gemm import forget_copies
 
 Replay = Callable[[], None]
@@ -81,7 +81,7 @@ class CudaGraphPool:
         self._graphs.clear()
 
 
-class StageGraphs:
+class PhaseGraphs:
     """The slots of one stage.
 
     Args:
@@ -164,7 +164,7 @@ class Slot(InFlight):
     """
 
     def __init__(
-        self, graphs: StageGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]
+        self, graphs: PhaseGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]
     ) -> None:
         tensors = {
             name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)

@@ -11,10 +11,10 @@ from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed, override_text
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
-from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.rank_memory import RankMemory, gigabytes
-from megatron5d.train.preflight import device_faults
-from megatron5d.train.scheduling.auto_schedule import pipeline_faults
+from megatron5d.planning.memory.forecast import Forecaster, Target
+from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes
+from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults
+from megatron5d.train.preflight.kernels import device_faults
 
 
 def steps(config: Config) -> list[Change]:

@@ -23,16 +23,16 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster
-from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.predict import Estimator, check_predictable
+from megatron5d.planning.memory.forecast import Forecaster, Target
+from megatron5d.planning.memory.rank_memory import least_needed
 from megatron5d.planning.proposals import MODES, Proposals
-from megatron5d.planning.rank_memory import least_needed
-from megatron5d.planning.step_time import Prices, StepCost
-from megatron5d.planning.work import Unit
+from megatron5d.planning.schedule_search.auto_schedule import quick_layout
+from megatron5d.planning.time.predict import Estimator, check_predictable
+from megatron5d.planning.time.step_time import Prices, StepCost
+from megatron5d.planning.time.work import Unit
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts, verified
-from megatron5d.train.scheduling.auto_schedule import quick_layout
 
 
 @dataclass

@@ -18,14 +18,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.planning.rank_memory import Peak, RankMemory, gemm_workspace, outside_bytes
+from megatron5d.planning.memory.rank_memory import Peak, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.topology.grid import Sizes
 
 CONVENTIONS = ("megatron", "nanotron")
 MEGATRON_OPTIONS = ("te_fused_loss", "dropout", "unfused_attention")
 
 # Fitted on every second run of the ultra-scale playbook's sweep
-# (tests/unit/plan/published_playbook.csv), and rounded. A tensor that a collective reads or writes
+# (tests/unit/planning/published_playbook.csv), and rounded. A tensor that a collective reads or writes
 # is freed only when the GPU has finished that collective, and the host is usually ahead of the GPU.
 # A column is such a waiting tensor [s, b, h], not divided by tp.
 HELD_COLUMNS = 8  # where the GPU keeps up with the host

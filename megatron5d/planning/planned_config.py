@@ -67,6 +67,6 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 
 
 def _pipeline_faults(config: Config, world: int) -> Sequence[Fault]:
-    from megatron5d.train.scheduling.auto_schedule import pipeline_faults
+    from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults
 
     return pipeline_faults(config, world)

@@ -30,8 +30,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron5d.autograd.recompute import recomputable
-from megatron5d.autograd.wgrad import grad_target
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
@@ -50,6 +48,8 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
+from megatron5d.phases.recompute import recomputable
+from megatron5d.phases.wgrad import grad_target
 from megatron5d.precision.fp8_tensor import (
     Fp8Tensor,
     NormFp8,

@@ -20,10 +20,10 @@ from collections.abc import Iterable
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.autograd.wgrad import add_weight_grad, grad_target
 from megatron5d.kernels import activate, add_layer_norm, add_rms_norm
 from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
+from megatron5d.phases.wgrad import add_weight_grad, grad_target
 
 Operand = tuple[Tensor, ...]
 

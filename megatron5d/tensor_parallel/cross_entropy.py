@@ -23,7 +23,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import (
     Pending,
     all_reduce,
@@ -33,6 +32,7 @@ from megatron5d.comm.collectives import (
 )
 from megatron5d.kernels import vocab_cross_entropy_backward, vocab_statistics
 from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.phases.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.precision.gemm import Operand, gemms_of
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis

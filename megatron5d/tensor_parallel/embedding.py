@@ -8,10 +8,10 @@ Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 import torch
 from torch import Tensor, nn
 
-from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.embedding import accumulate_rows
+from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 

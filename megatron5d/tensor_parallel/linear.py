@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import (
     Pending,
     all_reduce,
@@ -29,6 +28,7 @@ from megatron5d.comm.collectives import (
     start_reduce_scatter,
 )
 from megatron5d.kernels.dispatch import FirstOrderFunction
+from megatron5d.phases.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Gemm, overlap_of
 from megatron5d.topology.axis import Axis

@@ -22,8 +22,8 @@ from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.optim.sharded_state import freezes, takes_muon
+from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.executor import Pipeline
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.init_weights import initialize_rectangle
@@ -33,7 +33,7 @@ from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
-from megatron5d.train.startup_warnings import (
+from megatron5d.train.preflight.warnings import (
     broken_checkpoints,
     checkpoints_ahead,
     idle_routers,
@@ -43,7 +43,7 @@ from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, r
 from megatron5d.train.step import Trainer
 
 if TYPE_CHECKING:
-    from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
+    from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 
 
 @dataclass
@@ -124,7 +124,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)]
     )
     if process.device.type == "cuda":
-        from megatron5d.train.preflight import capability_here, choice_text
+        from megatron5d.train.preflight.kernels import capability_here, choice_text
 
         notes.append(choice_text(config, capability_here()))
     padded = on_rank_0(lambda: may_hold_padding(config))
@@ -189,15 +189,15 @@ def build_trainer(
     return sync, optimizer, trainer
 
 
-def _graphs(config: Config, mesh: Mesh) -> StageGraphs | None:
+def _graphs(config: Config, mesh: Mesh) -> PhaseGraphs | None:
     """Returns the graphs of one stage; None where phases run as they are."""
     if config.train.cuda_graph == "none" or not torch.cuda.is_available():
         return None
-    from megatron5d.pipeline_parallel.phase_graphs import StageGraphs
+    from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 
     ledger = mesh["world"].recorder
     assert isinstance(ledger, Ledger)
-    return StageGraphs(ledger)
+    return PhaseGraphs(ledger)
 
 
 def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:

@@ -23,7 +23,7 @@ from megatron5d.config.schema import Config
 from megatron5d.data.batch import Loader, SequenceSharding, look_ahead, make_micro_batch
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.samples import Samples, open_samples, split_range
-from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 

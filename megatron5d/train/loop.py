@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from megatron5d.checkpoint.folder import Keep, recover
-from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
@@ -21,6 +20,7 @@ from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
+from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import (
@@ -35,14 +35,14 @@ from megatron5d.train.guard import MemorySnapshots, StepSamples, memory_snapshot
 from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
-from megatron5d.train.provenance import commit, write_provenance
-from megatron5d.train.signals import REQUEUE, StopFlag
-from megatron5d.train.startup_warnings import (
+from megatron5d.train.preflight.warnings import (
     epochs,
     repeated_validation,
     small_vocabulary,
     unmarked_documents,
 )
+from megatron5d.train.provenance import commit, write_provenance
+from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import Progress, run_record, run_tensors
 from megatron5d.train.step import StepResult
 

@@ -30,7 +30,7 @@ from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.all_ranks import first_failure, on_every_rank, on_rank_0
 from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
-from megatron5d.train.resume_checks import READ, changed_keys, faults_of_saved
+from megatron5d.train.preflight.resume import READ, changed_keys, faults_of_saved
 
 Held = Sequence[tuple[ShardSpec, ShardedTensor]]
 

@@ -16,8 +16,8 @@ from megatron5d.context_parallel.block_attention import imbalance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.embedding_head import Term
 from megatron5d.optim.optimizer import Optimizer, clip_coefficient, global_square_sum
+from megatron5d.phases.phase import MicroBatch
 from megatron5d.pipeline_parallel.executor import Pipeline
-from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard, StepSamples

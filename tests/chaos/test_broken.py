@@ -12,8 +12,8 @@ from ranks import RankFailure, run_ranks
 from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
-from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import write
+from megatron5d.topology.lock_file import LockFile
 from megatron5d.train.guard import crash_message
 from pretrain import main
 
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_a_full_disk_and_a_wrong_token_are_named(
     ]
 
     # as if it were seen in none
-    monkeypatch.setattr("megatron5d.train.preflight.STRETCH_TOKENS", 0)
+    monkeypatch.setattr("megatron5d.train.preflight.data.STRETCH_TOKENS", 0)
     told_token = message_of([data, "model.vocab_size=90"])
     assert (
         re.search(rf"data\.train: {corpus}.*token id \d+", told_token)

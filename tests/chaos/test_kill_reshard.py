@@ -16,10 +16,10 @@ from runs import whole_tensors
 from megatron5d.checkpoint.folder import fault_of, recover, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.config.load import load_config
+from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools import convert
 from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.tools.conversion.reshard import rank_tensors
-from megatron5d.train.scheduling.auto_schedule import searched_layout
 
 MODEL = [
     *("model=tiny", "model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=512"),

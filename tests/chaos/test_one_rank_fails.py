@@ -84,12 +84,12 @@ PLANTS = {
     ),
     "listing checkpoints": (
         0,
-        lambda: raises("megatron5d.train.startup_warnings.saved_after"),
+        lambda: raises("megatron5d.train.preflight.warnings.saved_after"),
         [],
         "/a/file",
     ),
     "looking at documents": (
-        *(0, lambda: raises("megatron5d.train.startup_warnings.IndexedDataset")),
+        *(0, lambda: raises("megatron5d.train.preflight.warnings.IndexedDataset")),
         *(["data.document_mask=true", "data.eod=0"], "/a/file"),
     ),
     "opening the log": (
@@ -104,7 +104,7 @@ PLANTS = {
     ),
     "predicting": (
         0,
-        lambda: raises("megatron5d.planning.predict.expected_bubble"),
+        lambda: raises("megatron5d.planning.time.predict.expected_bubble"),
         ["parallel.pp=2"],
         "/a/file",
     ),
@@ -122,7 +122,7 @@ PLANTS = {
         "/a/file",
     ),
     "searching a schedule": (
-        *(0, lambda: raises("megatron5d.train.scheduling.auto_schedule.searched")),
+        *(0, lambda: raises("megatron5d.planning.schedule_search.auto_schedule.searched")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
     ),
 }

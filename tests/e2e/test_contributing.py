@@ -10,7 +10,6 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import (
     Config,
@@ -21,6 +20,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.flops import parameter_count
+from megatron5d.phases.wgrad import run_now
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate

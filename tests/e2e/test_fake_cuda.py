@@ -239,7 +239,7 @@ import ctypes, os, torch
 from megatron5d.config.load import load_config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.gpt import GPT
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.phases.stage import Stage
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 config = load_config(["model=qwen3_30b_a3b", "model.num_layers=1", "model.num_experts=16", "precision.dtype=bf16"])

@@ -21,7 +21,7 @@ from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.comm.p2p import ReceiveChannel
 from megatron5d.config.load import load_config
 from megatron5d.planning.fit import target_here
-from megatron5d.planning.memory_forecast import Forecaster
+from megatron5d.planning.memory.forecast import Forecaster
 from megatron5d.topology import all_ranks
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run

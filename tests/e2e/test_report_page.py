@@ -8,9 +8,9 @@ import pytest
 from browser import Browser
 
 from megatron5d.planning.clusters import cluster_called
-from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.planned_config import planned_config
-from megatron5d.planning.predict import Estimator
+from megatron5d.planning.time.predict import Estimator
 from megatron5d.tools.report import collect
 from megatron5d.tools.report.collect import SWITCHES, grid_record
 from megatron5d.tools.report.report import Question, page_of, report_of

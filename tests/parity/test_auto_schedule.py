@@ -24,12 +24,9 @@ from megatron5d.config.schema import (
 from megatron5d.model.partition import layers_per_stage
 from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
-from megatron5d.pipeline_parallel.search.named import best_named, candidates
 from megatron5d.pipeline_parallel.simulate import simulate
-from megatron5d.topology.process import Process
-from megatron5d.train.pipeline_layout import micro_batch_counts
-from megatron5d.train.scheduling import auto_schedule
-from megatron5d.train.scheduling.auto_schedule import (
+from megatron5d.planning.schedule_search import auto_schedule
+from megatron5d.planning.schedule_search.auto_schedule import (
     agreed_layout,
     known_programs,
     layout_of,
@@ -37,7 +34,10 @@ from megatron5d.train.scheduling.auto_schedule import (
     prediction,
     searched,
 )
-from megatron5d.train.scheduling.stage_costs import run_costs
+from megatron5d.planning.schedule_search.named import best_named, candidates
+from megatron5d.planning.schedule_search.stage_costs import run_costs
+from megatron5d.topology.process import Process
+from megatron5d.train.pipeline_layout import micro_batch_counts
 
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
 # name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not

@@ -11,8 +11,8 @@ from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.stage import Stage
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 

@@ -10,7 +10,6 @@ import torch
 from layouts import assert_parity, make_rows
 from recorded_graphs import RecordedGraphs
 
-from megatron5d.autograd.wgrad import defer_weight_grad, grad_buffer, run_now
 from megatron5d.config.schema import (
     Config,
     DataConfig,
@@ -26,8 +25,9 @@ from megatron5d.config.schema import (
 from megatron5d.data.batch import IGNORED, make_micro_batch
 from megatron5d.data_parallel.temporary_buffer import FixedPlaces, TemporaryBuffer
 from megatron5d.parity import run
+from megatron5d.phases.stage import Stage
+from megatron5d.phases.wgrad import defer_weight_grad, grad_buffer, run_now
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.train import build
 
 STEPS = 3

@@ -193,7 +193,9 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
 def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_message(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("megatron5d.train.preflight._looked_at", lambda size, stretches: [(0, 1)])
+    monkeypatch.setattr(
+        "megatron5d.train.preflight.data._looked_at", lambda size, stretches: [(0, 1)]
+    )
     write_corpus(tmp_path / "corpus", vocab_size=97)
     run_of(tmp_path, "moe.record=whole.npy", world=1)
     whole = np.load(tmp_path / "whole.npy")

@@ -23,7 +23,6 @@ from runs import curve, train_on_ranks, whole_tensors, write_corpus
 from megatron5d.checkpoint.folder import fault_of, read_run, recover, saved_config, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedTensors
-from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.schema import (
     CheckpointConfig,
@@ -38,11 +37,12 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.parity.variants import faults_of
+from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools import convert
 from megatron5d.tools.conversion.new_checkpoint import save_weights
+from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
-from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import run_tensors
 
 STEPS, STOP = 4, 2

@@ -29,8 +29,8 @@ from megatron5d.topology.process import Process
 from megatron5d.train import loop
 from megatron5d.train.build import build_run
 from megatron5d.train.pipeline_layout import pipeline_layout
+from megatron5d.train.preflight.warnings import broken_checkpoints
 from megatron5d.train.signals import REQUEUE
-from megatron5d.train.startup_warnings import broken_checkpoints
 from megatron5d.train.step import Trainer
 from pretrain import plan_and_train
 

@@ -48,7 +48,6 @@ from megatron5d.checkpoint.load import (
     lazy_tensor,
     whole_checkpoint,
 )
-from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.convert import changed, leaves, read_json, to_dict, value_of, write_whole
@@ -58,12 +57,13 @@ from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.variants import faults_of
+from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools.conversion.examine import in_processes
+from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout
-from megatron5d.train.scheduling.auto_schedule import searched_layout
 from megatron5d.train.state import read_record, run_tensors
 
 RESHARDED = "resharded"  # key of run.json: what the checkpoint was made of

@@ -58,7 +58,7 @@ def bytes_given(options: argparse.Namespace, known: Any) -> Any:
 def check_fp8(config: Config, architecture: str) -> None:
     """Raises ConfigError where the architecture has no FP8 kernels, and the configuration wants
     them."""
-    from megatron5d.train.preflight import fp8_faults
+    from megatron5d.train.preflight.kernels import fp8_faults
 
     if faults := fp8_faults(config, architecture):
         raise ConfigError(faults)

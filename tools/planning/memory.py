@@ -10,7 +10,8 @@ import time
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, cluster_called
 from megatron5d.planning.fit import fit_text, nearest_fit, shortage
-from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.memory.forecast import Forecaster, Target
+from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes, table
 from megatron5d.planning.other_codebases import (
     CONVENTIONS,
     MEGATRON_OPTIONS,
@@ -18,7 +19,6 @@ from megatron5d.planning.other_codebases import (
     nanotron_rank,
     with_terms,
 )
-from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.tools.planning.asked import bytes_given, check_fp8, what
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import micro_batch_counts

@@ -19,8 +19,8 @@ from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.layout_search import Candidate, LayoutSearch
+from megatron5d.planning.memory.rank_memory import gigabytes
 from megatron5d.planning.planned_config import planned_config
-from megatron5d.planning.rank_memory import gigabytes
 from megatron5d.tools.planning.asked import bytes_given, check_fp8, cluster_of, what
 
 TOLD_EVERY_S = 10.0

@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict
 
 from megatron5d.config.schema import Config
-from megatron5d.planning.predict import Estimator
+from megatron5d.planning.time.predict import Estimator
 from megatron5d.tools.planning.asked import check_fp8, cluster_of
-from megatron5d.train.preflight import choice_text, names_of
+from megatron5d.train.preflight.kernels import choice_text, names_of
 
 
 def run(options: argparse.Namespace, config: Config) -> int:

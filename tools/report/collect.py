@@ -23,12 +23,13 @@ from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import GIB, Cluster
-from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.memory_peak import Moment
-from megatron5d.planning.predict import Estimator, bytes_on
-from megatron5d.planning.rank_memory import RankMemory, gigabytes
-from megatron5d.planning.work import Work
-from megatron5d.planning.workload import Workloads
+from megatron5d.planning.memory.forecast import Forecaster, Target
+from megatron5d.planning.memory.peak import Moment
+from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes
+from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults, quick_layout
+from megatron5d.planning.time.predict import Estimator, bytes_on
+from megatron5d.planning.time.work import Work
+from megatron5d.planning.time.workload import Workloads
 from megatron5d.tools.report.timeline import (
     estimator_on,
     memory_over_time,
@@ -38,7 +39,6 @@ from megatron5d.tools.report.timeline import (
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
 from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import sizes_of
-from megatron5d.train.scheduling.auto_schedule import pipeline_faults, quick_layout
 
 SHOWN = ("F", "B")
 

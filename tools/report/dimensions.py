@@ -17,11 +17,11 @@ from typing import Any
 
 from megatron5d.config.load import CONF
 from megatron5d.pipeline_parallel.costs import Costs
-from megatron5d.pipeline_parallel.draw import draw_svg
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning.clusters import GIB, cluster_called
 from megatron5d.planning.planned_config import planned_config
+from megatron5d.tools.plots.schedule import draw_svg
 from megatron5d.tools.report.collect import Asked, name_cuts, variant, zero_stage
 from megatron5d.topology.grid import Sizes, dense_grid, expert_grid, resolve
 

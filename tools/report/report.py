@@ -119,7 +119,7 @@ SOURCES = {
             "micro-batches are in flight. Then 5 % for fragmentation, the CUDA context and NCCL's "
             "communicators."
         ),
-        "file": "megatron5d/planning/memory_forecast.py",
+        "file": "megatron5d/planning/memory/forecast.py",
     },
     "step": {
         "name": "Time of a step",
@@ -128,7 +128,7 @@ SOURCES = {
             "attention, memory traffic, collectives over the slowest link of their group; the Program simulated "
             "with these times, and what data parallelism and the optimizer add at the end."
         ),
-        "file": "megatron5d/planning/step_time.py",
+        "file": "megatron5d/planning/time/step_time.py",
     },
     "mfu": {
         "name": "MFU",

@@ -17,14 +17,14 @@ from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, simulate
 from megatron5d.planning.clusters import Cluster
-from megatron5d.planning.memory_forecast import Target
-from megatron5d.planning.memory_peak import Moment
-from megatron5d.planning.predict import Estimator
-from megatron5d.planning.rank_memory import Peak, RankMemory
-from megatron5d.planning.workload import Workloads
+from megatron5d.planning.memory.forecast import Target
+from megatron5d.planning.memory.peak import Moment
+from megatron5d.planning.memory.rank_memory import Peak, RankMemory
+from megatron5d.planning.schedule_search.auto_schedule import quick_layout
+from megatron5d.planning.schedule_search.stage_costs import run_costs
+from megatron5d.planning.time.predict import Estimator
+from megatron5d.planning.time.workload import Workloads
 from megatron5d.train.pipeline_layout import micro_batch_counts
-from megatron5d.train.scheduling.auto_schedule import quick_layout
-from megatron5d.train.scheduling.stage_costs import run_costs
 
 MOST_SLOTS = 40_000  # of all timelines of a page together: it stays below 2 MB
 MOST_MOMENTS = 6_000  # of memory over time, of all pipeline ranks together

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron5d.pipeline_parallel.phase import KINDS, PhaseHooks
+from megatron5d.phases.phase import KINDS, PhaseHooks
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.writers import harmless
 

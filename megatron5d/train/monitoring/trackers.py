@@ -16,7 +16,7 @@ from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
 from megatron5d.topology.rendezvous import wandb_mode, wandb_ways_out
-from megatron5d.train.preflight import capability_here, names_of
+from megatron5d.train.preflight.kernels import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
 

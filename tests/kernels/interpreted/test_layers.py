@@ -14,10 +14,10 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
-from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.kernels import activation
 from megatron5d.model.gpt import GPT
+from megatron5d.phases.wgrad import run_now
 from megatron5d.precision import fp8_tensor
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.axis import Axis

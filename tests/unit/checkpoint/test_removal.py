@@ -8,7 +8,7 @@ import pytest
 from megatron5d.checkpoint.folder import Keep, faults_of_older, recover, saved_steps
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.schema import CheckpointConfig, Config
-from megatron5d.train.startup_warnings import broken_checkpoints
+from megatron5d.train.preflight.warnings import broken_checkpoints
 
 
 def test_a_removal_that_was_interrupted_is_finished(tmp_path, monkeypatch):

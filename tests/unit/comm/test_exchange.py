@@ -7,9 +7,9 @@ from ranks import run_ranks
 from torch import nn
 from whole_stage import WholeStage
 
-from megatron5d.autograd.recompute import ActivationPolicy
 from megatron5d.comm.all_to_all import Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.ledger import Ledger
+from megatron5d.phases.recompute import ActivationPolicy
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 

@@ -28,8 +28,8 @@ from megatron5d.config.schema import (
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
+from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults
 from megatron5d.train import pipeline_layout
-from megatron5d.train.scheduling.auto_schedule import pipeline_faults
 from megatron5d.train.state import checkpoint_faults
 from pretrain import main
 

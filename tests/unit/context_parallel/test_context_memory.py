@@ -18,7 +18,7 @@ from megatron5d.context_parallel.block_attention import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.memory_trace import MemoryWatch
+from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron5d.data.batch import look_ahead, make_micro_batch
-from megatron5d.pipeline_parallel.phase import IGNORED
+from megatron5d.phases.phase import IGNORED
 
 EOD = 0
 rows_of_tokens = st.integers(1, 4).flatmap(

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.data_parallel.bucketing import data_axes
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.phases.wgrad import grad_buffer
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole

@@ -13,7 +13,6 @@ from ranks import run_ranks
 from recorded_graphs import RecordedGraphs
 from torch import nn
 
-from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sample_order import micro_batch_samples
@@ -21,7 +20,8 @@ from megatron5d.data_parallel import temporary_buffer
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.memory_trace import MemoryWatch
+from megatron5d.phases.wgrad import grad_buffer
+from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

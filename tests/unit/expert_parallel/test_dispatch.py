@@ -5,13 +5,13 @@ import pytest
 import torch
 from standing_ranks import run_on_standing_ranks
 
-from megatron5d.autograd.wgrad import run_now
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import ModelConfig
 from megatron5d.expert_parallel.dispatcher import Dispatcher, Room
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
 from megatron5d.model.moe import dispatcher_of
+from megatron5d.phases.wgrad import run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.init_weights import initialize

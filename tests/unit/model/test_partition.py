@@ -35,7 +35,7 @@ from megatron5d.pipeline_parallel.program import (
 )
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
-from megatron5d.train.scheduling.stage_costs import ModelCosts
+from megatron5d.planning.schedule_search.stage_costs import ModelCosts
 
 
 def every_layout(num_layers, num_stages, first, last):

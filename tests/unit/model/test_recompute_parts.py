@@ -12,13 +12,13 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
-from megatron5d.autograd.offload import HostCopy
-from megatron5d.autograd.recompute import ActivationPolicy, RecomputedParts
 from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel.dispatcher import DirectDispatch
 from megatron5d.model.gpt import GPT
 from megatron5d.model.rope import RotaryTables
-from megatron5d.planning.memory_trace import MemoryWatch
+from megatron5d.phases.offload import HostCopy
+from megatron5d.phases.recompute import ActivationPolicy, RecomputedParts
+from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.precision import fp8_recipes
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh

@@ -5,9 +5,9 @@ import xml.etree.ElementTree as xml
 import pytest
 
 from megatron5d.pipeline_parallel.costs import Costs
-from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
+from megatron5d.tools.plots.schedule import draw_png, draw_svg, draw_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,14 +8,14 @@ from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
 from megatron5d.pipeline_parallel.program import OPS, loop_placement, zigzag_placement
 from megatron5d.pipeline_parallel.registry import build_program
-from megatron5d.pipeline_parallel.search.list_scheduler import shipped_policies
-from megatron5d.pipeline_parallel.search.local_search import refine
-from megatron5d.pipeline_parallel.search.named import best_named, candidates
-from megatron5d.pipeline_parallel.search.problem import Budget, Problem
-from megatron5d.pipeline_parallel.search.search import search_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.train.scheduling.stage_costs import LayerCosts
+from megatron5d.planning.schedule_search.list_scheduler import shipped_policies
+from megatron5d.planning.schedule_search.local_search import refine
+from megatron5d.planning.schedule_search.named import best_named, candidates
+from megatron5d.planning.schedule_search.problem import Budget, Problem
+from megatron5d.planning.schedule_search.search import search_program
+from megatron5d.planning.schedule_search.stage_costs import LayerCosts
 
 DENSE, EXPERTS, DEAR = "F=1,I=1.2,W=0.8,comm=0.1", "a2aF=0.5,a2aB=0.5", "a2aF=1,a2aB=1,comm=0.1"
 # costs, placement, copies, memory, evaluations, overhead at most; 16 ranks, 64 micro-batches

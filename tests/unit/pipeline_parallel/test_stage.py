@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from whole_stage import WholeStage
 
-from megatron5d.autograd.recompute import ActivationPolicy
-from megatron5d.autograd.wgrad import add_weight_grad
-from megatron5d.pipeline_parallel.phase import NoHooks
+from megatron5d.phases.phase import NoHooks
+from megatron5d.phases.recompute import ActivationPolicy
+from megatron5d.phases.wgrad import add_weight_grad
 
 
 class Twice(torch.autograd.Function):

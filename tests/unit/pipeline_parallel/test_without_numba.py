@@ -10,12 +10,12 @@ import pytest
 from megatron5d.pipeline_parallel.costs import parse_costs
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
-from megatron5d.pipeline_parallel.search.list_scheduler import shipped_policies
-from megatron5d.pipeline_parallel.search.local_search import refine
-from megatron5d.pipeline_parallel.search.named import placement_called
-from megatron5d.pipeline_parallel.search.problem import Budget, Problem
-from megatron5d.pipeline_parallel.search.search import search_program
-from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
+from megatron5d.planning.schedule_search.list_scheduler import shipped_policies
+from megatron5d.planning.schedule_search.local_search import refine
+from megatron5d.planning.schedule_search.named import placement_called
+from megatron5d.planning.schedule_search.problem import Budget, Problem
+from megatron5d.planning.schedule_search.search import search_program
+from megatron5d.planning.schedule_search.timeline import IS_COMPILED
 
 COSTS = parse_costs("F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5")
 

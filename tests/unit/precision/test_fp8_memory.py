@@ -8,7 +8,7 @@ import pytest
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -10,12 +10,12 @@ from parity_configs import config_of
 from whole_stage import WholeStage
 
 from megatron5d import kernels
-from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.plain_norm import layer_norm_reference, rms_norm_reference
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.memory_trace import MemoryWatch
+from megatron5d.phases import recompute as activations
+from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.fp8_tensor import Fp8Tensor
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms, gemms_of

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megatron5d.checkpoint import lock_file
-from megatron5d.checkpoint.lock_file import LockFile, Owner, is_alive, this_process
+from megatron5d.topology import lock_file
+from megatron5d.topology.lock_file import LockFile, Owner, is_alive, this_process
 
 FORK = multiprocessing.get_context("fork")
 

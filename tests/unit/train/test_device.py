@@ -11,8 +11,8 @@ import pretrain
 from megatron5d.config.schema import DataConfig, KernelsConfig, PrecisionConfig
 from megatron5d.kernels import tuning
 from megatron5d.tools import plan
-from megatron5d.train import preflight as device
-from megatron5d.train.preflight import device_faults, names_of
+from megatron5d.train.preflight import kernels as device
+from megatron5d.train.preflight.kernels import device_faults, names_of
 
 RUN = [
     "model=tiny",

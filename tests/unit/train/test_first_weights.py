@@ -10,8 +10,8 @@ from ranks import run_ranks
 
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.memory_trace import MemoryWatch
+from megatron5d.planning.memory.forecast import Forecaster, Target
+from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology import init_weights as rng
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron5d.config.schema import Config, ModelConfig, MoeConfig
-from megatron5d.train.startup_warnings import idle_routers
+from megatron5d.train.preflight.warnings import idle_routers
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config, LogConfig, ModelConfig, WandbConfig
 from megatron5d.model.flops import flops_per_token, parameter_count
-from megatron5d.planning.predict import peak_tflops
+from megatron5d.planning.time.predict import peak_tflops
 from megatron5d.train.monitoring import writers as metrics
 from megatron5d.train.monitoring.trackers import TensorBoard, Wandb
 from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, round_steps

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron5d.config.load import load_config
-from megatron5d.train.preflight import glob_faults
+from megatron5d.train.preflight.parameters import glob_faults
 
 LAYOUT = ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "pipeline.schedule=1f1b"]
 

@@ -18,9 +18,9 @@ from megatron5d.config.schema import (
 )
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
-from megatron5d.planning.predict import expected_bubble
-from megatron5d.train.scheduling.auto_schedule import known_programs, layout_of
-from megatron5d.train.scheduling.stage_costs import run_costs
+from megatron5d.planning.schedule_search.auto_schedule import known_programs, layout_of
+from megatron5d.planning.schedule_search.stage_costs import run_costs
+from megatron5d.planning.time.predict import expected_bubble
 
 STEPS, EVAL_EVERY = 4, 2
 

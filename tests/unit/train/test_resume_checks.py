@@ -12,7 +12,7 @@ import pytest
 from megatron5d.config.convert import to_dict
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
-from megatron5d.train.resume_checks import architecture_faults, changed_keys
+from megatron5d.train.preflight.resume import architecture_faults, changed_keys
 
 PRETRAIN = Path(__file__).resolve().parents[3] / "pretrain.py"
 NO_TORCH = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(PRETRAIN)!r}, run_name='__main__')"

@@ -24,7 +24,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.phases.stage import Stage
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 from megatron5d.topology.mesh import Mesh

@@ -27,8 +27,8 @@ from megatron5d.topology.process import Process
 from megatron5d.train import data as data_module
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import held_out, train_loader, valid_loader
-from megatron5d.train.preflight import data_faults
-from megatron5d.train.startup_warnings import (
+from megatron5d.train.preflight.data import data_faults
+from megatron5d.train.preflight.warnings import (
     epochs,
     repeated_validation,
     small_vocabulary,
@@ -232,8 +232,8 @@ def test_files_that_cannot_be_read_are_refused(corpus, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "copy.idx")
 
-    monkeypatch.setattr("megatron5d.train.preflight.IndexedDataset", refuse)
-    monkeypatch.setattr("megatron5d.train.preflight.end_of_document", refuse)
+    monkeypatch.setattr("megatron5d.train.preflight.data.IndexedDataset", refuse)
+    monkeypatch.setattr("megatron5d.train.preflight.data.end_of_document", refuse)
     tokenizer = replace(config, data=replace(config.data, tokenizer=__file__))
     assert [fault.id for fault in data_faults(tokenizer, 1)] == [
         "data-broken",
@@ -272,8 +272,8 @@ def test_a_fault_of_a_file_that_is_split_is_told_once(tmp_path, monkeypatch):
     def refuse(*args, **options):
         raise PermissionError(13, "Permission denied", "copy.idx")
 
-    monkeypatch.setattr("megatron5d.train.preflight._vocabulary_faults", lambda *_: [])
-    monkeypatch.setattr("megatron5d.train.preflight.IndexedDataset", refuse)
+    monkeypatch.setattr("megatron5d.train.preflight.data._vocabulary_faults", lambda *_: [])
+    monkeypatch.setattr("megatron5d.train.preflight.data.IndexedDataset", refuse)
     assert [fault.id for fault in data_faults(config, 1)] == ["data-broken"]
 
 
