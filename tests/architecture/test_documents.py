@@ -1,28 +1,29 @@
-"""What the documents name exists: files, folders, and the keys of the configuration."""
+"""Files, folders and configuration keys that the documents name exist."""
 
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
-from architecture.floors import PICTURE, floors_picture
+from architecture.layers import PICTURE, layers_picture
 
 from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PLACES = ("", "megatron5d/")  # a file of the package may be named from within it
+DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING")]
+DOCUMENTS += [*sorted((ROOT / "docs").rglob("*.md"))]
+PREFIXES = ("", "megatron5d/")  # a file of the package may be named from within it
 GROUPS = {field.name for field in dataclasses.fields(Config)}
-MISSPELLED = {"train.stepz"}  # docs/configuration.md shows how it is refused
+MISSPELLED = {"train.stepz"}  # docs/configuration.md shows how it is rejected
 # made by the examples of CONTRIBUTING.md
 PLANNED = {"conf/model/qwen2_0_5b.yaml", "kernels/relu_squared.py"}
-ROOMS = "megatron5d|kernels|tools|launch|tests|conf|docs"
+FOLDERS = "megatron5d|kernels|tools|launch|tests|conf|docs"
 
 
 def paths_in(text):
-    """`room/...` with a suffix or a slash at its end, and what links point to."""
+    """`folder/...` with a suffix or a slash at its end, and what links point to."""
     named = re.findall(
-        rf"(?<![\w/.-])((?:{ROOMS})/[\w./-]*(?:\.(?:py|sh|yaml|md|txt|sbatch)|/))", text
+        rf"(?<![\w/.-])((?:{FOLDERS})/[\w./-]*(?:\.(?:py|sh|yaml|md|txt|sbatch)|/))", text
     )
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     linked = [link for link in re.findall(r"\]\(([^)#]+)\)", prose) if "://" not in link]
@@ -35,7 +36,7 @@ def keys_in(text):
 
 def exists(name, document):
     return any(
-        (base / place / name).exists() for base in (ROOT, document.parent) for place in PLACES
+        (base / prefix / name).exists() for base in (ROOT, document.parent) for prefix in PREFIXES
     )
 
 
@@ -59,11 +60,11 @@ def test_named_keys_exist(document):
     assert not wrong
 
 
-def test_the_picture_of_the_floors_is_up_to_date():
-    assert PICTURE.read_text() == floors_picture(), "run `python tests/architecture/floors.py`"
+def test_the_picture_of_the_layers_is_up_to_date():
+    assert PICTURE.read_text() == layers_picture(), "run `python tests/architecture/layers.py`"
 
 
-def test_what_is_looked_for_is_found():
+def test_paths_and_keys_are_recognized():
     text = "see `tools/plan.py`, [this](docs/data.md) and train.steps=3"
     assert paths_in(text) == {"tools/plan.py", "docs/data.md"}
     assert keys_in(text) == {"train.steps"}
