@@ -35,7 +35,7 @@ from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
 from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.kernels.moe import best
+from megatron5d.kernels.routing import best
 from megatron5d.topology.axis import Axis
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")

@@ -29,7 +29,7 @@ from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
 from megatron5d.kernels.dispatch import FirstOrderFunction, runs_triton, statistics_dtype
 from megatron5d.kernels.gemm import accumulate_weight_grad
-from megatron5d.kernels.moe import best, route
+from megatron5d.kernels.routing import best, route
 from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_target, run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron5d import kernels
 from megatron5d.kernels import activation as expert_activation
-from megatron5d.kernels import moe
+from megatron5d.kernels import moe, routing
 from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import (
@@ -250,13 +250,13 @@ def _moe() -> None:
     bias = meta(256, dtype=torch.float32)
     for experts, kind, given in ((64, "softmax", None), (256, "sigmoid", bias)):
         logits = meta(8192, experts, dtype=torch.float32, grad=True)
-        chosen, weights = moe.route(logits, 8, kind, True, 1.0, given)
+        chosen, weights = routing.route(logits, 8, kind, True, 1.0, given)
         where = moe.permutation(chosen, experts)
         rows, by_row = moe.permute_weighted(meta(8192, 2048, grad=True), weights, where)
         torch.autograd.backward(
             (moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach())
         )
-    moe.best(meta(8192, 8, dtype=torch.float32), 4)
+    routing.best(meta(8192, 8, dtype=torch.float32), 4)
 
 
 def _embedding() -> None:

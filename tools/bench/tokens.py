@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d import kernels
-from megatron5d.kernels import moe
+from megatron5d.kernels import moe, routing
 from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from megatron5d.tools.bench.harness import (
@@ -133,7 +133,7 @@ def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
     scores = random(device, tokens, experts, dtype=torch.float32)
     chosen = scores.topk(k).indices
     return {
-        "ours": lambda: moe.best(scores, k),
+        "ours": lambda: routing.best(scores, k),
         "ours, permutation": lambda: moe.permutation(chosen, experts).place,
         "torch": lambda: scores.topk(k).indices,
     }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron5d.kernels import gemm as grouped
-from megatron5d.kernels import moe
+from megatron5d.kernels import moe, routing
 from megatron5d.kernels.fp8.gemm import (
     grouped_matmul_fp8,
     grouped_weight_grad_fp8,
@@ -225,7 +225,7 @@ def test_route(n, experts, k, kind, normalised, scale, biased, forced):
     logits, dweights = torch.randn(n, experts).requires_grad_(), torch.randn(n, k)
     bias = torch.randn(experts) if biased else None
     given = torch.stack([torch.randperm(experts)[:k] for _ in range(n)]) if forced else None
-    chosen, weights = moe.route(logits, k, kind, normalised, scale, bias, given)
+    chosen, weights = routing.route(logits, k, kind, normalised, scale, bias, given)
     wide = logits.detach().double().requires_grad_()
     scores = wide.softmax(1) if kind == "softmax" else wide.sigmoid()
     order = (scores if bias is None else scores + bias).topk(k)[1] if given is None else given
@@ -245,17 +245,17 @@ def test_route(n, experts, k, kind, normalised, scale, biased, forced):
 )
 def test_best(n, experts, k):
     scores = torch.randn(n, experts)
-    assert torch.equal(moe.best(scores, k), scores.topk(k)[1])
+    assert torch.equal(routing.best(scores, k), scores.topk(k)[1])
 
 
 def test_ties_and_impossible_scores():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
-    assert moe.best(scores, 3).tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert routing.best(scores, 3).tolist() == [[1, 2, 0], [0, 1, 2]]
     # experts that exist, and NaN continues
     scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])
-    assert moe.best(scores, 2).tolist() == [[0, 1], [1, 2]]
+    assert routing.best(scores, 2).tolist() == [[0, 1], [1, 2]]
     assert scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist() == [[0, 1], [1, 2]]
-    chosen, weights = moe.route(scores, 2, "softmax", True, 1.0)
+    chosen, weights = routing.route(scores, 2, "softmax", True, 1.0)
     assert chosen.tolist() == [[0, 1], [0, 1]] and weights.isnan().all()
 
 
