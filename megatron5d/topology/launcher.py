@@ -305,6 +305,16 @@ def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
     return job if restarts or again else ""
 
 
+def variable(name: str) -> str:
+    """Value of an environment variable that belongs to no launcher; "" where it is not set."""
+    return os.environ.get(name, "")
+
+
+def ensure_home() -> None:
+    """Sets HOME where it is missing, as in some containers, for programs that this one starts."""
+    os.environ.setdefault("HOME", os.path.expanduser("~"))
+
+
 def die_with_parent(parent: int) -> None:
     """Makes Linux kill this process when `parent`, which forked it, dies; ends it where that has
     happened already."""

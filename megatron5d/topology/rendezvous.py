@@ -23,31 +23,6 @@ import torch.distributed as dist
 
 from megatron5d.topology.launcher import Environment
 
-
-def wandb_mode(configured: str) -> str:
-    """Returns how Weights & Biases works: as WANDB_MODE says where it is set, as everywhere else;
-    else as configured.
-
-    Where there is no HOME, its service would print its own log: it is given the one of this user.
-    """
-    os.environ.setdefault("HOME", os.path.expanduser("~"))
-    said = os.environ.get("WANDB_MODE", "")
-    return (
-        said
-        if said in ("online", "offline", "disabled") and configured != "disabled"
-        else configured
-    )
-
-
-def wandb_ways_out() -> str:
-    """Returns what can be done where W&B does not take what it is given, by the knob that decides
-    on its mode."""
-    decides = os.environ.get("WANDB_MODE") in ("online", "offline")
-    return "`wandb login`, or " + (
-        "WANDB_MODE=offline in the environment" if decides else "log.wandb.mode=offline"
-    )
-
-
 _POLL_S = 1.0  # longest pause between two requests: thousands of ranks may ask for minutes
 _KEYS_PER_REQUEST = 256
 _AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of its process has ended

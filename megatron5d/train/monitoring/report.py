@@ -16,9 +16,9 @@ import torch
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.errors import Refused
 from megatron5d.model.flops import flops_per_token
-from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.stragglers import SlowRanks
+from megatron5d.train.monitoring.wandb_environment import wandb_mode
 from megatron5d.train.monitoring.writers import (
     InBackground,
     JsonLines,

@@ -15,7 +15,7 @@ from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
-from megatron5d.topology.rendezvous import wandb_mode, wandb_ways_out
+from megatron5d.train.monitoring.wandb_environment import wandb_mode, wandb_suggestions
 from megatron5d.train.preflight.kernels import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
@@ -62,7 +62,7 @@ def wandb_faults(config: Config, world: int) -> list[Fault]:
             "wandb-key",
             ("log.wandb.mode",),
             f"log.wandb.mode = online: {reason}",
-            wandb_ways_out(),
+            wandb_suggestions(),
             local=True,
         )
     ]
@@ -106,7 +106,7 @@ class Wandb:
                 ),
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            raise Refused(f"log.wandb.mode = {mode}: {error} ({wandb_ways_out()})") from error
+            raise Refused(f"log.wandb.mode = {mode}: {error} ({wandb_suggestions()})") from error
         self._run.define_metric("tokens")
         self._run.define_metric("loss", step_metric="tokens")
         self._run.define_metric("valid_loss*", step_metric="tokens", summary="min,last")
