@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from megatron5d.comm.p2p import TensorMeta, open_channels
+from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.executor import Executor
 from megatron5d.pipeline_parallel.messages import flows
@@ -72,7 +73,7 @@ class TorchStage(nn.Module):
         return x
 
 
-class Phase(nn.Module):
+class Layer(Phase):
     """The same layer; its weight gradient apart where the schedule has W, otherwise in plain torch
     as well."""
 
@@ -135,7 +136,7 @@ class OurPipeline:
         held = program.placement.stages_of(axis.rank)
         split = any(action.op == "W" for slot in program.ranks[axis.rank] for action in slot)
         self._phases = {
-            stage: [Phase(stage * num_layers + i, split) for i in range(num_layers)]
+            stage: [Layer(stage * num_layers + i, split) for i in range(num_layers)]
             for stage in {stage for _, stage in held}
         }
         stages = {(direction, stage): Stage(self._phases[stage]) for direction, stage in held}

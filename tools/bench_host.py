@@ -71,6 +71,7 @@ from megatron5d.kernels import apply_rope, attention, layer_norm
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.gpt import GPT
+from megatron5d.phases.phase import phases_in
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 from megatron5d.tensor_parallel.linear import local_linear
@@ -137,7 +138,7 @@ def our_layer(
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
     replayed = PhaseGraphs(Ledger()) if graphs else None
-    stage = Stage(list(model.layers["0"].children()), graphs=replayed)
+    stage = Stage(phases_in(model.layers["0"]), graphs=replayed)
     batch = make_micro_batch(
         torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
     ).to(device)

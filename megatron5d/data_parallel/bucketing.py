@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron5d.data_parallel.bucket import Bucket, GatherFormat
+from megatron5d.phases.phase import Phase
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
@@ -50,12 +51,12 @@ class Buckets(NamedTuple):
     """The buckets of a stage, and which of them a phase uses."""
 
     buckets: list[Bucket]
-    uses: dict[nn.Module, list[int]]  # phase -> buckets it reads and writes
-    ends: dict[nn.Module, set[int]]  # phase -> buckets whose gradient of a micro-batch it completes
+    uses: dict[Phase, list[int]]  # phase -> buckets it reads and writes
+    ends: dict[Phase, set[int]]  # phase -> buckets whose gradient of a micro-batch it completes
 
 
 def make_buckets(
-    units: Sequence[Sequence[nn.Module]],
+    units: Sequence[Sequence[Phase]],
     mesh: Mesh,
     zero: int,
     grad_dtype: torch.dtype,

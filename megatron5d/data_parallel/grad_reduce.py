@@ -7,10 +7,9 @@ is left until the end of the step.
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from megatron5d.comm.collectives import Pending
 from megatron5d.data_parallel.bucket import Bucket
+from megatron5d.phases.phase import Phase
 from megatron5d.topology.shard_spec import spec_of
 
 
@@ -22,7 +21,7 @@ class BucketReduction:
         per_microbatch: ZeRO-2 and 3 reduce after every micro-batch instead of once a step.
     """
 
-    def __init__(self, bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool) -> None:
+    def __init__(self, bucket: Bucket, phases: Sequence[Phase], per_microbatch: bool) -> None:
         self.bucket, self.phases = bucket, phases
         self._per_microbatch = per_microbatch and bucket.shards_grads
         self.remaining = 0  # weight gradients of phases that have not arrived in this step
@@ -30,7 +29,7 @@ class BucketReduction:
         self._is_last = False  # of the step
         self._replicas: Pending | None = None
 
-    def start_step(self, passes: Mapping[nn.Module, int]) -> None:
+    def start_step(self, passes: Mapping[Phase, int]) -> None:
         """Counts the gradients to come: `passes` micro-batches of each phase."""
         self.remaining = sum(passes[phase] for phase in self.phases)
 
@@ -95,7 +94,7 @@ class BidirectionalReduction(BucketReduction):
     """
 
     def __init__(
-        self, bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int
+        self, bucket: Bucket, phases: Sequence[Phase], per_microbatch: bool, zero: int
     ) -> None:
         super().__init__(bucket, phases, per_microbatch)
         self._in_shard = zero == 1 and bucket.shard.size > 1
@@ -128,7 +127,7 @@ class BidirectionalReduction(BucketReduction):
 
 
 def reduction_of(
-    bucket: Bucket, phases: Sequence[nn.Module], per_microbatch: bool, zero: int
+    bucket: Bucket, phases: Sequence[Phase], per_microbatch: bool, zero: int
 ) -> BucketReduction:
     """Returns the reduction of a bucket; arguments as in the two classes."""
     if spec_of(bucket.parameters[0]).shared and not bucket.frozen:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron5d.comm.collectives import start_all_reduce
 from megatron5d.data_parallel.bucket import GatherFormat
@@ -42,6 +42,7 @@ from megatron5d.data_parallel.grad_reduce import (
 )
 from megatron5d.data_parallel.temporary_buffer import FixedPlaces
 from megatron5d.data_parallel.weight_gather import GatheredWeights
+from megatron5d.phases.phase import Phase
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec
 
@@ -68,7 +69,7 @@ class GradSync:
 
     def __init__(
         self,
-        units: Sequence[Sequence[nn.Module]],
+        units: Sequence[Sequence[Phase]],
         mesh: Mesh,
         zero: int,
         grad_dtype: torch.dtype,
@@ -125,7 +126,7 @@ class GradSync:
         for axis in dict.fromkeys(axes):
             start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
-    def start_step(self, passes: Mapping[nn.Module, int], with_graphs: bool = False) -> None:
+    def start_step(self, passes: Mapping[Phase, int], with_graphs: bool = False) -> None:
         """Clears the gradients and announces the step's micro-batches.
 
         Args:
@@ -146,23 +147,23 @@ class GradSync:
         )
         self.weights.start_step(passes)
 
-    def register(self, phases: Sequence[nn.Module]) -> None:
+    def register(self, phases: Sequence[Phase]) -> None:
         """Takes note of the order in which an action passes the phases of a stage."""
         self.weights.register(phases)
 
-    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+    def prefetch(self, phase: Phase, forward: bool) -> None:
         """Has the weights of this phase, with which the next action begins, gathered during the one
         that starts now."""
         self.weights.prefetch(phase, forward)
 
-    def before(self, phase: nn.Module, kind: str) -> None:
+    def before(self, phase: Phase, kind: str) -> None:
         """Waits for the weights that this phase reads; W reads none."""
         if kind == "recompute":
             self.weights.before_recompute(phase)
         elif kind != "wgrad":
             self.weights.before(phase, kind == "forward")
 
-    def after(self, phase: nn.Module, kind: str) -> None:
+    def after(self, phase: Phase, kind: str) -> None:
         """Releases the weights that this phase has read (ZeRO-3), or reduces its weight
         gradients."""
         if kind == "wgrad":
@@ -170,7 +171,7 @@ class GradSync:
         elif kind != "recompute":
             self.weights.after(phase, kind == "forward")
 
-    def _reduce(self, phase: nn.Module) -> None:
+    def _reduce(self, phase: Phase) -> None:
         """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the
         micro-batch, arrived."""
         ends, both = (

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from megatron5d.phases.phase import Phase
 
 
 def allocate_storage(flat: Tensor) -> None:
@@ -111,11 +113,11 @@ class FixedPlaces:
 
     def __init__(self, buffers: Sequence[TemporaryBuffer]) -> None:
         self._buffers = buffers
-        self._passes: Mapping[nn.Module, int] | None = None  # of the step that was noted
+        self._passes: Mapping[Phase, int] | None = None  # of the step that was noted
         self._together: dict[TemporaryBuffer, set[TemporaryBuffer]] = {}  # held at the same time
         self._are_fixed = False
 
-    def start_step(self, passes: Mapping[nn.Module, int]) -> None:
+    def start_step(self, passes: Mapping[Phase, int]) -> None:
         """Notes a step with new passes; gives the buffers their places in the next step with the
         same ones.
 

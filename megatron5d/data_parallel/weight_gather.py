@@ -33,11 +33,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-from torch import nn
-
 from megatron5d.comm.collectives import Pending
 from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.bucket import Bucket
+from megatron5d.phases.phase import Phase
 from megatron5d.precision.gemm import forget_copies
 
 
@@ -61,24 +60,24 @@ class GatheredWeights:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        uses: Mapping[nn.Module, Sequence[int]],
-        unit_of: Mapping[nn.Module, int],
+        uses: Mapping[Phase, Sequence[int]],
+        unit_of: Mapping[Phase, int],
         per_step: bool,
     ) -> None:
         self._buckets, self._uses, self._unit_of, self._per_step = buckets, uses, unit_of, per_step
         self.exposure = Exposure(buckets[0].weights.device)
-        self._entries: dict[tuple[nn.Module, bool], _Entry] = {}  # (phase, forward)
+        self._entries: dict[tuple[Phase, bool], _Entry] = {}  # (phase, forward)
         # (phase, forward) -> buckets that no earlier phase of the unit uses
-        self._opens: dict[tuple[nn.Module, bool], tuple[int, ...]] = {}
+        self._opens: dict[tuple[Phase, bool], tuple[int, ...]] = {}
         self._pending: dict[int, Pending] = {}
         self._users: Counter[int] = Counter()  # bucket -> actions that read it or will read it next
         self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of its use
         # (bucket, forward) -> actions in its unit now
         self._reading: Counter[tuple[int, bool]] = Counter()
-        self._to_prefetch: list[tuple[nn.Module, bool]] = []
+        self._to_prefetch: list[tuple[Phase, bool]] = []
         self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
 
-    def register(self, phases: Sequence[nn.Module]) -> None:
+    def register(self, phases: Sequence[Phase]) -> None:
         """Takes note of the order in which an action passes the phases of a stage."""
         units = [
             list(group) for _, group in groupby(phases, key=lambda phase: self._unit_of[phase])
@@ -100,7 +99,7 @@ class GatheredWeights:
                     )
                     seen.update(self._uses[phase])
 
-    def start_step(self, passes: Mapping[nn.Module, int]) -> None:
+    def start_step(self, passes: Mapping[Phase, int]) -> None:
         """Takes note of how many micro-batches will pass each phase backward."""
         self._left.clear()
         for phase, count in passes.items():
@@ -108,12 +107,12 @@ class GatheredWeights:
                 self._left[index] += count
         self.exposure.clear()
 
-    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+    def prefetch(self, phase: Phase, forward: bool) -> None:
         """Has the unit of this phase, with which the next action begins, gathered during this
         action's last unit."""
         self._to_prefetch.append((phase, forward))
 
-    def before(self, phase: nn.Module, forward: bool) -> None:
+    def before(self, phase: Phase, forward: bool) -> None:
         """Waits for the weights that the phase reads, and starts gathering those of the next
         unit."""
         entry = self._entries.get((phase, forward))
@@ -132,7 +131,7 @@ class GatheredWeights:
                 self._reserve(self._entries[first, direction].own, direction)
             self._to_prefetch.clear()
 
-    def before_recompute(self, phase: nn.Module) -> None:
+    def before_recompute(self, phase: Phase) -> None:
         """Waits for the weights of a phase that a backward runs forward again; they stay until that
         backward."""
         for index in self._opens[phase, True]:
@@ -140,7 +139,7 @@ class GatheredWeights:
                 self._reserve((index,), False)
             self._wait(index)
 
-    def after(self, phase: nn.Module, forward: bool) -> None:
+    def after(self, phase: Phase, forward: bool) -> None:
         """Frees the buckets that no later phase of the unit reads in this action, unless another
         action needs them."""
         for index in self._opens[phase, not forward]:

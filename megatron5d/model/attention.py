@@ -16,7 +16,7 @@ from megatron5d.context_parallel.block_attention import KVFormat
 from megatron5d.kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import AllHeadsNorm, enter_branch, leave_branch
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
@@ -76,7 +76,7 @@ class AttentionCore(nn.Module):
         ).flatten(2)
 
 
-class AttentionBranch(nn.Module):
+class AttentionBranch(Phase):
     """What the kinds of attention have in common: a residual branch, the first of a block."""
 
     kind = "attention"

@@ -14,6 +14,7 @@ from megatron5d.config.derived import is_moe
 from megatron5d.model.attention import SelfAttention
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import MLP
+from megatron5d.phases.phase import Phase
 
 
 class TransformerBlock(nn.Module):
@@ -25,7 +26,7 @@ class TransformerBlock(nn.Module):
         if shared.model.attention == "mla":
             from megatron5d.model.mla import MultiLatentAttention
 
-            self.attention: nn.Module = MultiLatentAttention(shared, layer)
+            self.attention: Phase = MultiLatentAttention(shared, layer)
         else:
             self.attention = SelfAttention(shared, layer)
         if is_moe(shared.model, layer):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron5d.comm.collectives import gather_last_dim, local_slice
 from megatron5d.config.schema import Config
 from megatron5d.model.block_inputs import BlockInputs
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.wgrad import Defer, run_now
 from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
@@ -18,7 +18,7 @@ from megatron5d.tensor_parallel.linear import column_linear, replicated_paramete
 TIED = "embedding.weight"
 
 
-class Embedding(nn.Module):
+class Embedding(Phase):
     """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with learned positions where
     the model has them."""
 
@@ -133,7 +133,7 @@ class OutputMatrix(nn.Module):
         ]
 
 
-class Head(nn.Module):
+class Head(Phase):
     """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as in OutputMatrix.losses.
 
     With multi-token prediction, whose blocks follow: (sums, normed hidden states). Of blocks on

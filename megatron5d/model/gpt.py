@@ -26,7 +26,13 @@ from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
 from megatron5d.model.partition import StageSpec, whole_model
-from megatron5d.phases.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
+from megatron5d.phases.phase import Phase, phases_in
+from megatron5d.phases.recompute import (
+    KEEP_ALL,
+    ActivationPolicy,
+    HasRecomputedParts,
+    RecomputedParts,
+)
 from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
@@ -46,7 +52,7 @@ def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
 
 
 def set_recompute(
-    phases: Iterable[nn.Module], recompute: RecomputeConfig, stage: int, place: int
+    phases: Iterable[Phase], recompute: RecomputeConfig, stage: int, place: int
 ) -> None:
     """Sets which activations a block's phases keep for their backward, and where.
 
@@ -61,12 +67,11 @@ def set_recompute(
     group = place // recompute.group_layers if full else None
     input_host_bytes = least if full and "inputs" in recompute.offload else None
     for phase in phases:
-        kind = getattr(phase, "kind", None)
-        host_bytes = least if not full and kind in recompute.offload else None
-        phase.activation_policy = ActivationPolicy(parts, group, host_bytes, input_host_bytes)  # type: ignore[assignment]
-        for module in phase.modules() if kind else ():
-            if hasattr(module, "parts"):
-                module.parts = parts  # type: ignore[assignment]
+        host_bytes = least if not full and phase.kind in recompute.offload else None
+        phase.activation_policy = ActivationPolicy(parts, group, host_bytes, input_host_bytes)
+        for module in phase.modules() if phase.kind else ():
+            if isinstance(module, HasRecomputedParts):
+                module.parts = parts
 
 
 def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
@@ -172,7 +177,7 @@ class GPT(nn.Module):
         for stage, spec in self.stages.items():
             for place, i in enumerate(spec.layers):
                 block = self.layers[str(i)] = TransformerBlock(shared, i)
-                set_recompute(block.children(), config.recompute, stage, place)
+                set_recompute(phases_in(block), config.recompute, stage, place)
         self.head: Head | None = None
         self.mtp_blocks = nn.ModuleDict()
         for stage, spec in self.stages.items():
@@ -203,7 +208,7 @@ class GPT(nn.Module):
         output = self.head.output if self.stages[stage].head and self.head is not None else None
         block = self.mtp_blocks[str(depth)] = mtp_block(shared, depth, self._table(shared), output)
         # its head is not recomputed
-        set_recompute(block[:-1], shared.config.recompute, stage, place)
+        set_recompute(phases_in(block)[:-1], shared.config.recompute, stage, place)
 
     def _balancer(
         self, config: Config, mesh: Mesh, device: torch.device | str, replicas: Shared
@@ -219,29 +224,29 @@ class GPT(nn.Module):
         stage = mesh["stage_pair" if "pair" in replicas else "stage"]
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
-    def units_of(self, stage: int) -> list[list[nn.Module]]:
+    def units_of(self, stage: int) -> list[list[Phase]]:
         """Returns the phases of a local stage in units of data parallelism, which are gathered and
         reduced as one."""
         spec = self.stages[stage]
-        units: list[list[nn.Module]] = [list(self.layers[str(i)].children()) for i in spec.layers]
+        units: list[list[Phase]] = [phases_in(self.layers[str(i)]) for i in spec.layers]
         if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if spec.head and self.head is not None:
             units.append([self.head])
-        return units + [list(self.mtp_blocks[str(depth)].children()) for depth in spec.mtp]
+        return units + [phases_in(self.mtp_blocks[str(depth)]) for depth in spec.mtp]
 
-    def phases_of(self, stage: int) -> list[nn.Module]:
+    def phases_of(self, stage: int) -> list[Phase]:
         """Returns the phases of a local stage in order."""
         return [phase for unit in self.units_of(stage) for phase in unit]
 
     @property
-    def units(self) -> list[list[nn.Module]]:
+    def units(self) -> list[list[Phase]]:
         """The units of all local stages in order: embedding, layers, head, blocks of multi-token
         prediction."""
         return [unit for stage in self.stages for unit in self.units_of(stage)]
 
     @property
-    def phases(self) -> list[nn.Module]:
+    def phases(self) -> list[Phase]:
         """The phases of all local stages in order."""
         return [phase for unit in self.units for phase in unit]
 

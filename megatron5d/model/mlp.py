@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import enter_branch, leave_branch
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import gemms_of
@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
         return self.parts.run("activation", activate, inner)  # [s/cp, b, f/tp]
 
 
-class MLP(nn.Module):
+class MLP(Phase):
     """Phase: x + feed_forward(norm(x))."""
 
     kind = "mlp"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron5d.comm.all_to_all import Codec
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher, Room
@@ -24,7 +24,7 @@ from megatron5d.expert_parallel.router import Router, round_robin, within_capaci
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import enter_branch, leave_branch
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL, Source, computed_from
 from megatron5d.phases.wgrad import Defer
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
@@ -82,7 +82,7 @@ def _codec(fp8: bool) -> Codec | None:
     return Fp8DispatchCodec()
 
 
-class MoEDispatch(nn.Module):
+class MoEDispatch(Phase):
     """Phase: hidden states `[s/cp/tp, b, h]` -> MoEState, the tokens under way to their experts."""
 
     kind = "dispatch"
@@ -176,7 +176,7 @@ class MoEDispatch(nn.Module):
         return experts.masked_fill(~keep, num_experts), weights * keep.to(weights.dtype), dropped
 
 
-class MoEExperts(nn.Module):
+class MoEExperts(Phase):
     """Phase: MoEState -> MoEState, the experts' outputs under way back."""
 
     kind = "experts"
@@ -223,7 +223,7 @@ class MoEExperts(nn.Module):
         return MoEState(x, dispatch.start_combine(y), None, shared, dispatch, None)
 
 
-class MoECombine(nn.Module):
+class MoECombine(Phase):
     """Phase: MoEState -> hidden states `[s/cp/tp, b, h]`."""
 
     kind = "combine"

@@ -26,22 +26,22 @@ from torch import Tensor, nn
 from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import OutputMatrix
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase, phases_in
 from megatron5d.phases.wgrad import Defer
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 
 
-class Carrying(nn.Module):
+class Carrying(Phase):
     """A phase of a block that also passes on what it does not read: `(carried, x)` -> `(carried,
     phase(x))`."""
 
-    def __init__(self, phase: nn.Module) -> None:
+    def __init__(self, phase: Phase) -> None:
         super().__init__()
-        self.phase, self.kind = phase, getattr(phase, "kind", None)
+        self.phase, self.kind = phase, phase.kind
         # this and the next for graphs (phase_graphs.py)
-        self.capturable = getattr(phase, "capturable", True)
-        self.adds_grads_at_once = getattr(phase, "adds_grads_at_once", False)
+        self.capturable = phase.capturable
+        self.adds_grads_at_once = phase.adds_grads_at_once
 
     def forward(
         self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer
@@ -52,7 +52,7 @@ class Carrying(nn.Module):
         return carried, self.phase(x, batch, defer)
 
 
-class MtpInput(nn.Module):
+class MtpInput(Phase):
     """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> (sums, the block's input, of the same
     shape).
 
@@ -105,7 +105,7 @@ class MtpInput(nn.Module):
         return carried, local_linear(joined, self.join, defer)  # [s/cp/tp, b, h]
 
 
-class MtpHead(nn.Module):
+class MtpHead(Phase):
     """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask
     appended.
 
@@ -142,5 +142,5 @@ def mtp_block(
 ) -> nn.ModuleList:
     """Builds the phases of one depth; arguments as in MtpInput and MtpHead."""
     block = TransformerBlock(shared, shared.model.num_layers + depth)
-    first, phases = MtpInput(shared, depth, table, output is None), map(Carrying, block.children())
+    first, phases = MtpInput(shared, depth, table, output is None), map(Carrying, phases_in(block))
     return nn.ModuleList([first, *phases, MtpHead(shared, depth, output)])

@@ -28,7 +28,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.local_ranks import run_ranks
-from megatron5d.phases.phase import IGNORED, MicroBatch
+from megatron5d.phases.phase import IGNORED, MicroBatch, Phase, phases_in
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
@@ -362,20 +362,15 @@ def _held(weights: list[Tensor], buffers: bool = False) -> Rectangles:
     ]
 
 
-def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
+def _phases(model: GPT) -> Iterator[tuple[str, Phase]]:
     """Yields the phases of a rank by name, in the order of the model."""
     if model.embedding is not None:
         yield "embedding", model.embedding
-    blocks = [(name, list(block.children())) for name, block in model.layers.items()]
-    blocks += [
-        (f"mtp {depth}", list(block.children())) for depth, block in model.mtp_blocks.items()
-    ]
+    blocks = [(name, phases_in(block)) for name, block in model.layers.items()]
+    blocks += [(f"mtp {depth}", phases_in(block)) for depth, block in model.mtp_blocks.items()]
     for name, phases in blocks:
         prefix = name if name.startswith("mtp") else f"layers.{name}"
-        yield from (
-            (f"{prefix}.{getattr(phase, 'kind', None) or i}", phase)
-            for i, phase in enumerate(phases)
-        )
+        yield from ((f"{prefix}.{phase.kind or i}", phase) for i, phase in enumerate(phases))
 
 
 def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:

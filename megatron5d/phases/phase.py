@@ -1,7 +1,6 @@
-"""What every phase of a stage may read beside its input (`MicroBatch`), and who is told when it
-runs (`PhaseHooks`).
+"""What a stage runs: phases (`Phase`), the data they read (`MicroBatch`), and callbacks (`PhaseHooks`).
 
-Data parallelism is told, so that weights are gathered and gradients reduced in time.
+Data parallelism uses the callbacks to gather weights and reduce gradients in time.
 """
 
 from __future__ import annotations
@@ -9,85 +8,114 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron5d.phases.recompute import ActivationPolicy
+
 KINDS = ("forward", "recompute", "backward", "wgrad")
-"""What a phase is run for: F; once more, where a backward recomputes it; the gradient of its input, in B and I; and the
-weight gradients. These are made in W, or in B together with the gradient of the input: then `wgrad` has no beginning,
-and ends when `backward` has."""
+"""Passes of a phase: F; its repetition where a backward recomputes it; the gradient of its input (in B and I); its
+weight gradients. Those are computed in W, or in B together with the gradient of the input: then `wgrad` has no
+beginning, and ends when `backward` ends."""
+
+
+class Phase(nn.Module):
+    """A part of a layer that either computes or communicates, called as `phase(x, batch, defer)`.
+
+    `defer` takes the weight-gradient half of its backward (wgrad.py).
+    """
+
+    kind: str | None = None  # its name in profiles and in recompute.offload, such as "attention"
+    activation_policy = ActivationPolicy()  # what it keeps for its backward
+    capturable: bool = True  # False: CUDA graphs leave it out
+    # whether its backward adds weight gradients itself instead of passing them to `defer`
+    adds_grads_at_once: bool = False
+
+    @cached_property
+    def parameter_list(self) -> tuple[nn.Parameter, ...]:
+        """The parameters, listed once: walking the modules takes as long as a small phase."""
+        return tuple(self.parameters())
+
+
+def phases_in(block: nn.Module) -> list[Phase]:
+    """The children of a block, all of which must be phases, in order."""
+    phases = []
+    for child in block.children():
+        assert isinstance(child, Phase), f"{type(child).__name__} must derive from Phase"
+        phases.append(child)
+    return phases
 
 
 class PhaseHooks(Protocol):
-    """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may
-    have several."""
+    """Callbacks at the beginning and end of every phase of a stage."""
 
-    def register(self, phases: Sequence[nn.Module]) -> None:
-        """Receives the phases that a stage will run, in forward order, when the stage is made."""
+    def register(self, phases: Sequence[Phase]) -> None:
+        """Receives the phases of a new stage, in forward order."""
 
-    def prefetch(self, phase: nn.Module, forward: bool) -> None:
-        """Announces the first phase of the action after the one that starts now: its weights may be
-        gathered early."""
+    def prefetch(self, phase: Phase, forward: bool) -> None:
+        """Announces the first phase of the next action, whose weights may be gathered early."""
 
-    def before(self, phase: nn.Module, kind: str) -> None:
-        """Announces that the phase is about to run for one of KINDS. All but `wgrad` read its
-        weights."""
+    def before(self, phase: Phase, kind: str) -> None:
+        """Runs before one of the KINDS of passes. All but `wgrad` read the phase's weights."""
 
-    def after(self, phase: nn.Module, kind: str) -> None:
-        """Announces that it has run. Its weights stay from `recompute` to the end of `backward`;
-        others release them.
+    def after(self, phase: Phase, kind: str) -> None:
+        """Runs after the pass.
 
-        At the end of `wgrad` all weight gradients of this phase and micro-batch have been added up.
+        After `wgrad` all weight gradients of this phase and micro-batch are summed. The weights
+        stay gathered from `recompute` to the end of `backward`, and are released after other passes.
         """
 
 
 class NoHooks:
-    """For a stage without data parallelism: no weights are gathered and no gradients reduced."""
+    """Hooks that do nothing, for a stage without data parallelism."""
 
-    def register(self, phases: Sequence[nn.Module]) -> None:
+    def register(self, phases: Sequence[Phase]) -> None:
         pass
 
-    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+    def prefetch(self, phase: Phase, forward: bool) -> None:
         pass
 
-    def before(self, phase: nn.Module, kind: str) -> None:
+    def before(self, phase: Phase, kind: str) -> None:
         pass
 
-    def after(self, phase: nn.Module, kind: str) -> None:
+    def after(self, phase: Phase, kind: str) -> None:
         pass
 
 
-IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignores the same value
+IGNORED = -100  # padding among tokens or labels; torch's cross_entropy ignores the same value
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences of one micro-batch on one data-parallel rank, b = mbs; whole until
-    data/batch.py cuts them."""
+    """The sequences of one micro-batch on one data-parallel rank, b = mbs.
+
+    Sequences are complete until data/batch.py cuts them over cp.
+    """
 
     tokens: Tensor  # int64 [b, s/cp]: inputs; padding is 0
     labels: Tensor  # int64 [b, s/cp]: the token after each input; padding is IGNORED
     loss_mask: Tensor  # fp32 [b, s/cp]: 1 where the prediction counts, 0 where it does not
-    # int64 [b, s/cp]: place in the sequence, or in its document under data.document_mask
+    # int64 [b, s/cp]: position in the sequence, or in its document under data.document_mask
     positions: Tensor
-    # int64 [b, s]: document's number in its sequence; None = no such masks, or in `context`
+    # int64 [b, s]: index of the document; None = no document mask, or it is part of `context`
     documents: Tensor | None
     padding: Tensor | None = None  # bool [b, s/cp]: True where the input is padding; None = nowhere
-    # int64 [b], in training: numbers of the sequences among all that the run reads
+    # int64 [b], in training: index of each sequence among all that the run reads
     samples: Tensor | None = None
-    # under cp: what attention computes on this rank (block_attention.ContextPlan) with multi-token
-    # prediction of D depths (model/mtp.py: look_ahead):
+    # with cp > 1: what attention computes on this rank (block_attention.ContextPlan)
     context: Any = None
-    # int64 [D, b, s/cp]: the token 1, 2, ... D places after each input
+    # multi-token prediction of D depths (model/mtp.py: look_ahead); int64 [D, b, s/cp]: the token
+    # 1, 2, ... D positions after each input
     ahead_tokens: Tensor | None = None
     ahead_labels: Tensor | None = None  # int64 [D, b, s/cp]: the token after that
     ahead_mask: Tensor | None = None  # fp32 [D, b, s/cp]: 1 where the prediction counts
 
     @property
     def kind(self) -> frozenset[str]:
-        """What there is: micro-batches of one kind run through the same kernels."""
+        """Names of the fields that are set: micro-batches of one kind run the same kernels."""
         return frozenset(name for name, value in vars(self).items() if value is not None)
 
     @property

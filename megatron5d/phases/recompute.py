@@ -29,10 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -123,6 +123,13 @@ class RecomputedParts:
 
 
 KEEP_ALL = RecomputedParts()
+
+
+@runtime_checkable
+class HasRecomputedParts(Protocol):
+    """A module that runs its parts through `parts`, which model/gpt.py chooses."""
+
+    parts: RecomputedParts
 
 
 class _Part(FirstOrderFunction):
@@ -289,12 +296,12 @@ class ActivationPolicy:
         return not self.parts.names and self.host_bytes is None
 
     @contextmanager
-    def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
+    def saving(self, weights: Iterable[Tensor]) -> Iterator[list[HostCopy]]:
         """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors
         offloaded.
 
         Args:
-            phase: its weights are not offloaded.
+            weights: of the phase, which are not offloaded.
 
         Yields:
             The copies on the host; the list is complete when the context ends.
@@ -303,9 +310,9 @@ class ActivationPolicy:
         # holds the tensors, so that no id of a storage is used again
         copies: dict[Any, tuple[HostCopy, Tensor]] = {}
         # ids of storages: on the meta device all of them have the same address
-        weights: set[int] = set()
+        weight_storages: set[int] = set()
         if self.host_bytes is not None:
-            weights = {id(weight.untyped_storage()) for weight in phase.parameters()}
+            weight_storages = {id(weight.untyped_storage()) for weight in weights}
 
         def place(tensor: Tensor) -> Tensor | HostCopy:
             storage, least = tensor.untyped_storage(), self.host_bytes
@@ -314,7 +321,7 @@ class ActivationPolicy:
                 least is None
                 or size < least
                 or not tensor.is_floating_point()
-                or id(storage) in weights
+                or id(storage) in weight_storages
             ):
                 return tensor
             key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -334,12 +341,3 @@ class ActivationPolicy:
         with saved_tensors_hooks(pack, _unpack):
             yield found
         copies.clear()
-
-
-_PLAIN = ActivationPolicy()
-
-
-def policy_of(phase: nn.Module) -> ActivationPolicy:
-    """Returns the policy of a phase; model/gpt.py sets it. A phase without one keeps everything on
-    its device."""
-    return getattr(phase, "activation_policy", _PLAIN)

@@ -10,12 +10,12 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron5d.phases.offload import HostCopy
-from megatron5d.phases.phase import MicroBatch
-from megatron5d.phases.recompute import policy_of, run_backward
+from megatron5d.phases.phase import MicroBatch, Phase
+from megatron5d.phases.recompute import run_backward
 from megatron5d.phases.wgrad import Closure, hand_over, hand_over_grads, run_now
 
 # makes autograd record a phase's input; gets no gradient itself
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     """One phase in one pass: a part of an action that is not interrupted."""
 
     kind: str  # one of KINDS in phase.py
-    phase: nn.Module
+    phase: Phase
     place: int  # of the phase in its stage
     group: int | None = None  # of recomputation; None = the phase keeps its graph
     opens: bool = False  # the group's first phase, whose input the group keeps
@@ -42,7 +42,7 @@ class SavedPhase:
 
     __slots__ = ("phase", "batch", "input_edges", "output_edges", "copies", "weight_grads")
 
-    def __init__(self, phase: nn.Module, batch: MicroBatch | None) -> None:
+    def __init__(self, phase: Phase, batch: MicroBatch | None) -> None:
         self.phase, self.batch = phase, batch
         # where gradients of the input's floating-point tensors come out
         self.input_edges: list[GradientEdge] = []
@@ -54,11 +54,11 @@ class SavedPhase:
     def forward(self, x: Any) -> Any:
         """Returns the phase's output, detached from its graph; `x` is the detached output of the
         phase before."""
-        x, policy = _attach(x, self.input_edges), policy_of(self.phase)
+        x, policy = _attach(x, self.input_edges), self.phase.activation_policy
         if policy.keeps_all:
             y = self.phase(x, self.batch, self.weight_grads)
         else:
-            with policy.saving(self.phase) as self.copies:
+            with policy.saving(self.phase.parameter_list) as self.copies:
                 y = self.phase(x, self.batch, self.weight_grads)
         return _detach(y, self.output_edges)
 
@@ -77,7 +77,7 @@ class SavedPhase:
         Returns:
             That of the input, the same.
         """
-        defer, inputs, parameters = self.weight_grads, self.input_edges, _parameters_of(self.phase)
+        defer, inputs, parameters = self.weight_grads, self.input_edges, self.phase.parameter_list
         defer.immediate = not split
         roots, given = [], []
         for edge, each in zip(
@@ -91,7 +91,7 @@ class SavedPhase:
         for parameter, each in zip(parameters, grads[len(inputs) :]):
             if each is not None:
                 hand_over(parameter, each, defer)
-        if not policy_of(self.phase).keeps_all:
+        if not self.phase.activation_policy.keeps_all:
             hand_over_grads(parameters, defer)  # which recomputed parts have left
         return grads[: len(inputs)] if len(inputs) > 1 else grads[0] if inputs else None
 
@@ -117,7 +117,7 @@ class InFlight:
         saved = self.phases[step.place] = SavedPhase(step.phase, self.read_by(step.phase))
         return saved
 
-    def read_by(self, phase: nn.Module) -> MicroBatch | None:
+    def read_by(self, phase: Phase) -> MicroBatch | None:
         """Returns the batch as this phase reads it."""
         return self.batch
 
@@ -240,14 +240,6 @@ def _with(state: Any, tensors: Iterator[Tensor]) -> Any:
         else:
             new.append(_with(item, tensors) if isinstance(item, tuple) else item)
     return tuple(new)
-
-
-def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Returns the parameters, listed once: walking the modules takes as long as a small phase."""
-    listed = phase.__dict__.get("listed_parameters")
-    if listed is None:
-        listed = phase.__dict__["listed_parameters"] = tuple(phase.parameters())
-    return listed
 
 
 def map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:

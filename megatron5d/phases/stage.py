@@ -25,11 +25,10 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron5d.phases.offload import HostCopy
-from megatron5d.phases.phase import MicroBatch, NoHooks, PhaseHooks
-from megatron5d.phases.recompute import policy_of
+from megatron5d.phases.phase import MicroBatch, NoHooks, Phase, PhaseHooks
 from megatron5d.phases.saved_phase import InFlight, Step, map_tensors, on_device
 from megatron5d.phases.wgrad import run_now
 
@@ -37,7 +36,7 @@ from megatron5d.phases.wgrad import run_now
 class StageGraphs(Protocol):
     """Replays a stage's phases from captured graphs (pipeline_parallel/phase_graphs.py)."""
 
-    def open(self, phases: Sequence[nn.Module], batch: MicroBatch, split: bool) -> InFlight:
+    def open(self, phases: Sequence[Phase], batch: MicroBatch, split: bool) -> InFlight:
         """The state of a micro-batch whose phases are captured or replayed."""
         ...
 
@@ -55,13 +54,13 @@ class StageGraphs(Protocol):
         ...
 
 
-def steps_of(phases: Sequence[nn.Module]) -> dict[str, list[Step]]:
+def steps_of(phases: Sequence[Phase]) -> dict[str, list[Step]]:
     """Returns the steps of every op; a recompute group runs forward once more before its backward,
     in B and in I."""
     forward: list[Step] = []
     backward: list[Step] = []
     for number, (key, members) in enumerate(
-        groupby(enumerate(phases), key=lambda each: policy_of(each[1]).group)
+        groupby(enumerate(phases), key=lambda each: each[1].activation_policy.group)
     ):
         places, group = list(members), None if key is None else number
 
@@ -94,7 +93,7 @@ class Stage:
 
     def __init__(
         self,
-        phases: Sequence[nn.Module],
+        phases: Sequence[Phase],
         hooks: PhaseHooks | None = None,
         graphs: StageGraphs | None = None,
     ) -> None:
@@ -103,7 +102,7 @@ class Stage:
         if self.phases:
             self.hooks.register(self.phases)
         self.steps = steps_of(self.phases)
-        policies = [policy_of(phase) for phase in self.phases]
+        policies = [phase.activation_policy for phase in self.phases]
         self.offloads = any(
             each.host_bytes is not None or each.input_host_bytes is not None for each in policies
         )
@@ -226,10 +225,10 @@ class Pass:
             self._saved.fetch(self.steps[self._at + 1])
 
 
-def _kept(phase: nn.Module, x: Any) -> Any:
+def _kept(phase: Phase, x: Any) -> Any:
     """Returns a recompute group's input as it is kept: large tensors on the host where its first
     phase says so."""
-    at_least = policy_of(phase).input_host_bytes
+    at_least = phase.activation_policy.input_host_bytes
     if at_least is None:
         return x
     return map_tensors(lambda t: HostCopy(t) if t.numel() * t.element_size() >= at_least else t, x)

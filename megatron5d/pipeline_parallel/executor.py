@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron5d.comm.ledger import Exposure
 from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, open_channels
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.stage import Pass, Stage
 from megatron5d.pipeline_parallel.free_memory import FreeMemory
 from megatron5d.pipeline_parallel.messages import (
@@ -415,7 +415,7 @@ class Pipeline:
         # what is evaluated may differ from time to time
         executor.run(batches, loss, self.forms, host_may_wait=True)
 
-    def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
+    def passes(self, num_microbatches: int) -> dict[Phase, int]:
         """Returns every local phase with its number of micro-batches, in the order in which phases
         finish.
 
@@ -426,10 +426,10 @@ class Pipeline:
 
 
 def passes_of(
-    program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Module]]
-) -> dict[nn.Module, int]:
+    program: Program, phases: Mapping[tuple[int, int], Sequence[Phase]]
+) -> dict[Phase, int]:
     """Returns, as `Pipeline.passes`, those of the phases of every (direction, stage)."""
-    counts: dict[nn.Module, int] = {}
+    counts: dict[Phase, int] = {}
     for stage in sorted({stage for _, stage in phases}, key=lambda stage: _finish(program, stage)):
         for direction, held in phases:
             if held == stage:

@@ -26,11 +26,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron5d.comm.collectives import UNDER_WAY
 from megatron5d.comm.ledger import Ledger, Traffic
-from megatron5d.phases.phase import MicroBatch
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.saved_phase import InFlight, SavedPhase, Step
 from megatron5d.precision.gemm import forget_copies
 
@@ -133,7 +133,7 @@ class PhaseGraphs:
         if self.captures:
             torch.cuda.empty_cache()
 
-    def open(self, phases: Sequence[nn.Module], batch: MicroBatch, split: bool) -> InFlight:
+    def open(self, phases: Sequence[Phase], batch: MicroBatch, split: bool) -> InFlight:
         """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
 
         Args:
@@ -183,18 +183,18 @@ class Slot(InFlight):
         _fill(self.given, tuple(vars(batch).values()))
         self._uncaptured = copy(self.batch)
 
-    def read_by(self, phase: nn.Module) -> MicroBatch | None:
-        return self.batch if _is_captured(phase) else self._uncaptured
+    def read_by(self, phase: Phase) -> MicroBatch | None:
+        return self.batch if phase.capturable else self._uncaptured
 
     def open(self, step: Step) -> SavedPhase:
-        if not _is_captured(step.phase):
+        if not step.phase.capturable:
             return super().open(step)
         if self.phases[step.place] is None:
             self.phases[step.place] = _GraphedPhase(self, step)
         return self.of(step)
 
     def evaluate(self, step: Step, x: Any) -> Any:
-        if not _is_captured(step.phase):
+        if not step.phase.capturable:
             return super().evaluate(step, x)
         return self.run("evaluate", step, lambda x: super(Slot, self).evaluate(step, x), x)
 
@@ -271,7 +271,7 @@ class _GraphedPhase(SavedPhase):
         return self._slot.run("forward", self._step, super().forward, x)
 
     def backward(self, grad: Any, split: bool) -> Any:
-        if getattr(self.phase, "adds_grads_at_once", False):
+        if self.phase.adds_grads_at_once:
             self._allocate()
         grad = self._slot.run(
             "backward", self._step, lambda g: super(_GraphedPhase, self).backward(g, True), grad
@@ -295,10 +295,6 @@ class _GraphedPhase(SavedPhase):
         and repeat it."""
         for allocate in self._allocate_grads:
             allocate()
-
-
-def _is_captured(phase: nn.Module) -> bool:
-    return getattr(phase, "capturable", True)
 
 
 def _form(batch: MicroBatch) -> Form:

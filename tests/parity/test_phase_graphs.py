@@ -25,6 +25,7 @@ from megatron5d.config.schema import (
 from megatron5d.data.batch import IGNORED, make_micro_batch
 from megatron5d.data_parallel.temporary_buffer import FixedPlaces, TemporaryBuffer
 from megatron5d.parity import run
+from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Stage
 from megatron5d.phases.wgrad import defer_weight_grad, grad_buffer, run_now
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
@@ -197,7 +198,7 @@ class Scaled(torch.autograd.Function):
         return dy * weight.detach(), None, None
 
 
-class AddsAtOnce(torch.nn.Module):
+class AddsAtOnce(Phase):
     kind = "scaled"
     adds_grads_at_once = True
 

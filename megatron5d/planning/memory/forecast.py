@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
@@ -26,8 +26,7 @@ from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
 from megatron5d.optim.optimizer import Optimizer, build_optimizer, global_square_sum
-from megatron5d.phases.phase import MicroBatch
-from megatron5d.phases.recompute import policy_of
+from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.planning.memory.peak import Moment, Replay, find_peak
 from megatron5d.planning.memory.rank_memory import (
@@ -252,21 +251,21 @@ class Forecaster:
         return self._known[key]
 
 
-def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
+def _units(units: list[list[Phase]]) -> list[list[Phase]]:
     """Layers that are recomputed together become one."""
-    joined: list[list[nn.Module]] = []
+    joined: list[list[Phase]] = []
     for unit in units:
-        group = policy_of(unit[0]).group
-        if joined and group is not None and group == policy_of(joined[-1][-1]).group:
+        group = unit[0].activation_policy.group
+        if joined and group is not None and group == joined[-1][-1].activation_policy.group:
             joined[-1] = joined[-1] + unit
         else:
             joined.append(unit)
     return joined
 
 
-def _signature(unit: list[nn.Module]) -> tuple:
+def _signature(unit: list[Phase]) -> tuple:
     """Returns equal for units whose phases do the same on tensors of the same sizes."""
-    groups = [policy_of(phase).group for phase in unit]
+    groups = [phase.activation_policy.group for phase in unit]
     return tuple(
         (
             tuple(type(module) for module in phase.modules()),
@@ -280,7 +279,7 @@ def _signature(unit: list[nn.Module]) -> tuple:
     )
 
 
-def _further_tables(units: list[list[nn.Module]]) -> list[bool]:
+def _further_tables(units: list[list[Phase]]) -> list[bool]:
     """Says which units are the first to read a second kind of rotary tables, which a stage's layers
     share."""
     kinds: set[object] = set()
@@ -292,9 +291,9 @@ def _further_tables(units: list[list[nn.Module]]) -> list[bool]:
     return further
 
 
-def _keeping(phase: nn.Module) -> tuple:
+def _keeping(phase: Phase) -> tuple:
     """Returns what of a phase is kept, and where."""
-    policy = policy_of(phase)
+    policy = phase.activation_policy
     return policy.parts.names, policy.host_bytes, policy.input_host_bytes
 
 

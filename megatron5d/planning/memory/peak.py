@@ -23,9 +23,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.messages import (
     Flow,
@@ -56,8 +55,8 @@ class Replay(MemoryWatch):
     def __init__(
         self,
         sync: GradSync,
-        phases: Mapping[int, Sequence[nn.Module]],
-        passes: Mapping[nn.Module, int],
+        phases: Mapping[int, Sequence[Phase]],
+        passes: Mapping[Phase, int],
         block: int,
         with_graphs: bool = False,
     ) -> None:
@@ -108,7 +107,7 @@ class Replay(MemoryWatch):
             self._sync.before(phase, kind)
         return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
-    def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
+    def _make_copies(self, phase: Phase, backward: bool) -> bool:
         """Makes the FP8 copies that a phase reads, and returns whether some of them were not
         there."""
         makes = False

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.kernels.dispatch import statistics_dtype
-from megatron5d.phases.phase import NoHooks
+from megatron5d.phases.phase import NoHooks, Phase
 from megatron5d.phases.stage import Pass, Stage
 from megatron5d.planning.memory.meta_outputs import operation_of
 from megatron5d.precision.fp8_recipes import quantized_copies
@@ -241,7 +241,7 @@ class Tracer:
 
     def trace(
         self,
-        units: Sequence[Sequence[nn.Module]],
+        units: Sequence[Sequence[Phase]],
         signatures: Sequence[Hashable],
         *,
         first: bool,
@@ -269,8 +269,8 @@ class Tracer:
 
     def _cycle(
         self,
-        phases: Sequence[nn.Module],
-        times: Mapping[nn.Module, int],
+        phases: Sequence[Phase],
+        times: Mapping[Phase, int],
         hooks: NoHooks,
         first: bool,
         last: bool,
@@ -297,7 +297,7 @@ class Tracer:
         return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
 
     def _forward(
-        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], first: bool
+        self, watch: MemoryWatch, stage: Stage, times: Mapping[Phase, int], first: bool
     ) -> tuple[Step, ...]:
         x, arrival = (
             (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, self.shapes[0])
@@ -310,7 +310,7 @@ class Tracer:
         self,
         watch: MemoryWatch,
         stage: Stage,
-        times: Mapping[nn.Module, int],
+        times: Mapping[Phase, int],
         last: bool,
         split: bool,
     ) -> tuple[Step, ...]:
@@ -323,7 +323,7 @@ class Tracer:
         self,
         watch: MemoryWatch,
         work: Pass,
-        times: Mapping[nn.Module, int],
+        times: Mapping[Phase, int],
         host_bytes: Callable[[], int] = lambda: 0,
     ) -> tuple[Step, ...]:
         """Runs a pass step by step. The last step frees the output, which `work` holds.
@@ -379,7 +379,7 @@ class _Requantized(NoHooks):
         ]
         self._gathered = {weight for bucket in formatted for weight in bucket.parameters}
 
-    def before(self, phase: nn.Module, kind: str) -> None:
+    def before(self, phase: Phase, kind: str) -> None:
         if kind == "wgrad":  # which reads none
             return
         forget_copies(weight for weight in phase.parameters() if weight not in self._gathered)

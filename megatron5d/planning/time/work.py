@@ -15,6 +15,7 @@ from megatron5d.comm.ledger import Traffic
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops
 from megatron5d.model.partition import StageSpec
+from megatron5d.phases.phase import Phase
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
 from megatron5d.topology.shard_spec import spec_of
@@ -217,9 +218,9 @@ class CoreFlops:
         again = recompute.mode == "selective" and "attention" in recompute.parts
         self._passes = {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + again, "wgrad": 0.0}
 
-    def __call__(self, phase: nn.Module, kind: str) -> float:
+    def __call__(self, phase: Phase, kind: str) -> float:
         """Returns those of one phase, run for one of the kinds of phases/phase.py."""
-        if getattr(phase, "kind", None) != "attention":
+        if phase.kind != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
         # Carrying wraps those of multi-token prediction

@@ -30,6 +30,7 @@ from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.phases.offload import WATCH
+from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Pass, Stage
 from megatron5d.phases.wgrad import grad_buffer
 from megatron5d.planning.memory.forecast import Target, planned_batch, set_load
@@ -56,7 +57,7 @@ EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
 _Block = tuple[str, frozenset[str], frozenset[str]]
-Works = dict[str, dict[nn.Module, Work]]
+Works = dict[str, dict[Phase, Work]]
 """op -> phase -> its work."""
 _Trace = tuple[GPT, list[Kind], Works, Any]
 
@@ -143,9 +144,7 @@ class Workloads:
             for kind, count in kinds.items()
         ]
 
-    def block(
-        self, config: Config, before: Callable[[GPT], Any]
-    ) -> tuple[list[nn.Module], Works, Any]:
+    def block(self, config: Config, before: Callable[[GPT], Any]) -> tuple[list[Phase], Works, Any]:
         """Returns the phases of the model's mixture block, or of its dense one; op -> phase -> its
         work; and what `before` has returned.
 
@@ -445,10 +444,10 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter, backs: str) ->
     return found
 
 
-def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[nn.Module, Work]:
+def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[Phase, Work]:
     """Returns what each phase does in a pass; one that is computed again does so in its own
     backward."""
-    found: dict[nn.Module, list[Work]] = defaultdict(list)
+    found: dict[Phase, list[Work]] = defaultdict(list)
     for kind, phase, *_ in work.steps:
         work.advance()
         found[phase].append(counter.take(core(phase, kind)))

@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron5d.phases.phase import KINDS, PhaseHooks
+from megatron5d.phases.phase import KINDS, Phase, PhaseHooks
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.writers import harmless
 
@@ -75,20 +74,20 @@ class WatchedHooks:
     def __init__(
         self,
         hooks: PhaseHooks,
-        names: Mapping[nn.Module, tuple[str, str]],
+        names: Mapping[Phase, tuple[str, str]],
         laps: Laps,
         ranges: bool,
     ) -> None:
         self._hooks, self._names, self._laps, self._ranges = hooks, names, laps, ranges
         self._running: tuple[str, record_function | None] | None = None
 
-    def register(self, phases: Sequence[nn.Module]) -> None:
+    def register(self, phases: Sequence[Phase]) -> None:
         self._hooks.register(phases)
 
-    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+    def prefetch(self, phase: Phase, forward: bool) -> None:
         self._hooks.prefetch(phase, forward)
 
-    def before(self, phase: nn.Module, kind: str) -> None:
+    def before(self, phase: Phase, kind: str) -> None:
         self._laps.lap(BETWEEN)
         self._hooks.before(phase, kind)
         self._laps.lap(GATHERING)
@@ -98,7 +97,7 @@ class WatchedHooks:
             span.__enter__()
         self._running = name, span
 
-    def after(self, phase: nn.Module, kind: str) -> None:
+    def after(self, phase: Phase, kind: str) -> None:
         # else, in B, the weight gradients were made in the backward, which is over
         if self._running is not None:
             (name, span), self._running = self._running, None

@@ -4,11 +4,11 @@ what is sent twice."""
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
 from whole_stage import WholeStage
 
 from megatron5d.comm.all_to_all import Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.ledger import Ledger
+from megatron5d.phases.phase import Phase
 from megatron5d.phases.recompute import ActivationPolicy
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -31,7 +31,7 @@ def arrivals(rank, rows):
     return torch.cat([cuts[source][rank] for source in range(WORLD)])
 
 
-class Send(nn.Module):
+class Send(Phase):
     def __init__(self, rank, ep):
         super().__init__()
         self.rank, self.ep = rank, ep
@@ -41,7 +41,7 @@ class Send(nn.Module):
         return x, exchange.start(x * 2), exchange
 
 
-class Use(nn.Module):
+class Use(Phase):
     def forward(self, state, batch, defer):
         x, handle, exchange = state
         y = exchange.finish(handle).square().sum() + x.sum()

@@ -247,7 +247,7 @@ class _Saves(torch.autograd.Function):
 def test_large_floats_that_are_no_weights_go_to_the_host_once():
     phase, x = torch.nn.Linear(4, 8), torch.randn(8, 4, requires_grad=True)
     policy = ActivationPolicy(host_bytes=8 * 4 * 4)  # as large as x and the weight
-    with policy.saving(phase) as copies:
+    with policy.saving(phase.parameters()) as copies:
         _Saves.apply(x, phase.weight, torch.arange(100), torch.randn(31))
     assert [copy.num_bytes for copy in copies] == [8 * 4 * 4]
     assert torch.equal(copies[0].value(), x) and copies[0].value() is copies[0].value(), (

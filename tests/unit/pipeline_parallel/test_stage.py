@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from whole_stage import WholeStage
 
-from megatron5d.phases.phase import NoHooks
+from megatron5d.phases.phase import NoHooks, Phase
 from megatron5d.phases.recompute import ActivationPolicy
 from megatron5d.phases.wgrad import add_weight_grad
 
@@ -35,7 +35,7 @@ class Twice(torch.autograd.Function):
         return dy @ ctx.weight, None, None, None
 
 
-class Layer(nn.Module):
+class Layer(Phase):
     def __init__(self, log, seed):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
