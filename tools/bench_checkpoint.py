@@ -57,7 +57,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.folder import newest
+from megatron5d.checkpoint.folder import newest_checkpoint
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
@@ -66,9 +66,9 @@ from megatron5d.checkpoint.hf.safetensors_folder import (
 )
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import PREFIX, SavedWeights, lazy_tensor, load_tensors
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, lazy_tensor, load_tensors
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.storage import Reader, read, write
+from megatron5d.checkpoint.storage import Reader, read_tensors, write_rank_file
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
@@ -79,7 +79,7 @@ from megatron5d.tools.conversion.reshard import rank_tensors, reshard
 
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
     return {
-        PREFIX + name: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)
+        WEIGHT_PREFIX + name: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)
         for name, x in tensors.items()
     }
 
@@ -107,7 +107,7 @@ class Bench:
             os.fsync(file.fileno())
 
     def newest(self) -> Path:
-        found = newest(self.folder / "ours")
+        found = newest_checkpoint(self.folder / "ours")
         assert found is not None
         return found
 
@@ -127,7 +127,7 @@ class Bench:
             shape, parts = (ROWS, COLUMNS), {}
             for name in self.model:
                 read_whole = partial(stored.read, name, shape=shape)
-                parts[PREFIX + name] = lazy_tensor(
+                parts[WEIGHT_PREFIX + name] = lazy_tensor(
                     shape, {(0, 0): shape}, torch.float32, read_whole
                 )
             self.save_ours(dict(parts))
@@ -146,7 +146,7 @@ class Bench:
         model = replace(model, num_layers=max(1, round(self.num_bytes / 51e6)))
         config, tensors = Config(model=model, precision=PrecisionConfig(dtype="fp32")), {}
         for key, tensor in rank_tensors(config, 1, searched_layout(config, 1), 0).items():
-            if key.startswith(PREFIX):
+            if key.startswith(WEIGHT_PREFIX):
                 tensors[key] = ShardedTensor(
                     tensor.shape,
                     [((0,) * len(tensor.shape), torch.randn(tensor.shape))],
@@ -180,12 +180,12 @@ class Bench:
         rows = ROWS // RANKS
         for rank in range(RANKS):
             parts = {key: _slice(x, rank * rows, rows) for key, x in _whole(self.model).items()}
-            messages.append(write(folder, parts, rank, save))
+            messages.append(write_rank_file(folder, parts, rank, save))
         IndexWriter().write(folder, messages, save)
         (folder / "files.json").write_text('{"run.json": 0}')
         reader, before = Reader(folder), _bytes_read()
         for rank in range(RANKS):
-            read(
+            read_tensors(
                 reader,
                 [{key: _slice(x, rank * rows, rows) for key, x in _whole(self.into).items()}],
             )
@@ -227,7 +227,7 @@ class Bench:
 
 
 def _slice(tensor: ShardedTensor, start: int, rows: int) -> ShardedTensor:
-    (values,) = tensor.parts.values()
+    (values,) = tensor.shards.values()
     return ShardedTensor(tensor.shape, [((start, 0), values[start : start + rows])], tensor.dtype)
 
 

@@ -36,11 +36,11 @@ from megatron5d.config.schema import Config
 
 _NAME = re.compile(r"step-(\d{8,})$")
 MANIFEST = "files.json"
-RUN = "run.json"
+RUN_FILE = "run.json"
 FORMAT = 1  # of run.json; raised when an older reader would misread it
 METADATA = ".metadata"  # DCP's: which tensors there are, and where
-TENSORS = ".distcp"  # suffix of the files that hold tensors
-LEFT = ".left"  # after the name of a checkpoint that the run went back behind
+TENSOR_SUFFIX = ".distcp"  # suffix of the files that hold tensors
+LEFT_SUFFIX = ".left"  # after the name of a checkpoint that the run went back behind
 _WRITING = ".tmp"
 _REMOVED = ".removed"  # after the name of one that is being removed
 _MOST_LAYERS = 100_000  # of a configuration that is believed
@@ -58,7 +58,7 @@ def write_manifest(folder: Path) -> None:
     for name, size in sorted(_sizes(folder).items()):
         if name != MANIFEST:
             entries[name] = {"bytes": size}
-        if name != MANIFEST and not name.endswith(TENSORS):
+        if name != MANIFEST and not name.endswith(TENSOR_SUFFIX):
             entries[name]["crc32"] = zlib.crc32((folder / name).read_bytes())
     (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
 
@@ -73,15 +73,15 @@ def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
     """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors
     (not in old checkpoints). Raises ValueError: files.json is damaged."""
     entries = parse_json((folder / MANIFEST).read_bytes())
-    if RUN not in entries:
-        raise ValueError(f"it does not list {RUN}")
+    if RUN_FILE not in entries:
+        raise ValueError(f"it does not list {RUN_FILE}")
     return {
         name: entry if isinstance(entry, dict) else {"bytes": entry}
         for name, entry in entries.items()
     }
 
 
-def changed(folder: Path, name: str) -> str | None:
+def checksum_error(folder: Path, name: str) -> str | None:
     """Returns a message if a file without tensors differs from its checksum; None if not, or if it
     has none."""
     saved = read_manifest(folder).get(name, {}).get("crc32")
@@ -90,7 +90,7 @@ def changed(folder: Path, name: str) -> str | None:
     return f"{folder / name} is damaged: its bytes are not those that were saved (CRC-32)"
 
 
-def fault_of(folder: Path) -> str | None:
+def checkpoint_error(folder: Path) -> str | None:
     """Returns a message that says why a folder is not a whole checkpoint; None if it is one."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
@@ -107,7 +107,7 @@ def fault_of(folder: Path) -> str | None:
         if found != size:
             had = "no file" if found is None else f"{found} bytes"
             return f"{folder / name} has {had} where {size} bytes were saved"
-    return changed(folder, RUN)
+    return checksum_error(folder, RUN_FILE)
 
 
 def named_steps(directory: Path) -> list[int]:
@@ -124,7 +124,7 @@ def saved_steps(directory: Path) -> list[int]:
 def _is_whole(directory: Path, step: int) -> bool:
     """Returns whether a step's checkpoint is whole; looks at every file, of which there may be one
     per rank."""
-    return fault_of(step_folder(directory, step)) is None
+    return checkpoint_error(step_folder(directory, step)) is None
 
 
 def saved_after(directory: Path, step: int) -> list[int]:
@@ -134,28 +134,30 @@ def saved_after(directory: Path, step: int) -> list[int]:
     ]
 
 
-def faults_of_newer(directory: Path) -> list[str]:
+def errors_of_newer(directory: Path) -> list[str]:
     """Says why each folder newer than the newest whole checkpoint is not whole; the newest
     first."""
     found = []
     for step in reversed(named_steps(directory)):
-        fault = fault_of(step_folder(directory, step))
+        fault = checkpoint_error(step_folder(directory, step))
         if fault is None:
             break
         found.append(fault)
     return found
 
 
-def faults_of_older(directory: Path) -> list[str]:
+def errors_of_older(directory: Path) -> list[str]:
     """Says why each older folder that is not a whole checkpoint is none; the oldest first."""
     steps = named_steps(directory)
     last = next((step for step in reversed(steps) if _is_whole(directory, step)), 0)
     return [
-        fault for step in steps if step < last and (fault := fault_of(step_folder(directory, step)))
+        fault
+        for step in steps
+        if step < last and (fault := checkpoint_error(step_folder(directory, step)))
     ]
 
 
-def newest(directory: Path) -> Path | None:
+def newest_checkpoint(directory: Path) -> Path | None:
     """Returns the newest whole checkpoint, regardless of `latest`; None where there is none."""
     found = next(
         (step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None
@@ -163,7 +165,7 @@ def newest(directory: Path) -> Path | None:
     return None if found is None else step_folder(directory, found)
 
 
-def newest_before(folder: Path) -> Path | None:
+def checkpoint_before(folder: Path) -> Path | None:
     """Returns the newest whole checkpoint in the same directory before this one; None where there
     is none."""
     match = _NAME.fullmatch(folder.name)
@@ -202,8 +204,8 @@ def _spare(directory: Path, keep: Keep) -> list[int]:
     """Steps of the checkpoints that need not stay; once enough newer ones are whole, also of those
     that are not."""
     whole = saved_steps(directory)
-    newest = whole[-max(keep.last, 1) :]
-    if not any(keep) or len(newest) < keep.last:
+    newest_checkpoint = whole[-max(keep.last, 1) :]
+    if not any(keep) or len(newest_checkpoint) < keep.last:
         return []
     stay = {step for step in whole if keep.every and step % keep.every == 0}
     if keep.best:
@@ -212,7 +214,9 @@ def _spare(directory: Path, keep: Keep) -> list[int]:
         )
         known = sorted(each for each in losses if isinstance(each[0], float) and isfinite(each[0]))
         stay |= {-step for _, step in known[: keep.best]}
-    return [step for step in named_steps(directory) if step < newest[0] and step not in stay]
+    return [
+        step for step in named_steps(directory) if step < newest_checkpoint[0] and step not in stay
+    ]
 
 
 def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
@@ -227,12 +231,12 @@ def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
     """
     write_manifest(temporary)
     for path in temporary.iterdir():
-        if path.suffix != TENSORS:
+        if path.suffix != TENSOR_SUFFIX:
             _reach_disk(path)
     _reach_disk(temporary)
     final = temporary.with_suffix("")
     directory, step = final.parent, int(final.name.removeprefix("step-"))
-    leave_later(directory, step)
+    set_aside_later(directory, step)
     replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
     temporary.rename(final)
     _reach_disk(directory)
@@ -249,12 +253,12 @@ def point_latest_to(folder: Path) -> None:
     write_whole(folder.parent / "latest", folder.name + "\n")
 
 
-def leave_later(directory: Path, step: int) -> None:
+def set_aside_later(directory: Path, step: int) -> None:
     """Renames the whole checkpoints of steps after this one, from before the run went back, to
     `.left`."""
     for later in saved_after(directory, step):
         folder = step_folder(directory, later)
-        folder.rename(_unused(folder, LEFT))
+        folder.rename(_unused(folder, LEFT_SUFFIX))
 
 
 def recover(directory: Path) -> list[str]:
@@ -275,7 +279,7 @@ def recover(directory: Path) -> list[str]:
     for half in sorted(
         path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)
     ):
-        if fault_of(half) is None and not saved_after(
+        if checkpoint_error(half) is None and not saved_after(
             directory, int(half.stem.removeprefix("step-"))
         ):
             notes.append(
@@ -286,11 +290,11 @@ def recover(directory: Path) -> list[str]:
             notes.append(f"{half} is removed: its save did not finish")
     for old in sorted(directory.glob(f"step-*{_REPLACED}*")):
         final = old.with_suffix("")
-        if not _exists(final) and fault_of(old) is None:
+        if not _exists(final) and checkpoint_error(old) is None:
             notes.append(
                 f"{old.rename(final)} is the old one: saving its step again was interrupted"
             )
-        elif fault_of(final) is None:
+        elif checkpoint_error(final) is None:
             _remove(old)
     return notes
 
@@ -331,11 +335,11 @@ def _remove(folder: Path) -> None:
 def read_run(folder: Path) -> dict:
     """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and
     `config` (train/state.py). Raises Refused: the file is damaged, or a newer version wrote it."""
-    fault = changed(folder, RUN)
+    fault = checksum_error(folder, RUN_FILE)
     if fault:
         raise Refused(fault)
     try:
-        record = read_json(folder / RUN)
+        record = read_json(folder / RUN_FILE)
     except ValueError as error:
         raise Refused(error) from error
     if isinstance(saved := record.get("format"), int) and saved > FORMAT:
@@ -349,10 +353,10 @@ def saved_config(folder: Path) -> Config:
     """Returns the configuration of the run that saved a whole checkpoint; keys of later versions
     keep their defaults. Raises Refused: run.json is damaged, or holds what is no configuration;
     names the file and the keys."""
-    return config_of(folder, read_run(folder).get("config"))
+    return config_from_record(folder, read_run(folder).get("config"))
 
 
-def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None) -> Config:
+def config_from_record(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None) -> Config:
     """Returns a configuration as run.json holds it; raises as `saved_config`.
 
     Args:
@@ -361,7 +365,7 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
             others are refused.
     """
     if not isinstance(saved, dict) or not all(isinstance(group, dict) for group in saved.values()):
-        raise Refused(f"{folder / RUN} is refused: its config is no object of groups of keys")
+        raise Refused(f"{folder / RUN_FILE} is refused: its config is no object of groups of keys")
     if groups is not None:
         saved = _shared(saved, groups)
     from megatron5d.config.checks.values import VALUE_CHECKS
@@ -376,7 +380,7 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
     except ConfigError as error:
         faults = [fault.reason for fault in error.faults]
     if faults:
-        raise Refused(f"{folder / RUN} is refused: {'; '.join(faults)}")
+        raise Refused(f"{folder / RUN_FILE} is refused: {'; '.join(faults)}")
     return config
 
 

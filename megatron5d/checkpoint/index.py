@@ -57,7 +57,7 @@ def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
         ) from error
 
 
-def read_pickled(content: bytes) -> dict[str, SavedTensor]:
+def read_pickled_index(content: bytes) -> dict[str, SavedTensor]:
     """Returns the tensors by key from the content of a `.metadata`; executes nothing that it names. Raises ValueError:
     it is damaged, or names something that no metadata of DCP consists of."""
     try:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron5d.checkpoint.index import Tensors, write_index
-from megatron5d.checkpoint.storage import without_collection
+from megatron5d.checkpoint.storage import gc_disabled
 from megatron5d.checkpoint.tensor_file import Save
 
 
@@ -48,7 +48,7 @@ class IndexWriter:
         Raises:
             ValueError: the ranks' parts overlap, or do not fill a tensor.
         """
-        with without_collection():
+        with gc_disabled():
             if any(messages) or self._built is None:
                 self._built = self.build(messages)
             text, metadata, places = self._built

@@ -27,14 +27,14 @@ class ShardedTensor:
     def __init__(
         self, shape: Sequence[int], parts: Iterable[Rectangle], dtype: torch.dtype
     ) -> None:
-        self.shape, self.parts, self.dtype = torch.Size(shape), dict(parts), dtype
+        self.shape, self.shards, self.dtype = torch.Size(shape), dict(parts), dtype
 
     def __repr__(self) -> str:
-        return f"ShardedTensor({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.parts.items()]})"
+        return f"ShardedTensor({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.shards.items()]})"
 
     def values(self, offset: tuple[int, ...]) -> Tensor:
         """Returns the part at an offset, to be written."""
-        return self.parts[offset]
+        return self.shards[offset]
 
 
 def overlap(
@@ -58,12 +58,12 @@ class HostCopies:
         """Copies tensors, and returns the copies. They are valid until the next call."""
         last, self._copies, taken = self._copies, {}, {}
         for key, tensor in tensors.items():
-            for offset, view in tensor.parts.items():
+            for offset, view in tensor.shards.items():
                 copy = last.pop((key, offset), None)
                 if copy is None or (copy.shape, copy.dtype) != (view.shape, view.dtype):
                     copy = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
                 self._copies[key, offset] = copy.copy_(view.detach(), non_blocking=True)
-            parts = [(offset, self._copies[key, offset]) for offset in tensor.parts]
+            parts = [(offset, self._copies[key, offset]) for offset in tensor.shards]
             taken[key] = ShardedTensor(tensor.shape, parts, tensor.dtype)
         if any(copy.is_pinned() for copy in self._copies.values()):
             torch.cuda.current_stream().synchronize()
@@ -129,7 +129,7 @@ def sharded_parameter(parameter: Tensor) -> ShardedTensor:
     return ShardedTensor(spec.shape, parts, values.dtype)
 
 
-def named(
+def by_key(
     kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]
 ) -> dict[str, ShardedTensor]:
     """Returns the tensors by `{kind}.{global name}`; parts of one parameter in several slices
@@ -143,7 +143,7 @@ def named(
     for spec, tensor in tensors:
         key = f"{kind}.{spec.name}"
         if key in found:
-            found[key].parts.update(tensor.parts)
+            found[key].shards.update(tensor.shards)
         else:
             found[key] = tensor
     return found

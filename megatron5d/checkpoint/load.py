@@ -20,20 +20,20 @@ from torch import Tensor
 from megatron5d.checkpoint.folder import (
     MANIFEST,
     METADATA,
-    TENSORS,
-    changed,
-    fault_of,
-    faults_of_newer,
+    TENSOR_SUFFIX,
+    checkpoint_error,
+    checksum_error,
+    errors_of_newer,
     named_steps,
-    newest,
+    newest_checkpoint,
     read_manifest,
     read_run,
     step_folder,
 )
-from megatron5d.checkpoint.index import SavedTensor, read_pickled
-from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
-from megatron5d.checkpoint.storage import Reader, read
-from megatron5d.checkpoint.tensor_file import Damaged, Save, SavedItem, TensorFile
+from megatron5d.checkpoint.index import SavedTensor, read_pickled_index
+from megatron5d.checkpoint.layout import ShardedTensor, by_key, sharded_parameter
+from megatron5d.checkpoint.storage import Reader, read_tensors
+from megatron5d.checkpoint.tensor_file import DamagedFile, Save, SavedItem, TensorFile
 from megatron5d.config.errors import Refused
 from megatron5d.topology.all_ranks import first_failure, of_any_rank, on_rank_0
 from megatron5d.topology.shard_spec import spec_of
@@ -57,12 +57,12 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
             there and all are damaged: to begin anew, and in time to save over them, is for the user
             to say.
     """
-    own = newest(Path(directory)) if directory and (job or resume == "auto") else None
+    own = newest_checkpoint(Path(directory)) if directory and (job or resume == "auto") else None
     if (
         directory
         and resume == "auto"
         and own is None
-        and (torn := faults_of_newer(Path(directory)))
+        and (torn := errors_of_newer(Path(directory)))
     ):
         raise ValueError(
             f"checkpoint.resume = auto: {torn[0]}, and no older checkpoint in {directory} is whole either; "
@@ -70,10 +70,10 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
         )
     if resume == "auto" or (own is not None and read_run(own).get("job") == job):
         return own
-    return None if resume == "none" else whole_checkpoint(resume, "checkpoint.resume")
+    return None if resume == "none" else resolve_checkpoint(resume, "checkpoint.resume")
 
 
-def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
+def agree_on_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
     """Returns `find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
 
     Args:
@@ -87,10 +87,10 @@ def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path
         job = of_any_rank(job or None) or ""
     if (directory is None and resume == "auto") or (resume == "none" and not (job and directory)):
         return None
-    return agreed(lambda: find_checkpoint(directory, resume, job))
+    return agree_on_folder(lambda: find_checkpoint(directory, resume, job))
 
 
-def agreed(find: Callable[[], Path | None]) -> Path | None:
+def agree_on_folder(find: Callable[[], Path | None]) -> Path | None:
     """Returns what rank 0 finds on every rank, after each rank has made sure that it sees the same
     there.
 
@@ -138,7 +138,7 @@ def _seal(folder: Path | None) -> int | None:
         return None
 
 
-def whole_checkpoint(folder: str | Path, knob: str) -> Path:
+def resolve_checkpoint(folder: str | Path, knob: str) -> Path:
     """Returns the checkpoint that a folder is, or the newest whole one that it holds.
 
     Args:
@@ -148,11 +148,11 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     Raises:
         ValueError: it holds no whole checkpoint.
     """
-    found = newest(Path(folder))
+    found = newest_checkpoint(Path(folder))
     if found is not None:
         return found
-    torn = faults_of_newer(Path(folder))
-    fault = torn[0] if torn else fault_of(Path(folder))
+    torn = errors_of_newer(Path(folder))
+    fault = torn[0] if torn else checkpoint_error(Path(folder))
     if fault:
         of_run = Path(folder, "checkpoints")
         meant = f": {of_run}?" if of_run.is_dir() else ""
@@ -162,7 +162,7 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     return Path(folder)
 
 
-def certainly_none(folder: str | Path, knob: str) -> str | None:
+def no_checkpoint_reason(folder: str | Path, knob: str) -> str | None:
     """Returns why `whole_checkpoint` will find nothing in an existing folder, in words; None where
     it may find something.
 
@@ -176,7 +176,7 @@ def certainly_none(folder: str | Path, knob: str) -> str | None:
         )
         if any((name / MANIFEST).is_file() for name in names):
             return None
-        whole_checkpoint(folder, knob)
+        resolve_checkpoint(folder, knob)
     except (ValueError, OSError) as error:
         return str(error)
     return None
@@ -231,7 +231,7 @@ def load_tensors(
         for key, source in sources.items()
         if source is not None and source != key
     }
-    read(reader, [part for part in (own, twins) if part])
+    read_tensors(reader, [part for part in (own, twins) if part])
     return {
         key: (source, saved[source].dtype) for key, source in sources.items() if source is not None
     }
@@ -258,7 +258,7 @@ def widest_source(
     return next(enough, max(found, key=lambda each: width[each], default=None))
 
 
-PREFIX = "model."  # the key of a weight in a checkpoint is this and its global name
+WEIGHT_PREFIX = "model."  # the key of a weight in a checkpoint is this and its global name
 
 
 @torch.no_grad()
@@ -276,7 +276,7 @@ def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
     Comm: as `load_tensors`.
     """
     load_tensors(
-        folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters))
+        folder, by_key("model", ((spec_of(each), sharded_parameter(each)) for each in parameters))
     )
 
 
@@ -299,10 +299,12 @@ class SavedWeights:
         self._reader = Reader(folder)
         saved = self._reader.tensors()
         self._keys = {
-            key.removeprefix(PREFIX): widest_source(key, twin(key), wanted or entry.dtype, saved)
+            key.removeprefix(WEIGHT_PREFIX): widest_source(
+                key, twin(key), wanted or entry.dtype, saved
+            )
             or key
             for key, entry in saved.items()
-            if key.startswith(PREFIX)
+            if key.startswith(WEIGHT_PREFIX)
         }
         self.tensors = {name: saved[key] for name, key in self._keys.items()}
 
@@ -312,7 +314,7 @@ class SavedWeights:
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        read(self._reader, [{self._keys[name]: tensor}])
+        read_tensors(self._reader, [{self._keys[name]: tensor}])
         return values
 
 
@@ -388,9 +390,9 @@ class SavedTensors:
         faults += [
             fault
             for name in manifest
-            if not name.endswith(TENSORS) and (fault := changed(self.folder, name))
+            if not name.endswith(TENSOR_SUFFIX) and (fault := checksum_error(self.folder, name))
         ]
-        unheld = [name for name in manifest if name.endswith(TENSORS) and name not in held]
+        unheld = [name for name in manifest if name.endswith(TENSOR_SUFFIX) and name not in held]
         faults += [f"{self.folder / name} is not in the index" for name in unheld]
         for key, saved in self.tensors.items():
             if sum(prod(item.extent) for item in saved.items.values()) != prod(saved.size):
@@ -399,13 +401,13 @@ class SavedTensors:
                 )
         if (pickled := self.folder / METADATA).is_file():  # which other tools load, and may execute
             try:
-                read_pickled(pickled.read_bytes())
+                read_pickled_index(pickled.read_bytes())
             except ValueError as error:
                 faults.append(f"{pickled} is refused: {error}")
         return sorted(faults)
 
 
-def fault_of_file(
+def file_error(
     path: Path,
     save: Save | None,
     items: Sequence[tuple[str, SavedItem]],
@@ -428,7 +430,7 @@ def fault_of_file(
                 file.check_around(key, dtypes[key], item)
                 if finite and values.is_floating_point() and not bool(values.isfinite().all()):
                     return f"{path} holds a value of {key} that is not finite, in the part at {list(item.offset)}"
-    except Damaged as error:
+    except DamagedFile as error:
         return f"{path} {error}"
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}"

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megatron5d.checkpoint.folder import RUN, Keep, commit, leave_later, step_folder
+from megatron5d.checkpoint.folder import RUN_FILE, Keep, commit, set_aside_later, step_folder
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
-from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.storage import write_rank_file
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
 from megatron5d.topology.lock_file import LockFile
@@ -161,7 +161,7 @@ class Saver:
 
         def write_own() -> bytes:
             nonlocal written
-            written = write(temporary, tensors, group.rank, save)
+            written = write_rank_file(temporary, tensors, group.rank, save)
             return b"" if written == known else written
 
         try:
@@ -227,12 +227,12 @@ class Saver:
     def _begin(self, temporary: Path, run: dict[str, Any]) -> None:
         """Makes the folder that all ranks write to, on rank 0."""
         if self._began is not None:
-            leave_later(self.directory, self._began)
+            set_aside_later(self.directory, self._began)
             self._began = None
         if temporary.exists():
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
-        (temporary / RUN).write_text(json.dumps(run, indent=1))
+        (temporary / RUN_FILE).write_text(json.dumps(run, indent=1))
 
     def _finish(self, temporary: Path, messages: list[bytes], save: Save) -> None:
         """Writes the index and makes the folder a checkpoint, on rank 0."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron5d.checkpoint.folder import METADATA, TENSORS, changed, newest_before
-from megatron5d.checkpoint.index import INDEX, SavedTensor, read_index, read_pickled
+from megatron5d.checkpoint.folder import METADATA, TENSOR_SUFFIX, checkpoint_before, checksum_error
+from megatron5d.checkpoint.index import INDEX, SavedTensor, read_index, read_pickled_index
 from megatron5d.checkpoint.layout import ShardedTensor, overlap
 from megatron5d.checkpoint.tensor_file import (
     HEADER_BYTES,
     About,
-    Damaged,
+    DamagedFile,
     FileWriter,
     Part,
     Save,
@@ -41,12 +41,12 @@ class RankWriter(FileWriter):
     """
 
     def __init__(self, folder: Path, rank: int, save: Save) -> None:
-        self._name, self._rows = f"__{rank}_0{TENSORS}", list[list[Any]]()
+        self._name, self._rows = f"__{rank}_0{TENSOR_SUFFIX}", list[list[Any]]()
         super().__init__(folder / self._name, save)
 
     def add_tensor(self, key: str, tensor: ShardedTensor) -> None:
         """Writes the parts of a tensor that the rank holds; raises OSError."""
-        for offset, view in tensor.parts.items():
+        for offset, view in tensor.shards.items():
             extent = tuple(view.shape)
             place = self.add(Part(key, offset, extent, view.dtype, tensor.values))
             whole = [key, str(view.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -59,7 +59,9 @@ class RankWriter(FileWriter):
         return zlib.compress(json.dumps(self._rows, separators=(",", ":")).encode(), 1)
 
 
-def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save) -> bytes:
+def write_rank_file(
+    folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save
+) -> bytes:
     """Writes the file of a rank; arguments as of `RankWriter`, returns as `told`. No communication.
     Raises OSError: the file cannot be written; names it."""
     with RankWriter(folder, rank, save) as file:
@@ -69,7 +71,7 @@ def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Switches Python's garbage collector off: with a million objects that all stay alive it takes
     most of the time."""
     enabled = gc.isenabled()
@@ -81,7 +83,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def read(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
+def read_tensors(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
     """Fills the parts of tensors, all of which the checkpoint must hold.
 
     Args:
@@ -141,12 +143,12 @@ class Reader:
                 self._content() if self.alone else on_rank_0(self._content)
             ).partition(b"\n")
             name = told.decode()
-            with without_collection():
+            with gc_disabled():
                 try:
                     if name == INDEX:
                         self.save, self._tensors = read_index(content)
                     else:
-                        self._tensors = read_pickled(content)
+                        self._tensors = read_pickled_index(content)
                 except ValueError as error:
                     raise ValueError(
                         f"{self._folder / name} is refused: {error}. {self.advice()}"
@@ -158,7 +160,7 @@ class Reader:
         `tensors`."""
         name = INDEX if (self._folder / INDEX).exists() else METADATA
         try:
-            fault = changed(self._folder, name)
+            fault = checksum_error(self._folder, name)
             if not fault:
                 return name.encode() + b"\n" + (self._folder / name).read_bytes()
         except OSError as error:
@@ -168,7 +170,7 @@ class Reader:
     def advice(self) -> str:
         """Finds, for the error of a damaged checkpoint, an older one that is whole."""
         try:
-            earlier = newest_before(self._folder)
+            earlier = checkpoint_before(self._folder)
         except OSError as error:
             return f"Whether there is a whole checkpoint before it cannot be told: {error}"
         if earlier is None:
@@ -197,7 +199,7 @@ class Reader:
                         requests, key=lambda request: request.item.start
                     ):
                         file.fill(key, self.tensors()[key].dtype, item, offset, target)
-            except Damaged as error:
+            except DamagedFile as error:
                 raise ValueError(f"{path} {error}") from error
             except OSError as error:
                 raise OSError(f"{path}: {error}") from error
@@ -209,7 +211,7 @@ class Reader:
         """Yields what to read for the parts of a tensor; raises ValueError where some are
         missing."""
         saved = self.tensors()[key]
-        for offset, view in tensor.parts.items():
+        for offset, view in tensor.shards.items():
             same = saved.items.get(offset)
             if same is not None and same.extent == view.shape:  # as the same layout has saved it
                 yield _Request(same, key, (0,) * view.dim(), view)
@@ -236,7 +238,7 @@ class Reader:
             of, rest = (
                 str(save) if save else "a save of an earlier version" for save in (found, self.save)
             )
-            raise Damaged(
+            raise DamagedFile(
                 f"is of another checkpoint, or its first {HEADER_BYTES} bytes are damaged: it is of {of}, and "
                 f"the folder of {rest}. Was the folder copied only in part? Copy all of it again"
             )

@@ -245,7 +245,7 @@ def _archive(pickled: bytes, num_bytes: int, checksum: int) -> tuple[bytes, byte
     )
 
 
-class Damaged(ValueError):
+class DamagedFile(ValueError):
     """A file is not what was saved."""
 
 
@@ -301,10 +301,10 @@ class TensorFile:
             if self.about.where is None:
                 self._fill_from_old(item, offset, target)
             elif not self._fill(self._row(key, item), dtype, item.extent, offset, target.detach()):
-                raise Damaged
-        except Damaged:
+                raise DamagedFile
+        except DamagedFile:
             where = f"bytes {item.start} to {item.start + item.length}, part of {key}"
-            raise Damaged(f"is damaged: {where}, are not what was saved (CRC-32)") from None
+            raise DamagedFile(f"is damaged: {where}, are not what was saved (CRC-32)") from None
 
     def check_around(self, key: str, dtype: torch.dtype, item: SavedItem) -> None:
         """Compares every byte of the file's header and of an archive but its values, which `fill`
@@ -327,7 +327,7 @@ class TensorFile:
         if around != before + after or self._read(0, HEADER_BYTES) != _header(
             self.about.save, *self.about.where
         ):
-            raise Damaged(
+            raise DamagedFile(
                 f"is damaged: its header, or the archive of {key} from byte {item.start} on"
             )
 
@@ -338,11 +338,11 @@ class TensorFile:
             at, length, checksum = self.about.where or (0, 0, 0)
             content = self._read(at, length)
             if crc32(content) != checksum:
-                raise Damaged
+                raise DamagedFile
             self.about.table = {row[2]: row for row in parse_json(bytes(content), list)}
         row = self.about.table.get(item.start)
         if row is None or (row[0], tuple(row[1])) != (key, item.offset):
-            raise Damaged
+            raise DamagedFile
         return row
 
     def _fill(
@@ -403,7 +403,7 @@ class TensorFile:
             except Exception:  # whatever a damaged directory leads to
                 intact = False
             if not intact:
-                raise Damaged
+                raise DamagedFile
             self._old = (
                 item.start,
                 torch.load(io.BytesIO(content), map_location="cpu", weights_only=True),

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config, token_source
 from megatron5d.checkpoint.hf.weights import load_hf_weights
-from megatron5d.checkpoint.load import load_weights, whole_checkpoint
+from megatron5d.checkpoint.load import load_weights, resolve_checkpoint
 from megatron5d.config.checks import run_checks
 from megatron5d.config.errors import ConfigError, with_options
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
@@ -75,7 +75,7 @@ class Source:
     def folder(self) -> Path:
         """The one checkpoint that `checkpoint` means."""
         assert self.checkpoint is not None
-        return whole_checkpoint(self.checkpoint, "--checkpoint")
+        return resolve_checkpoint(self.checkpoint, "--checkpoint")
 
     def load(self, model: GPT, config: Config) -> list[str]:
         """Fills the model's local parameters, every rank its own share; returns lines worth

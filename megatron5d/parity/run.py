@@ -246,7 +246,7 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
     for bucket in sync.buckets:
         # frozen ones have no gradient
         for segment in bucket.segments() if getattr(bucket, buffer).numel() else ():
-            parts = sharded_slice(segment, getattr(bucket, buffer), writing=False).parts
+            parts = sharded_slice(segment, getattr(bucket, buffer), writing=False).shards
             found += [(segment.spec.name, offset, view.clone()) for offset, view in parts.items()]
     return found
 
@@ -344,7 +344,7 @@ def train_on_rank(
         kind, _, name = key.removeprefix("optim.").partition(".")
         if key.startswith("optim."):
             held = record.moments.setdefault(kind, [])
-            held += [(name, offset, view.clone()) for offset, view in tensor.parts.items()]
+            held += [(name, offset, view.clone()) for offset, view in tensor.shards.items()]
     return record
 
 

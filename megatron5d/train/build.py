@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron5d.checkpoint.layout import named
-from megatron5d.checkpoint.load import agreed_checkpoint
+from megatron5d.checkpoint.layout import by_key
+from megatron5d.checkpoint.load import agree_on_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
@@ -39,7 +39,13 @@ from megatron5d.train.preflight.warnings import (
     idle_routers,
     passed_over,
 )
-from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
+from megatron5d.train.state import (
+    Progress,
+    load_weights_of_run,
+    refuse_nonfinite,
+    resume,
+    weight_shards,
+)
 from megatron5d.train.step import Trainer
 
 if TYPE_CHECKING:
@@ -109,7 +115,9 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
             config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared
         )
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
-    checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
+    checkpoint = agree_on_checkpoint(
+        config.checkpoint.dir, config.checkpoint.resume, restarted_job()
+    )
     notes, progress = (
         [*idle_routers(config), layout.note, passed_over(config, checkpoint)],
         Progress(),
@@ -241,7 +249,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     """
     init, held, notes = config.init, weight_shards(sync, model.weights()), list[str]()
     if init.from_checkpoint is not None:
-        notes = load_other_run(init.from_checkpoint, held, optimizer, config)
+        notes = load_weights_of_run(init.from_checkpoint, held, optimizer, config)
     else:
         if (folder := init.from_hf) is not None:
             from megatron5d.checkpoint.hf.weights import load_hf_shards
@@ -249,10 +257,10 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
             notes = on_every_rank(
                 lambda: load_hf_shards(held, config.model, folder, config.train.seed)
             )
-            refuse_nonfinite(Path(folder), named("model", held))
+            refuse_nonfinite(Path(folder), by_key("model", held))
         else:
             for spec, tensor in held:
-                for offset, view in tensor.parts.items():
+                for offset, view in tensor.shards.items():
                     initialize_rectangle(view, offset, spec, config.train.seed)
         optimizer.weights_to_masters()
     sync.start_gather()

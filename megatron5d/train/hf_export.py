@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
-from megatron5d.checkpoint.hf.safetensors_folder import name_files, stored_tensors, write_parts
-from megatron5d.checkpoint.hf.weights import hf_copies, hf_entries
+from megatron5d.checkpoint.hf.safetensors_folder import finalize_files, stored_tensors, write_shards
+from megatron5d.checkpoint.hf.weights import hf_entries, mtp_copies
 from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import Fault
@@ -29,7 +29,7 @@ from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.topology.all_ranks import on_rank_0
-from megatron5d.train.state import twin
+from megatron5d.train.state import twin_key
 
 OUT_BIAS = ".attention.out.bias"
 FOLDER = "hf"  # in checkpoint.dir: what checkpoint.hf_export writes, by step
@@ -52,7 +52,7 @@ class HfExport:
     def entries(self) -> list[Entry]:
         return hf_entries(
             self.model, json.loads(self.files["config.json"])["model_type"]
-        ) + hf_copies(self.model)
+        ) + mtp_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:
         """Writes this rank's share of the weights, about as many bytes as every other's. No
@@ -65,7 +65,9 @@ class HfExport:
             ValueError: the checkpoint does not hold the model, or a file of it is damaged.
             OSError: a file cannot be written; names it.
         """
-        sizes = [prod(entry.shape) * entry.dtype(self.dtype).itemsize for entry in self.entries]
+        sizes = [
+            prod(entry.stored_shape) * entry.dtype(self.dtype).itemsize for entry in self.entries
+        ]
         total, before, mine = sum(sizes), 0, []
         for entry, size in zip(self.entries, sizes):
             if (before + size // 2) * world // max(total, 1) == rank:
@@ -74,7 +76,7 @@ class HfExport:
         if not mine:
             return json.dumps([[], 0]).encode()
         return json.dumps(
-            write_parts(folder, self.tensors(checkpoint, mine), SHARD_BYTES, rank)
+            write_shards(folder, self.tensors(checkpoint, mine), SHARD_BYTES, rank)
         ).encode()
 
     def tensors(
@@ -83,14 +85,14 @@ class HfExport:
         """Returns tensors of a checkpoint as the folder stores them, each read when it is asked
         for."""
         weights = SavedWeights(
-            checkpoint, torch.float32 if self.dtype == torch.float16 else self.dtype, twin
+            checkpoint, torch.float32 if self.dtype == torch.float16 else self.dtype, twin_key
         )
         added = (
             {entry.name for entry in self.entries if entry.name.endswith(OUT_BIAS)}
             if self.without_bias
             else set()
         )
-        check_complete(
+        check_tensor_names(
             weights, [entry for entry in self.entries if entry.name not in added], checkpoint
         )
 
@@ -130,7 +132,7 @@ class RunExport:
         for message in messages:
             written, size = json.loads(message)
             parts, total = parts + written, total + size
-        name_files(folder, parts, total)
+        finalize_files(folder, parts, total)
         self.export.write_files(folder)
         final = folder.with_suffix("")
         if final.exists():  # of a run that went back
@@ -148,7 +150,7 @@ def export_faults(config: Config, world: int) -> list[Fault]:
     if config.checkpoint.hf_export is None:
         return []
     try:
-        planned_export(config, lambda line: None)
+        plan_export(config, lambda line: None)
     except (ValueError, OSError) as error:
         reason = f"checkpoint.hf_export = {config.checkpoint.hf_export}: as tools/convert.py to-hf says, {error}"
         return [
@@ -163,7 +165,7 @@ def export_faults(config: Config, world: int) -> list[Fault]:
     return []
 
 
-def planned_export(
+def plan_export(
     config: Config,
     tell: Tell,
     *,
@@ -202,12 +204,12 @@ def planned_export(
     return export
 
 
-def agreed_export(config: Config, tell: Tell) -> HfExport:
+def agree_on_export(config: Config, tell: Tell) -> HfExport:
     """Plans the same on every rank; only rank 0 compares the ids of the tokenizer. Comm: a
     broadcast over the world."""
 
     def plan() -> list[Any]:
-        export = planned_export(config, tell)
+        export = plan_export(config, tell)
         return [export.files, asdict(export.model), export.without_bias]
 
     files, model, without_bias = on_rank_0(plan)
@@ -229,7 +231,7 @@ def _as_long_as_trained(config: Config, tell: Tell) -> ModelConfig:
     return replace(model, max_positions=seq_len)
 
 
-def holds_tokenizer(path: Path) -> bool:
+def has_tokenizer(path: Path) -> bool:
     """Returns whether a file or folder is there that `load_tokenizer` may read."""
     try:
         return tokenizer_file(path).is_file()
@@ -242,7 +244,7 @@ def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) ->
     source, otherwise = given or token_source(config), "give it by --tokenizer PATH"
     if bare:
         return source
-    if source is None or not (given or config.data.tokenizer or holds_tokenizer(source)):
+    if source is None or not (given or config.data.tokenizer or has_tokenizer(source)):
         where = (
             "names no data.tokenizer"
             if source is None
@@ -251,7 +253,7 @@ def _token_source(config: Config, tell: Tell, given: Path | None, bare: bool) ->
         tell(
             f"no tokenizer is written: the run {where}; a run takes data.tokenizer=PATH, to-hf --tokenizer PATH"
         )
-    elif not holds_tokenizer(source):
+    elif not has_tokenizer(source):
         knob = "--tokenizer" if given else "the run's data.tokenizer ="
         raise ValueError(
             f"{knob} {source} is no tokenizer, or not there any more; {otherwise}, or --no-tokenizer"
@@ -275,7 +277,7 @@ def _settings(
     """
     ids, generation = _token_ids(config, home)
     described, files = hf_config_from_model(model, dtype, ids), dict[str, str]()
-    if source is not None and holds_tokenizer(source):
+    if source is not None and has_tokenizer(source):
         if (size := load_tokenizer(source, config.data.eod).vocab_size) > model.vocab_size:
             tell(f"{source} has {size} tokens, the model has model.vocab_size = {model.vocab_size}")
         try:
@@ -306,7 +308,7 @@ def _token_ids(config: Config, source: Path | None) -> tuple[dict[str, Any], dic
     eod = config.data.eod
     home = source if source is None or source.is_dir() else source.parent
     ids, generation = token_ids(home) if home is not None else ({}, {})
-    if eod is None and source is not None and holds_tokenizer(source):
+    if eod is None and source is not None and has_tokenizer(source):
         eod = load_tokenizer(source).eod
     ends = [*(end_tokens(home) if home is not None else ()), *([] if eod is None else [eod])]
     known = [i for i in dict.fromkeys(ends) if i < config.model.vocab_size]
@@ -325,7 +327,7 @@ def _no_router_bias(chosen: str) -> str:
     )
 
 
-def check_complete(weights: SavedWeights, entries: Iterable[Entry], folder: Path) -> None:
+def check_tensor_names(weights: SavedWeights, entries: Iterable[Entry], folder: Path) -> None:
     """Raises ValueError unless a checkpoint holds just the tensors of a table; names those that are
     wrong."""
     wanted, saved = {entry.name for entry in entries}, set(weights.tensors)

@@ -320,10 +320,10 @@ def _mean_loss(run: Run, part: Part) -> float:
 def _exporter(run: Run) -> Exporter:
     """Returns what `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
     # tokenizers and families: few runs need them
-    from megatron5d.train.hf_export import RunExport, agreed_export
+    from megatron5d.train.hf_export import RunExport, agree_on_export
 
     directory = Path(run.config.checkpoint.dir or "")
-    return RunExport(agreed_export(run.config, run.notes.append), directory)
+    return RunExport(agree_on_export(run.config, run.notes.append), directory)
 
 
 def _exported(config: Config, step: int, at_end: bool) -> bool:

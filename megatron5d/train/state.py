@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import megatron5d
-from megatron5d.checkpoint.folder import FORMAT, RUN, config_of, read_run
-from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
+from megatron5d.checkpoint.folder import FORMAT, RUN_FILE, config_from_record, read_run
+from megatron5d.checkpoint.layout import ShardedTensor, by_key, sharded_slice
 from megatron5d.checkpoint.load import (
     SavedWeights,
-    agreed,
-    certainly_none,
+    agree_on_folder,
     load_tensors,
-    whole_checkpoint,
+    no_checkpoint_reason,
+    resolve_checkpoint,
 )
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
@@ -30,7 +30,7 @@ from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.all_ranks import first_failure, on_every_rank, on_rank_0
 from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
-from megatron5d.train.preflight.resume import READ, changed_keys, faults_of_saved
+from megatron5d.train.preflight.resume import COMPARED_KEYS, changed_keys, mismatch_faults
 
 Held = Sequence[tuple[ShardSpec, ShardedTensor]]
 
@@ -131,13 +131,13 @@ def run_tensors(
         shared: of a slice that several ranks hold, only this one's share; implied by `writing`.
     """
     shared = shared or writing
-    tensors = named("model", weight_shards(sync, weights, writing=writing, shared=shared))
+    tensors = by_key("model", weight_shards(sync, weights, writing=writing, shared=shared))
     for kind, held in _optimizer(optimizer, writing, shared).items():
-        tensors |= named(f"optim.{kind}", held)
+        tensors |= by_key(f"optim.{kind}", held)
     return tensors
 
 
-def twin(key: str) -> str | None:
+def twin_key(key: str) -> str | None:
     """Returns the key of a weight's master copy, or of a master copy's weight; None of all else."""
     for one, other in (("model.", "optim.master."), ("optim.master.", "model.")):
         if key.startswith(one):
@@ -167,7 +167,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new
     since it was saved. Raises Refused: a newer version wrote it, or it is damaged; names the file
     and the keys."""
-    record, file = read_run(folder), folder / RUN
+    record, file = read_run(folder), folder / RUN_FILE
     if not isinstance(saved := record.get("format"), int):
         raise Refused(f"{file} is refused: format = {saved!r} is no whole number")
     progress = record.get("progress")
@@ -186,17 +186,17 @@ def read_record(folder: Path) -> dict[str, Any]:
             )
     if faults:
         raise Refused(f"{file} is refused: {'; '.join(faults)}")
-    config_of(folder, record.get("config"), READ)
+    config_from_record(folder, record.get("config"), COMPARED_KEYS)
     return record
 
 
-def nonfinite(tensors: Mapping[str, ShardedTensor]) -> str | None:
+def nonfinite_weight(tensors: Mapping[str, ShardedTensor]) -> str | None:
     """Returns the first weight or master weight that is not finite, in words; None where all are.
     No communication."""
     for key, tensor in tensors.items():
         if not key.startswith(("model.", "optim.master.")):
             continue
-        for offset, view in tensor.parts.items():
+        for offset, view in tensor.shards.items():
             if not view.numel() or bool(view.isfinite().all()):
                 continue
             place = (~view.isfinite()).nonzero()[0].tolist()
@@ -213,7 +213,7 @@ def refuse_nonfinite(source: Path, tensors: Mapping[str, ShardedTensor]) -> None
 
     Comm: as `first_failure`.
     """
-    if failed := first_failure(nonfinite(tensors)):
+    if failed := first_failure(nonfinite_weight(tensors)):
         raise ValueError(
             f"{source}: {failed.text}{failed.more}, and no step with it can be finite. The run that saved it had "
             "diverged, or its import had such a weight: begin from an earlier checkpoint, or from another copy"
@@ -235,9 +235,9 @@ def resume(
     """
     record = on_rank_0(lambda: read_record(folder))
     # of a checkpoint that got its name only now
-    if faults := faults_of_saved(folder, record["config"], config):
+    if faults := mismatch_faults(folder, record["config"], config):
         raise Refused(str(faults[0]))
-    before = config_of(folder, record["config"], READ)
+    before = config_from_record(folder, record["config"], COMPARED_KEYS)
     # as it was before there was the key
     began = record["config"].get("data", {}).get("weights", "equal")
     kept = began != config.data.weights and len(config.data.train) > 1
@@ -266,7 +266,7 @@ def resume(
             f"resume with {_as_saved(architecture, before)}{alone if moments else ''}"
         )
     tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
-    load_tensors(folder, tensors, architecture, twin=twin)
+    load_tensors(folder, tensors, architecture, twin=twin_key)
     refuse_nonfinite(folder, tensors)
     _gather_shares(sync, optimizer)
     progress = Progress(**record["progress"])
@@ -294,15 +294,15 @@ def _as_saved(architecture: Sequence[str], before: Config) -> str:
 def checkpoint_faults(config: Config, world: int) -> list[Fault]:
     """Folders that are named as checkpoints and exist, but certainly hold none."""
     resume = config.checkpoint.resume
-    named = (
+    named_folders = (
         [("checkpoint.resume", resume, "auto, or none")] if resume not in ("auto", "none") else []
     )
     if config.init.from_checkpoint is not None and not _may_resume(config):
-        named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
+        named_folders.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
     found = []
-    for knob, folder, otherwise in named:
+    for knob, folder, otherwise in named_folders:
         # a check reports a folder that does not exist
-        if isdir(folder) and (fault := certainly_none(folder, knob)):
+        if isdir(folder) and (fault := no_checkpoint_reason(folder, knob)):
             fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
             found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
     return found
@@ -316,12 +316,12 @@ def _may_resume(config: Config) -> bool:
         return (
             folder is not None
             and isdir(folder)
-            and certainly_none(folder, "checkpoint.dir") is None
+            and no_checkpoint_reason(folder, "checkpoint.dir") is None
         )
     return resume != "none"
 
 
-def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config) -> list[str]:
+def load_weights_of_run(folder: str, held: Held, optimizer: Optimizer, config: Config) -> list[str]:
     """Fills weights and masters from a checkpoint of another run, without its moments, step and
     data order.
 
@@ -342,7 +342,7 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
 
     Comm: that of `agreed` and `load_tensors`; a broadcast of run.json.
     """
-    found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
+    found = agree_on_folder(lambda: resolve_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None
     saved = on_rank_0(lambda: read_record(found))["config"]
     changed = changed_keys(saved, config, ["model"])
@@ -357,12 +357,12 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
     ):
         unused = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
         held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
-        for view in (view for tensor in unused for view in tensor.parts.values()):
+        for view in (view for tensor in unused for view in tensor.shards.values()):
             view.zero_()
     masters: Held = _optimizer(optimizer, writing=False, shared=False).get("master", [])
     held, masters, new = on_every_rank(lambda: _with_new_parts(found, saved, config, held, masters))
-    tensors = named("model", held) | named("optim.master", masters)
-    read = load_tensors(found, tensors, changed, twin=twin)
+    tensors = by_key("model", held) | by_key("optim.master", masters)
+    read = load_tensors(found, tensors, changed, twin=twin_key)
     refuse_nonfinite(found, tensors)
     optimizer.take_unsaved_masters()
     passive = tuple(
@@ -384,15 +384,19 @@ def _with_new_parts(
         for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
     ):
         return held, masters, []
-    from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
+    from megatron5d.checkpoint.new_weights import EMBEDDING, fill_new_weights, new_weight_notes
 
-    weights = SavedWeights(folder, torch.float32, twin)
+    weights = SavedWeights(folder, torch.float32, twin_key)
     shapes = {name: tuple(entry.size) for name, entry in weights.tensors.items()}
     held, masters = (
-        fill_new_parts(each, model, shapes, weights.read, config.train.seed) if each else each
+        fill_new_weights(each, model, shapes, weights.read, config.train.seed) if each else each
         for each in (held, masters)
     )
-    return held, masters, new_parts(model, shapes, shapes.get(EMBEDDING, (model.vocab_size,))[0])
+    return (
+        held,
+        masters,
+        new_weight_notes(model, shapes, shapes.get(EMBEDDING, (model.vocab_size,))[0]),
+    )
 
 
 def _balances_by_bias(config: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from ranks import RankFailure, run_ranks
 from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
-from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.storage import write_rank_file
 from megatron5d.topology.lock_file import LockFile
 from megatron5d.train.guard import crash_message
 from pretrain import main
@@ -171,9 +171,9 @@ def test_training_goes_on_after_a_save_that_failed(
     def write_on_a_full_disk(folder, tensors, rank, save):
         if rank == 1 and save.step in full:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder / "__1_0.distcp"))
-        return write(folder, tensors, rank, save)
+        return write_rank_file(folder, tensors, rank, save)
 
-    monkeypatch.setattr("megatron5d.checkpoint.save.write", write_on_a_full_disk)
+    monkeypatch.setattr("megatron5d.checkpoint.save.write_rank_file", write_on_a_full_disk)
     arguments = [
         *EXPERIMENT,
         f"data.train=[{corpus}]",

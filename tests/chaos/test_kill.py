@@ -14,7 +14,7 @@ import torch
 from ranks import RankFailure, run_ranks
 from runs import records, whole_tensors, write_corpus
 
-from megatron5d.checkpoint.folder import fault_of, saved_steps, step_folder
+from megatron5d.checkpoint.folder import checkpoint_error, saved_steps, step_folder
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from pretrain import plan_and_train
@@ -129,7 +129,7 @@ def assert_same_checkpoint(folder, other, step):
 
 def assert_whatever_looks_whole_is_whole(folder, reference):
     for step in saved_steps(folder / "checkpoints"):
-        if fault_of(step_folder(folder / "checkpoints", step)) is None:
+        if checkpoint_error(step_folder(folder / "checkpoints", step)) is None:
             assert_same_checkpoint(folder, reference, step)
 
 

@@ -13,7 +13,7 @@ import torch
 from random_configs import numbers
 from runs import whole_tensors
 
-from megatron5d.checkpoint.folder import fault_of, recover, step_folder
+from megatron5d.checkpoint.folder import checkpoint_error, recover, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.config.load import load_config
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
@@ -74,7 +74,7 @@ def test_what_kills_leave_is_ended_by_the_next_run(tmp_path):
             midway += any(step_folder(out, 0).with_suffix(".tmp").glob("*"))
         assert convert.main(["reshard", str(source), str(out), *TARGET]) == 0
         final = step_folder(out, 0)
-        assert fault_of(final) is None and recover(out) == []
+        assert checkpoint_error(final) is None and recover(out) == []
         assert {path.name for path in out.iterdir() if not path.name.startswith("run.lock.")} == {
             final.name,
             "latest",
@@ -82,7 +82,7 @@ def test_what_kills_leave_is_ended_by_the_next_run(tmp_path):
         assert {path.name for path in final.iterdir()} == expected
         found = whole_tensors(final)
         assert all(
-            torch.equal(found[key], tensor.parts[(0,) * len(tensor.shape)])
+            torch.equal(found[key], tensor.shards[(0,) * len(tensor.shape)])
             for key, tensor in tensors.items()
         )
         shutil.rmtree(out)

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from megatron5d.checkpoint.folder import Keep, newest, recover, saved_steps, step_folder
+from megatron5d.checkpoint.folder import Keep, newest_checkpoint, recover, saved_steps, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.checkpoint.save import Saver
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 def save_until_killed(directory, report, background):
     """Saves step after step, each full of its own number, and reports those that are done."""
     recover(directory)
-    done = newest(directory)
+    done = newest_checkpoint(directory)
     step = int(done.name.removeprefix("step-")) if done else 0
     saver = Saver(directory, KEEP, background=background)
     while True:
@@ -59,7 +59,7 @@ def test_what_two_hundred_kills_leave_is_whole(tmp_path):
     Saver(tmp_path, keep=0)  # its imports, once for all
     for kill in range(KILLS):
         last = max(last, killed(tmp_path, chance.uniform(0.002, 0.12), background=kill % 2 == 1))
-        found = newest(tmp_path)
+        found = newest_checkpoint(tmp_path)
         assert (found is None and last == 0) or int(found.name.removeprefix("step-")) >= last, (
             "a save was lost"
         )

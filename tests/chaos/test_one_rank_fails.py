@@ -52,7 +52,7 @@ def truncated(file):
     cut = lambda self, *args, **kw: real(self, *args, **kw)[: 40 if self.name == file else None]  # noqa: E731
     with (
         patch.object(Path, "read_bytes", cut),
-        patch("megatron5d.checkpoint.folder.changed", lambda *_: None),
+        patch("megatron5d.checkpoint.folder.checksum_error", lambda *_: None),
     ):
         yield
 

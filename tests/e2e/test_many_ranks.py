@@ -16,7 +16,7 @@ from ranks import run_ranks
 from runs import write_corpus
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
-from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.storage import write_rank_file
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.comm.p2p import ReceiveChannel
 from megatron5d.config.load import load_config
@@ -156,7 +156,7 @@ def one_of(world, rank, config, folder: Path):
         )
         tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
         note, files = (
-            write(folder, tensors, rank, Save("id", 1)),
+            write_rank_file(folder, tensors, rank, Save("id", 1)),
             sorted(path.name for path in folder.iterdir()),
         )
         loader.close()

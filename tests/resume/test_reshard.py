@@ -20,7 +20,13 @@ from random_configs import another_layout, numbers, random_config
 from ranks import run_ranks
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
-from megatron5d.checkpoint.folder import fault_of, read_run, recover, saved_config, step_folder
+from megatron5d.checkpoint.folder import (
+    checkpoint_error,
+    read_run,
+    recover,
+    saved_config,
+    step_folder,
+)
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedTensors
 from megatron5d.config.convert import leaves, value_of
@@ -133,7 +139,7 @@ def _loaded(rank, world, config):
             for key, tensor in run_tensors(
                 run.sync, run.optimizer, run.model.weights(), writing=writing
             ).items()
-            for offset, view in tensor.parts.items()
+            for offset, view in tensor.shards.items()
         }
         for writing in (False, True)
     )
@@ -325,7 +331,7 @@ def test_killed_at_any_moment_it_ends_when_it_is_run_again(saved, tmp_path):
         out = tmp_path / str(number)
         killed_at(number, saved, out)
         final, records_of = step_folder(out, STOP), step_folder(out, STOP).with_suffix(".reshard")
-        had_name = fault_of(final) is None
+        had_name = checkpoint_error(final) is None
         done = [
             path.name.removeprefix("rank-") for path in records_of.glob("rank-*") if not path.suffix
         ]
@@ -335,7 +341,7 @@ def test_killed_at_any_moment_it_ends_when_it_is_run_again(saved, tmp_path):
         left = {path.name for path in out.iterdir() if not path.name.startswith("run.lock.")}
         assert left == {final.name, "latest"}, number
         assert {name: (final / name).stat().st_ino for name in kept} == kept
-        assert fault_of(final) is None and recover(out) == []
+        assert checkpoint_error(final) is None and recover(out) == []
         assert_equal(final, expected)
     assert contents(saved) == before
 

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
-from megatron5d.checkpoint.folder import newest
+from megatron5d.checkpoint.folder import newest_checkpoint
 from megatron5d.config.schema import (
     CheckpointConfig,
     Config,
@@ -259,7 +259,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
         REQUEUE,
         REQUEUE,
     ]
-    assert newest(tmp_path / "checkpoints") == last(tmp_path, 3)
+    assert newest_checkpoint(tmp_path / "checkpoints") == last(tmp_path, 3)
 
 
 def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus, monkeypatch):
@@ -276,7 +276,7 @@ def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus
         REQUEUE,
         REQUEUE,
     ]
-    assert newest(tmp_path / "checkpoints") is None
+    assert newest_checkpoint(tmp_path / "checkpoints") is None
     assert not (tmp_path / "log.jsonl").read_text()
 
 

@@ -26,7 +26,7 @@ from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers
 from megatron5d.checkpoint.layout import overlap
-from megatron5d.checkpoint.load import PREFIX, SavedTensors, fault_of_file, whole_checkpoint
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, file_error, resolve_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.topology.launcher import die_with_parent
@@ -40,7 +40,7 @@ Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
 def inspect(args: argparse.Namespace) -> int:
     """Prints what a checkpoint holds, and of which run it is; returns 0. Raises ValueError: no
     whole checkpoint, or its index or run.json is damaged."""
-    saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
+    saved = SavedTensors(resolve_checkpoint(args.path, "PATH"))
     run, config = read_record(saved.folder), saved_config(saved.folder)
     layout, default = to_dict(config.parallel), to_dict(Config().parallel)
     files = {path.name: path.stat().st_size for path in sorted(saved.folder.iterdir())}
@@ -76,7 +76,7 @@ def verify(args: argparse.Namespace) -> int:
     """Reads every byte of a checkpoint, and prints what is wrong; returns 1 where something is.
     Raises ValueError: no whole checkpoint, or its index is damaged."""
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
-    saved = SavedTensors(whole_checkpoint(args.path, "PATH"))
+    saved = SavedTensors(resolve_checkpoint(args.path, "PATH"))
     files, dtypes = (
         list(saved.files().items()),
         {key: each.dtype for key, each in saved.tensors.items()},
@@ -86,7 +86,7 @@ def verify(args: argparse.Namespace) -> int:
     def check(number: int) -> tuple[int, str | None]:
         name, items = files[number]
         path = saved.folder / name
-        return path.stat().st_size, fault_of_file(path, saved.save, items, dtypes, finite=True)
+        return path.stat().st_size, file_error(path, saved.save, items, dtypes, finite=True)
 
     total = sum((saved.folder / name).stat().st_size for name, _ in files)
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
@@ -112,7 +112,7 @@ def diff(args: argparse.Namespace) -> int:
         one, other = (_tensors(path, stack) for path in (args.one, args.other))
         if not all(any(key.startswith("optim.") for key in each) for each in (one, other)):
             one, other = (
-                {key: each for key, each in found.items() if key.startswith(PREFIX)}
+                {key: each for key, each in found.items() if key.startswith(WEIGHT_PREFIX)}
                 for found in (one, other)
             )
         lines = [f"{key} is only in {args.one}" for key in one.keys() - other.keys()]
@@ -140,7 +140,7 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, tuple[tuple[int, ...], R
         model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         lazy = hf_weights(model, stored, torch.float64)
         return {key: (tuple(each.shape), _reader_of(each)) for key, each in lazy.items()}
-    saved = SavedTensors(whole_checkpoint(path, "PATH"))
+    saved = SavedTensors(resolve_checkpoint(path, "PATH"))
 
     def reader(key: str) -> Read:
         return lambda offset, shape: saved.read(key, offset, shape)
@@ -154,7 +154,7 @@ def _reader_of(tensor: Any) -> Read:
 
     def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         values = torch.empty(shape, dtype=torch.float64)
-        for at, view in tensor.parts.items():
+        for at, view in tensor.shards.items():
             if shared := overlap(at, view.shape, offset, shape):
                 here, there = (
                     [slice(a - c, b - c) for a, b, c in zip(*shared, start)]

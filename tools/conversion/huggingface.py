@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.files import check_vacant
+from megatron5d.checkpoint.hf.files import check_no_model_files
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
 from megatron5d.checkpoint.hf.weights import (
@@ -20,9 +20,9 @@ from megatron5d.checkpoint.hf.weights import (
     hf_entries,
     hf_weights,
     prediction_layers,
-    unread,
+    unread_notes,
 )
-from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.tools.conversion.new_checkpoint import (
@@ -31,7 +31,7 @@ from megatron5d.tools.conversion.new_checkpoint import (
     unfinished,
     widest_dtype,
 )
-from megatron5d.train.hf_export import holds_tokenizer, planned_export
+from megatron5d.train.hf_export import has_tokenizer, plan_export
 from megatron5d.train.state import read_record
 
 
@@ -46,7 +46,7 @@ def from_hf(args: argparse.Namespace) -> int:
         if args.mtp:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         family = read_hf_config(hf)["model_type"]
-        wide = {entry.hf_name for entry in hf_entries(model, family) if entry.wide}
+        wide = {entry.stored_name for entry in hf_entries(model, family) if entry.wide}
         # rotary frequencies are fp32 beside weights in bf16, too
         tables = re.compile("|".join(IGNORED[family]))
         found = {
@@ -54,10 +54,10 @@ def from_hf(args: argparse.Namespace) -> int:
             for name, t in stored.tensors.items()
             if name not in wide and not tables.search(name)
         }
-        for line in unread(model, stored):
+        for line in unread_notes(model, stored):
             print(line, file=sys.stderr)
         dtype = args.dtype or widest_dtype(found)
-        data = DataConfig(tokenizer=home if holds_tokenizer(hf) else None)
+        data = DataConfig(tokenizer=home if has_tokenizer(hf) else None)
         config = Config(
             model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data
         )
@@ -72,10 +72,10 @@ def to_hf(args: argparse.Namespace) -> int:
     Raises ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer
     that cannot leave with its ids, or `out` holds files that transformers would read.
     """
-    folder = whole_checkpoint(args.checkpoint, "--checkpoint")
-    check_vacant(args.out)
+    folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
+    check_no_model_files(args.out)
     run, config = read_record(folder), saved_config(folder)
-    export = planned_export(
+    export = plan_export(
         config,
         partial(print, file=sys.stderr),
         dtype=args.dtype,

@@ -18,21 +18,21 @@ from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.load import (
-    PREFIX,
+    WEIGHT_PREFIX,
     LazyTensor,
     SavedTensors,
     SavedWeights,
-    whole_checkpoint,
+    resolve_checkpoint,
 )
 from megatron5d.checkpoint.megatron.names import (
     EMBEDDING,
     IGNORED,
-    args_of,
-    entries,
-    model_config_of,
+    megatron_args,
+    megatron_entries,
+    model_config_from_args,
 )
 from megatron5d.checkpoint.megatron.reader import TRACKER, MegatronTensors, open_checkpoint
-from megatron5d.checkpoint.megatron.writer import RELEASE, STATES, Training, write_checkpoint
+from megatron5d.checkpoint.megatron.writer import RELEASE, STATES, TrainingState, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
@@ -42,8 +42,8 @@ from megatron5d.tools.conversion.new_checkpoint import (
     unfinished,
     widest_dtype,
 )
-from megatron5d.train.hf_export import check_complete
-from megatron5d.train.state import Progress, read_record, twin
+from megatron5d.train.hf_export import check_tensor_names
+from megatron5d.train.state import Progress, read_record, twin_key
 
 # of kinds of the optimiser's state: by one or the other layout of Megatron-Core
 _OTHER_NAMES = {"fp32_param": "param"}
@@ -60,9 +60,9 @@ def from_megatron(args: argparse.Namespace) -> int:
     found = open_checkpoint(args.megatron)
     stored, theirs = found.weights, found.args
     rows = stored.tensors[EMBEDDING].shape[0]
-    model = model_config_of(theirs, rows, args.vocab_size)
-    table = entries(model)
-    wide = {entry.hf_name for entry in table if entry.wide}
+    model = model_config_from_args(theirs, rows, args.vocab_size)
+    table = megatron_entries(model)
+    wide = {entry.stored_name for entry in table if entry.wide}
     passed_over = re.compile("|".join(IGNORED))
     kinds = {
         each.dtype
@@ -88,7 +88,7 @@ def from_megatron(args: argparse.Namespace) -> int:
             if name in kept:
                 state = _fitting(kept[name], own, model, torch.float32)
                 tensors |= {
-                    f"optim.{kind}.{key.removeprefix(PREFIX)}": tensor
+                    f"optim.{kind}.{key.removeprefix(WEIGHT_PREFIX)}": tensor
                     for key, tensor in state.items()
                 }
         samples = getattr(theirs, "consumed_train_samples", 0)
@@ -124,7 +124,7 @@ def to_megatron(args: argparse.Namespace) -> int:
     Raises ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an
     optimiser that it does not have, or `out` holds a checkpoint of Megatron-LM.
     """
-    folder = whole_checkpoint(args.checkpoint, "--checkpoint")
+    folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
     if old := sorted(
         path.name for name in (TRACKER, RELEASE, "iter_*") for path in args.out.glob(name)
     ):
@@ -133,9 +133,9 @@ def to_megatron(args: argparse.Namespace) -> int:
         )
     config = saved_config(folder)
     dtype = args.dtype or config.precision.dtype
-    theirs = args_of(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
-    weights = SavedWeights(folder, DTYPES[dtype], twin)
-    check_complete(weights, entries(config.model), folder)
+    theirs = megatron_args(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
+    weights = SavedWeights(folder, DTYPES[dtype], twin_key)
+    check_tensor_names(weights, megatron_entries(config.model), folder)
     training = _training(folder, config, theirs) if args.optimizer else None
     with unfinished(args.out) as half:
         written = write_checkpoint(
@@ -145,7 +145,7 @@ def to_megatron(args: argparse.Namespace) -> int:
     return 0
 
 
-def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
+def _training(folder: Path, config: Config, theirs: Namespace) -> TrainingState:
     """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and
     how far the run is."""
     optim, saved = config.optim, SavedTensors(folder)
@@ -173,13 +173,15 @@ def _training(folder: Path, config: Config, theirs: Namespace) -> Training:
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
             key = f"optim.{kind}.{name}"  # of a run in fp32 the weights are the masters
             return saved.read(
-                key if kind != "master" or key in saved.tensors else PREFIX + name, offset, shape
+                key if kind != "master" or key in saved.tensors else WEIGHT_PREFIX + name,
+                offset,
+                shape,
             )
 
         return read
 
     vars(theirs)["consumed_train_samples"] = progress.consumed_samples
-    return Training(
+    return TrainingState(
         progress.step, {kind: reader(kind) for kind in STATES}, _common(config, progress)
     )
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
 from megatron5d.checkpoint.load import (
-    PREFIX,
+    WEIGHT_PREFIX,
     LazyTensor,
     SavedWeights,
     lazy_tensor,
-    whole_checkpoint,
+    resolve_checkpoint,
 )
 from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.config.checks import run_checks
@@ -30,7 +30,7 @@ from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.topology.init_weights import normal, stream_key
-from megatron5d.train.state import Progress, run_record, twin
+from megatron5d.train.state import Progress, run_record, twin_key
 
 # FP8 without loss
 _STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}
@@ -87,7 +87,7 @@ def save_weights(
         Saver(out, keep=0).save(progress.step, tensors, run_record(progress, to_dict(config)))
     except SaveFailed as error:  # whose advice is a run's, which has checkpoints before this one
         raise OSError(f"{out} is not written: {error.__cause__}") from error
-    return whole_checkpoint(out, "--out")
+    return resolve_checkpoint(out, "--out")
 
 
 def average(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def average(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--weights gives {shares} for {len(folders)} checkpoints; one each, with a sum above 0"
         )
-    sources = [SavedWeights(folder, torch.float32, twin) for folder in folders]
+    sources = [SavedWeights(folder, torch.float32, twin_key) for folder in folders]
     first = {name: tuple(each.size) for name, each in sources[0].tensors.items()}
     for folder, source in zip(folders, sources):
         sizes = {name: tuple(each.size) for name, each in source.tensors.items()}
@@ -115,7 +115,7 @@ def average(args: argparse.Namespace) -> int:
                     f"{name} is {first.get(name)} in {folders[0]} and {sizes.get(name)} in {folder}"
                 )
     factors = [share / sum(shares) for share in shares]
-    tensors = {PREFIX + name: _mean(name, sources, factors) for name in first}
+    tensors = {WEIGHT_PREFIX + name: _mean(name, sources, factors) for name in first}
     print(
         f"wrote {save_weights(args.out, dict(tensors), saved_config(folders[-1]))}: the mean of {len(folders)}"
     )
@@ -126,7 +126,7 @@ def _folders(paths: list[Path], last: int | None) -> list[Path]:
     """Returns the checkpoints to average: the newest whole one of each path, or the last ones of a
     directory."""
     if last is None:
-        return [whole_checkpoint(path, "PATH") for path in paths]
+        return [resolve_checkpoint(path, "PATH") for path in paths]
     if len(paths) != 1:
         raise ValueError(f"--last {last} is of one directory, and {len(paths)} are given")
     steps = saved_steps(paths[0])[-last:]
@@ -159,13 +159,13 @@ def upcycle(args: argparse.Namespace) -> int:
     ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds
         checkpoints."""
     check_empty(args.out)
-    folder = whole_checkpoint(args.checkpoint, "--checkpoint")
+    folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)
     sparse = upcycled(
         config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense
     )
     # of a run in bf16 its masters, with which training continues
-    weights = SavedWeights(folder, DTYPES["fp32"], twin)
+    weights = SavedWeights(folder, DTYPES["fp32"], twin_key)
     tensors = upcycled_weights(weights, config.model, sparse, args.noise, args.seed)
     written = Config(model=sparse, precision=config.precision, data=config.data)
     folder = save_weights(args.out, dict(tensors), written)
@@ -265,7 +265,7 @@ def upcycled_weights(
             def same(offset: tuple[int, ...], name=name, shape=shape) -> Tensor:
                 return saved.read(name, offset, shape)
 
-            made[PREFIX + name] = lazy_tensor(shape, {zero: shape}, entry.dtype, same)
+            made[WEIGHT_PREFIX + name] = lazy_tensor(shape, {zero: shape}, entry.dtype, same)
     h, inner = sparse.hidden_size, sparse.expert_hidden_size
     slices, parts = dense.ffn_hidden_size // inner, 2 if dense.gated else 1
     shapes = {"up": (parts * inner, h), "down": (h, inner)}
@@ -290,8 +290,10 @@ def upcycled_weights(
                 return own.reshape(1, *shape).contiguous()
 
             pieces: Shapes = {(e, 0, 0): (1, *shape) for e in range(sparse.num_experts)}
-            made[PREFIX + name] = lazy_tensor((sparse.num_experts, *shape), pieces, dtype, expert)
-        made[PREFIX + f"layers.{i}.router.weight"] = _router(
+            made[WEIGHT_PREFIX + name] = lazy_tensor(
+                (sparse.num_experts, *shape), pieces, dtype, expert
+            )
+        made[WEIGHT_PREFIX + f"layers.{i}.router.weight"] = _router(
             sparse, f"layers.{i}.router.weight", slices, seed, dtype
         )
     return made

@@ -29,10 +29,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import (
-    RUN,
+    RUN_FILE,
     Keep,
+    checkpoint_error,
     commit,
-    fault_of,
     point_latest_to,
     read_run,
     saved_config,
@@ -44,9 +44,9 @@ from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import (
     LazyTensor,
     SavedTensors,
-    fault_of_file,
+    file_error,
     lazy_tensor,
-    whole_checkpoint,
+    resolve_checkpoint,
 )
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
@@ -106,7 +106,7 @@ class Resharding:
                 raise ValueError(
                     f"{self.source.folder} holds {held}, its configuration describes {list(tensor.shape)}"
                 )
-            if tensor.parts:
+            if tensor.shards:
                 found[key] = tensor
         return found
 
@@ -143,7 +143,7 @@ class Resharding:
         smallest rectangle around it is hardly more and fits, else part by part."""
         entry = self.source.tensors[key]
         parts = {
-            rank: {at: tuple(view.shape) for at, view in each.parts.items()}
+            rank: {at: tuple(view.shape) for at, view in each.shards.items()}
             for rank, each in held.items()
         }
         all_parts = {at: extent for each in parts.values() for at, extent in each.items()}
@@ -184,7 +184,7 @@ class Resharding:
         items = _items(message)
         dtypes = {key: self.source.tensors[key].dtype for key, _ in items}
         path = self.temporary / (items[0][1].file if items else "")
-        return not items or fault_of_file(path, self.save, items, dtypes) is None
+        return not items or file_error(path, self.save, items, dtypes) is None
 
     def finish(self, messages: list[bytes]) -> None:
         """Writes the index and gives the checkpoint its name. Raises ValueError: the ranks do not
@@ -201,7 +201,7 @@ class Resharding:
             "config": self.made["config"],
             RESHARDED: self.made,
         }
-        (self.temporary / RUN).write_text(json.dumps(record, indent=1))
+        (self.temporary / RUN_FILE).write_text(json.dumps(record, indent=1))
         IndexWriter().write(self.temporary, messages, self.save)
         commit(self.temporary, Keep())
         shutil.rmtree(self.records)
@@ -216,7 +216,7 @@ def reshard(args: argparse.Namespace) -> int:
     run is writing to the directory.
     """
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
-    source = SavedTensors(whole_checkpoint(args.source, "SRC"))
+    source = SavedTensors(resolve_checkpoint(args.source, "SRC"))
     if faults := source.faults_outside():
         raise ValueError(faults[0])
     config = target_config(saved_config(source.folder), args.overrides)
@@ -229,7 +229,7 @@ def reshard(args: argparse.Namespace) -> int:
         made["config"] = json.loads(json.dumps(to_dict(config)))
         final = step_folder(args.out, read_record(source.folder)["progress"]["step"])
         # killed after it had its name
-        if fault_of(final) is None and read_run(final).get(RESHARDED) == made:
+        if checkpoint_error(final) is None and read_run(final).get(RESHARDED) == made:
             point_latest_to(final)
             shutil.rmtree(final.with_suffix(".reshard"), ignore_errors=True)
         else:

@@ -51,7 +51,7 @@ _BEGINNINGS = {
 }
 
 
-def check_vacant(folder: Path, patterns: Sequence[str] = _READ) -> None:
+def check_no_model_files(folder: Path, patterns: Sequence[str] = _READ) -> None:
     """Refuses a folder with files that transformers would read together with new ones. Raises
     ValueError: there are such files; names them."""
     old = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
@@ -140,8 +140,8 @@ class Entry:
     name: str  # global name of our tensor
     # (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole
     rows: tuple[int, int]
-    hf_name: str  # name on disk
-    shape: tuple[int, ...]  # shape on disk
+    stored_name: str  # name on disk
+    stored_shape: tuple[int, ...]
     # on disk it is [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in] which
     # expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts
     transposed: bool = False
@@ -154,19 +154,21 @@ class Entry:
     interleaved: bool = False
 
     @property
-    def our_shape(self) -> tuple[int, ...]:
+    def model_shape(self) -> tuple[int, ...]:
         shape = (
-            (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+            (*self.stored_shape[:-2], self.stored_shape[-1], self.stored_shape[-2])
+            if self.transposed
+            else self.stored_shape
         )
         return shape if self.expert is None else (1, *shape)
 
     @property
-    def our_offset(self) -> tuple[int, ...]:
+    def model_offset(self) -> tuple[int, ...]:
         """First index of the tensor in ours."""
-        inner = (self.rows[0], *(0 for _ in self.shape[1:]))
+        inner = (self.rows[0], *(0 for _ in self.stored_shape[1:]))
         return inner if self.expert is None else (self.expert, *inner)
 
-    def ours(self, values: torch.Tensor) -> torch.Tensor:
+    def from_stored(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the tensor on disk, or whole experts of a stack, with dims and rows in our
         order."""
         values = values.transpose(-1, -2) if self.transposed else values
@@ -178,7 +180,7 @@ class Entry:
             else values.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         )
 
-    def theirs(self, values: torch.Tensor) -> torch.Tensor:
+    def to_stored(self, values: torch.Tensor) -> torch.Tensor:
         """Returns our tensor as it is on disk; the inverse of `ours`."""
         if self.interleaved:
             values = values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron5d.checkpoint.hf import families
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
-from megatron5d.checkpoint.hf.safetensors_folder import unknown_quantisation
+from megatron5d.checkpoint.hf.safetensors_folder import unsupported_quantization
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 
@@ -149,7 +149,7 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
         f"{key} = {config[key]!r}: only {' or '.join(map(repr, values))} is supported"
         for key, values in families.COMPUTED[family].items()
         if key in config and config[key] not in values
-    ] + unknown_quantisation(config)
+    ] + unsupported_quantization(config)
     fields = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family, _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)

@@ -27,7 +27,7 @@ from megatron5d.checkpoint.hf.files import (
     SINGLE,
     WEIGHTS,
     Entry,
-    check_vacant,
+    check_no_model_files,
     weight_files,
     wrong_kind,
 )
@@ -164,7 +164,7 @@ def load_shards(
         check_names(stored, entries, ignored)
         _check_parameters([spec for spec, _ in held], table)
         for spec, tensor in held:
-            for offset, view in tensor.parts.items():
+            for offset, view in tensor.shards.items():
                 written = sum(_fill(view, offset, entry, stored) for entry in table[spec.name])
                 assert written == view.numel(), (
                     f"{spec.name} at {offset}: {written} of {view.numel()} elements written"
@@ -183,7 +183,7 @@ class Stored(Protocol):
 
 def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
     """Compares the table with the folder; arguments and errors as in `load_shards`."""
-    wanted = {entry.hf_name: entry for entry in entries}
+    wanted = {entry.stored_name: entry for entry in entries}
     missing = [name for name in wanted if name not in stored.tensors]
     unexpected = [
         name
@@ -192,7 +192,7 @@ def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]
     ]
     shapes, dtypes = [], []
     for name in (name for name in wanted if name in stored.tensors):
-        tensor, shape = stored.tensors[name], wanted[name].shape
+        tensor, shape = stored.tensors[name], wanted[name].stored_shape
         if tensor.shape != shape:
             shapes.append(
                 f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration"
@@ -222,7 +222,7 @@ def _misshapen_scales(name: str, stored: Stored) -> list[str]:
     return [] if list(found) == wanted else [told]
 
 
-def unknown_quantisation(config: dict[str, Any]) -> list[str]:
+def unsupported_quantization(config: dict[str, Any]) -> list[str]:
     """Returns what a config.json says that is not as in the FP8 releases that are read; null is a
     folder without."""
     given = config.get("quantization_config")
@@ -258,12 +258,12 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
         stacked = any(entry.expert is not None for entry in table[spec.name])
         per_expert = spec.shape[1] if stacked else 0  # rows are counted through all experts
         reached = 0
-        for entry in sorted(table[spec.name], key=lambda entry: entry.our_offset):
+        for entry in sorted(table[spec.name], key=lambda entry: entry.model_offset):
             start, stop = (row + per_expert * (entry.expert or 0) for row in entry.rows)
             shape = (
                 (1, stop - start, *spec.shape[2:]) if stacked else (stop - start, *spec.shape[1:])
             )
-            if start != reached or entry.our_shape != shape:
+            if start != reached or entry.model_shape != shape:
                 troubles.append(
                     f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {reached}"
                 )
@@ -281,28 +281,30 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
 def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
     """Copies the intersection of a stored tensor and a local rectangle; returns its number of
     elements."""
-    shared = overlap(at, view.shape, entry.our_offset, entry.our_shape)
+    shared = overlap(at, view.shape, entry.model_offset, entry.model_shape)
     if shared is None:
         return 0
     begin, end = shared
     place = tuple(slice(a - b, c - b) for a, c, b in zip(begin, end, at))
-    offset = tuple(a - b for a, b in zip(begin, entry.our_offset))
+    offset = tuple(a - b for a, b in zip(begin, entry.model_offset))
     shape = tuple(c - a for a, c in zip(begin, end))
     if entry.expert is not None:
         offset, shape = offset[1:], shape[1:]
     # rows are scattered on disk: all of them, or of the experts here
     if entry.heads is not None or entry.interleaved:
-        first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.shape[0])
+        first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.stored_shape[0])
         whole = stored.read(
-            entry.hf_name, (first, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:])
+            entry.stored_name,
+            (first, *(0 for _ in entry.stored_shape[1:])),
+            (count, *entry.stored_shape[1:]),
         )
         places = zip((offset[0] - first, *offset[1:]), shape)
-        values = entry.ours(whole)[tuple(slice(o, o + n) for o, n in places)]
+        values = entry.from_stored(whole)[tuple(slice(o, o + n) for o, n in places)]
     elif entry.transposed:
         swapped = [(*dims[:-2], dims[-1], dims[-2]) for dims in (offset, shape)]
-        values = entry.ours(stored.read(entry.hf_name, *swapped))
+        values = entry.from_stored(stored.read(entry.stored_name, *swapped))
     else:
-        values = stored.read(entry.hf_name, offset, shape)
+        values = stored.read(entry.stored_name, offset, shape)
     view[place].copy_(values if entry.expert is None else values.unsqueeze(0))
     return values.numel()
 
@@ -328,16 +330,16 @@ def stored_tensors(
         ValueError: a finite value becomes infinite (fp16 ends at 65,504).
     """
     for entry in entries:
-        exact = read(entry.name, entry.our_offset, entry.our_shape)
+        exact = read(entry.name, entry.model_offset, entry.model_shape)
         tensor = exact.to(entry.dtype(dtype))
         if dtype == torch.float16 and (tensor.isinf() & exact.isfinite()).any():
             raise ValueError(
-                f"{entry.hf_name} reaches {exact.abs().max():.4g}, and fp16 ends at {torch.finfo(dtype).max:.0f}: "
+                f"{entry.stored_name} reaches {exact.abs().max():.4g}, and fp16 ends at {torch.finfo(dtype).max:.0f}: "
                 "write it with --dtype bf16"
             )
         if entry.expert is not None:
             tensor = tensor.squeeze(0)
-        yield entry.hf_name, entry.theirs(tensor)
+        yield entry.stored_name, entry.to_stored(tensor)
 
 
 def save_folder(
@@ -360,15 +362,15 @@ def save_folder(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    check_vacant(folder, WEIGHTS)
+    check_no_model_files(folder, WEIGHTS)
     for half in folder.glob("part-*.safetensors.tmp"):  # of an export that was interrupted
         half.unlink()
-    parts, total_bytes = write_parts(folder, tensors, max_shard_bytes)
-    name_files(folder, parts, total_bytes)
+    parts, total_bytes = write_shards(folder, tensors, max_shard_bytes)
+    finalize_files(folder, parts, total_bytes)
     return total_bytes
 
 
-def write_parts(
+def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, rank: int = 0
 ) -> tuple[list[tuple[str, list[str]]], int]:
     """Writes one rank's files of a folder; arguments and errors as in `save_folder`. Returns the
@@ -403,7 +405,7 @@ def write_parts(
     return parts, total_bytes
 
 
-def name_files(folder: Path, parts: Sequence[tuple[str, list[str]]], total_bytes: int) -> None:
+def finalize_files(folder: Path, parts: Sequence[tuple[str, list[str]]], total_bytes: int) -> None:
     """Renames the files of all ranks to their final names, which contain their number, and then
     writes the index."""
     if len(parts) == 1:

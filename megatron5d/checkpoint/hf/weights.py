@@ -35,8 +35,8 @@ from megatron5d.checkpoint.hf.safetensors_folder import (
     load_shards,
 )
 from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
-from megatron5d.checkpoint.load import PREFIX, LazyTensor, lazy_tensor
-from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, LazyTensor, lazy_tensor
+from megatron5d.checkpoint.new_weights import EMBEDDING, fill_new_weights, new_weight_notes
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
@@ -68,7 +68,7 @@ def load_hf_shards(
     """Fills what this rank holds of a model from a folder of any supported family.
 
     The model may have a larger vocabulary, a head of its own where the folder's is tied, and blocks
-    of multi-token prediction that the folder lacks (checkpoint/new_parts.py).
+    of multi-token prediction that the folder lacks (checkpoint/new_weights.py).
 
     Folders saved from the bare model (GPT-2 on the hub: `wte.weight`) and tied models that also
     store their head, equal to the embedding, are read as well.
@@ -91,7 +91,7 @@ def load_hf_shards(
     """
     if not config.router_bias:
         for view in (
-            view for spec, tensor in held if _is_bias(spec) for view in tensor.parts.values()
+            view for spec, tensor in held if _is_bias(spec) for view in tensor.shards.values()
         ):
             view.zero_()
         held = [(spec, tensor) for spec, tensor in held if not _is_bias(spec)]
@@ -99,14 +99,14 @@ def load_hf_shards(
         theirs = _starting_point(config, stored)
         entries, ignored = _table(theirs, stored, _rows_here(held, theirs.vocab_size))
         at = {entry.name: entry for entry in entries}
-        told = unread(config, stored) + new_parts(config, at, theirs.vocab_size)
+        told = unread_notes(config, stored) + new_weight_notes(config, at, theirs.vocab_size)
         check_names(stored, entries, ignored)
 
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-            return stored.read(at[name].hf_name, offset, shape)
+            return stored.read(at[name].stored_name, offset, shape)
 
-        held = fill_new_parts(
-            held, config, {name: entry.our_shape for name, entry in at.items()}, read, seed
+        held = fill_new_weights(
+            held, config, {name: entry.model_shape for name, entry in at.items()}, read, seed
         )
     load_shards(held, entries, folder, ignored)
     return told + config_differences(config, folder)
@@ -122,7 +122,7 @@ def _rows_here(
         if spec.name in (EMBEDDING, "head.weight"):
             parts = [
                 (offset, (min(len(view), rows - offset[0]), *view.shape[1:]))
-                for offset, view in tensor.parts.items()
+                for offset, view in tensor.shards.items()
             ]
             here[spec.name] += [(offset, shape) for offset, shape in parts if shape[0] > 0]
     return here
@@ -170,19 +170,21 @@ def lazy_weights(
     table: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         table[entry.name].append(entry)
-    return {PREFIX + name: _lazy(parts, stored, dtype) for name, parts in table.items()}
+    return {WEIGHT_PREFIX + name: _lazy(parts, stored, dtype) for name, parts in table.items()}
 
 
 def _lazy(entries: list[Entry], stored: Stored, dtype: torch.dtype) -> LazyTensor:
-    at = {entry.our_offset: entry for entry in entries}
+    at = {entry.model_offset: entry for entry in entries}
     dtype = entries[0].dtype(dtype)
 
     def make(offset: tuple[int, ...]) -> torch.Tensor:
         entry = at[offset]
-        values = stored.read(entry.hf_name, (0,) * len(entry.shape), entry.shape).to(dtype)
-        return entry.ours(values).reshape(entry.our_shape)
+        values = stored.read(
+            entry.stored_name, (0,) * len(entry.stored_shape), entry.stored_shape
+        ).to(dtype)
+        return entry.from_stored(values).reshape(entry.model_shape)
 
-    parts = {offset: entry.our_shape for offset, entry in at.items()}
+    parts = {offset: entry.model_shape for offset, entry in at.items()}
     ends = [[start + extent for start, extent in zip(*part)] for part in parts.items()]
     return lazy_tensor([max(end) for end in zip(*ends)], parts, dtype, make)
 
@@ -200,31 +202,33 @@ def _table(
         BASE_PREFIX[family],
     )
     ignored += [_layer_names(i) for i in prediction_layers(config, stored)]
-    for copy in (copy for copy in hf_copies(config) if copy.hf_name in stored.tensors):
-        ignored.append(f"^{re.escape(copy.hf_name)}$")
+    for copy in (copy for copy in mtp_copies(config) if copy.stored_name in stored.tensors):
+        ignored.append(f"^{re.escape(copy.stored_name)}$")
         original = next(entry for entry in entries if entry.name == copy.name)
-        if not _same(copy.hf_name, original, stored, held.get(copy.name, [])):
+        if not _same(copy.stored_name, original, stored, held.get(copy.name, [])):
             raise ValueError(
-                f"{stored.folder} stores {copy.hf_name} and it is not {original.hf_name}, which the multi-token "
+                f"{stored.folder} stores {copy.stored_name} and it is not {original.stored_name}, which the multi-token "
                 "prediction layers of this model share; set model.num_mtp_layers=0 to leave them out"
             )
     if any(name.startswith(_TEXT) for name in stored.tensors):
-        entries = [replace(entry, hf_name=_TEXT + entry.hf_name) for entry in entries]
+        entries = [replace(entry, stored_name=_TEXT + entry.stored_name) for entry in entries]
         ignored.append(rf"^(?!{re.escape(_TEXT)})")
     elif not any(name.startswith(prefix) for name in stored.tensors):
-        entries = [replace(entry, hf_name=entry.hf_name.removeprefix(prefix)) for entry in entries]
+        entries = [
+            replace(entry, stored_name=entry.stored_name.removeprefix(prefix)) for entry in entries
+        ]
     if config.tie_embeddings and HEAD in stored.tensors:
         ignored.append(f"^{HEAD}$")
         embedding = next(entry for entry in entries if entry.name == "embedding.weight")
         if not _same(HEAD, embedding, stored, held.get("embedding.weight", [])):
             raise ValueError(
-                f"{stored.folder} stores {HEAD} and it is not {embedding.hf_name}, but model.tie_embeddings = true; "
+                f"{stored.folder} stores {HEAD} and it is not {embedding.stored_name}, but model.tie_embeddings = true; "
                 "set it to false to load both"
             )
     return entries, ignored
 
 
-def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
+def unread_notes(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
     """Returns a line for each part of a folder that the model has no use for."""
     counts = {
         i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors)
@@ -254,10 +258,13 @@ def _layer_names(i: int) -> str:
 def _same(copy: str, original: Entry, stored: SafetensorsFolder, held: list[Rectangle]) -> bool:
     """Returns whether a tensor that the folder stores twice is the same both times; each rank looks
     at its own rows."""
-    same = original.hf_name in stored.tensors and stored.tensors[copy].shape == original.shape
+    same = (
+        original.stored_name in stored.tensors
+        and stored.tensors[copy].shape == original.stored_shape
+    )
     for rectangle in held if same else []:
         same = same and torch.equal(
-            stored.read(copy, *rectangle), stored.read(original.hf_name, *rectangle)
+            stored.read(copy, *rectangle), stored.read(original.stored_name, *rectangle)
         )
     return same
 
@@ -334,7 +341,7 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
     return entries
 
 
-def hf_copies(config: ModelConfig) -> list[Entry]:
+def mtp_copies(config: ModelConfig) -> list[Entry]:
     """Returns further names of embedding and head in folders with DeepSeek-V3's multi-token
     prediction layers."""
     shape = (config.vocab_size, config.hidden_size)
@@ -357,20 +364,20 @@ def _prediction(config: ModelConfig, i: int) -> list[Entry]:
     ]
 
 
-def _vectors(name: str, hf_name: str, size: int, bias: bool) -> list[Entry]:
+def _vectors(name: str, stored_name: str, size: int, bias: bool) -> list[Entry]:
     kinds = ("weight", "bias") if bias else ("weight",)
-    return [Entry(f"{name}.{kind}", (0, size), f"{hf_name}.{kind}", (size,)) for kind in kinds]
+    return [Entry(f"{name}.{kind}", (0, size), f"{stored_name}.{kind}", (size,)) for kind in kinds]
 
 
 def _stack(name: str, columns: int, bias: bool, parts: list[tuple[str, int]]) -> list[Entry]:
     """Returns linear layers [out, in] that we keep as one, under each other in the order given as
     (HF name, rows)."""
     entries, start = [], 0
-    for hf_name, rows in parts:
+    for stored_name, rows in parts:
         place = (start, start + rows)
-        entries.append(Entry(f"{name}.weight", place, f"{hf_name}.weight", (rows, columns)))
+        entries.append(Entry(f"{name}.weight", place, f"{stored_name}.weight", (rows, columns)))
         if bias:
-            entries.append(Entry(f"{name}.bias", place, f"{hf_name}.bias", (rows,)))
+            entries.append(Entry(f"{name}.bias", place, f"{stored_name}.bias", (rows,)))
         start += rows
     return entries
 
@@ -456,11 +463,11 @@ def _gpt2_layer(config: ModelConfig, i: int) -> list[Entry]:
     h, f = config.hidden_size, config.ffn_hidden_size
     ours, theirs = f"layers.{i}", f"transformer.h.{i}"
 
-    def conv1d(name: str, hf_name: str, rows: int, columns: int) -> list[Entry]:
+    def conv1d(name: str, stored_name: str, rows: int, columns: int) -> list[Entry]:
         weight = Entry(
-            f"{name}.weight", (0, rows), f"{hf_name}.weight", (columns, rows), transposed=True
+            f"{name}.weight", (0, rows), f"{stored_name}.weight", (columns, rows), transposed=True
         )
-        return [weight, Entry(f"{name}.bias", (0, rows), f"{hf_name}.bias", (rows,))]
+        return [weight, Entry(f"{name}.bias", (0, rows), f"{stored_name}.bias", (rows,))]
 
     return [
         *_vectors(f"{ours}.attention.norm", f"{theirs}.ln_1", h, bias=True),

@@ -35,7 +35,7 @@ _QKV = re.compile(r"\.linear_qkv\.(weight|bias)$")
 _Shape = tuple[int, ...]
 
 
-def entries(config: ModelConfig) -> list[Entry]:
+def megatron_entries(config: ModelConfig) -> list[Entry]:
     """Returns one entry per tensor of the Megatron model; together they tile every parameter of
     ours exactly."""
     h = config.hidden_size
@@ -108,13 +108,13 @@ def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
             yield f"{ours}.bias", f"{theirs}.bias", shape[:1]
 
 
-def to_our_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
+def from_megatron_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
     """Returns rows of all queries, then keys, then values; Megatron has them by query group. Other
     tensors stay."""
     return values[_rows(config)] if _QKV.search(name) else values
 
 
-def to_their_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
+def to_megatron_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:
     """Returns the inverse of `to_our_rows`."""
     return values[_rows(config).argsort()] if _QKV.search(name) else values
 
@@ -186,7 +186,9 @@ _SAME_MOE: dict[str, tuple[str, Any]] = {
 }
 
 
-def model_config_of(args: Namespace, rows: int, vocab_size: int | None = None) -> ModelConfig:
+def model_config_from_args(
+    args: Namespace, rows: int, vocab_size: int | None = None
+) -> ModelConfig:
     """Returns the architecture that a checkpoint's arguments describe.
 
     Args:
@@ -294,7 +296,7 @@ def _moe_fields(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     }
 
 
-def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None) -> Namespace:
+def megatron_args(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None) -> Namespace:
     """Returns the arguments with which Megatron-LM computes our architecture
     (`--use-checkpoint-args`).
 
@@ -353,7 +355,7 @@ def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None)
         "expert_model_parallel_size": 1,
     }
     found = Namespace(**args | (_moe_args(model) if model.num_experts else {}))
-    back = model_config_of(found, model.vocab_size)
+    back = model_config_from_args(found, model.vocab_size)
     passive = {
         "name",
         "from_hf",

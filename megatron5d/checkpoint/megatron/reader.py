@@ -27,8 +27,8 @@ from megatron5d.checkpoint.folder import METADATA
 from megatron5d.checkpoint.hf.safetensors_folder import StoredTensor
 from megatron5d.checkpoint.index import SavedTensor
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, layer_name, to_our_rows
-from megatron5d.checkpoint.storage import Reader, read
+from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, from_megatron_rows, layer_name
+from megatron5d.checkpoint.storage import Reader, read_tensors
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.convert import read_json
 from megatron5d.config.schema import ModelConfig
@@ -207,7 +207,7 @@ def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, 
 def _stored(reader: Reader, key: str, saved: SavedTensor) -> Source:
     def values(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         found = torch.empty(shape, dtype=saved.dtype)
-        read(reader, [{key: ShardedTensor(saved.size, [(offset, found)], saved.dtype)}])
+        read_tensors(reader, [{key: ShardedTensor(saved.size, [(offset, found)], saved.dtype)}])
         return found
 
     return Source(tuple(saved.size), saved.dtype, values)
@@ -421,7 +421,7 @@ class MegatronTensors:
         """Reads the rectangle of `shape` at `offset`, whose rows are ordered as ours: of a fused
         QKV all rows."""
         assert self._config is not None
-        return to_our_rows(
+        return from_megatron_rows(
             name, self._sources[name].read(tuple(offset), tuple(shape)), self._config
         )
 

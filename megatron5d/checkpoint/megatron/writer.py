@@ -21,9 +21,9 @@ from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor
-from megatron5d.checkpoint.megatron.names import FUSED, entries, to_their_rows
+from megatron5d.checkpoint.megatron.names import FUSED, megatron_entries, to_megatron_rows
 from megatron5d.checkpoint.megatron.reader import BACKEND, COMMON, TRACKER
-from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.storage import write_rank_file
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.derived import is_moe, moe_layers
 from megatron5d.config.schema import ModelConfig
@@ -40,7 +40,7 @@ _Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 _Index = tuple[int, ...]  # of a layer or an expert in a stack, of both, or of neither
 
 
-class Training(NamedTuple):
+class TrainingState(NamedTuple):
     """What a run is continued with."""
 
     iteration: int  # steps done
@@ -54,7 +54,7 @@ def write_checkpoint(
     args: Namespace,
     read: _Read,
     dtype: torch.dtype,
-    training: Training | None = None,
+    training: TrainingState | None = None,
 ) -> Path:
     """Writes `out/release` or an iteration's folder, and the tracker file, with one layer's tensor
     in memory at a time.
@@ -84,7 +84,7 @@ def write_checkpoint(
                 tensors[f"optimizer.state.{STATES[kind]}.{key}"] = _lazy(
                     at, model, read_state, torch.float32
                 )
-    written = write(folder, tensors, 0, save)
+    written = write_rank_file(folder, tensors, 0, save)
     _, metadata, stored = IndexWriter().build([written])
     content = io.BytesIO()
     torch.save([None], content)  # an object in a list, as Megatron-Core writes the shards of one
@@ -118,9 +118,9 @@ def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
     # its own
     stacked = len(moe_layers(model)) in (0, model.num_layers)
     places: defaultdict[str, dict[_Index, Entry]] = defaultdict(dict)
-    for entry in entries(model):
-        if not (match := _LAYER.match(entry.hf_name)):
-            places[entry.hf_name][()] = entry
+    for entry in megatron_entries(model):
+        if not (match := _LAYER.match(entry.stored_name)):
+            places[entry.stored_name][()] = entry
             continue
         prefix, index = (
             ("decoder.layers.", (int(match[1]),))
@@ -144,13 +144,15 @@ def _lazy(
 
     def make(offset: _Index) -> Tensor:
         entry = at[offset[:depth]]
-        values = read(entry.name, entry.our_offset, entry.our_shape).to(kind)
-        values = to_their_rows(entry.hf_name, values.view(entry.shape), model)
-        return values.reshape(*(1 for _ in range(depth)), *entry.shape).contiguous()
+        values = read(entry.name, entry.model_offset, entry.model_shape).to(kind)
+        values = to_megatron_rows(entry.stored_name, values.view(entry.stored_shape), model)
+        return values.reshape(*(1 for _ in range(depth)), *entry.stored_shape).contiguous()
 
-    zeros, ones = (0,) * len(first.shape), (1,) * depth
-    shape = (*(1 + max(index[dim] for index in at) for dim in range(depth)), *first.shape)
-    return lazy_tensor(shape, {(*index, *zeros): (*ones, *first.shape) for index in at}, kind, make)
+    zeros, ones = (0,) * len(first.stored_shape), (1,) * depth
+    shape = (*(1 + max(index[dim] for index in at) for dim in range(depth)), *first.stored_shape)
+    return lazy_tensor(
+        shape, {(*index, *zeros): (*ones, *first.stored_shape) for index in at}, kind, make
+    )
 
 
 def _extra_states(places: dict[str, dict[_Index, Entry]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron5d.checkpoint.folder import RUN, config_of
+from megatron5d.checkpoint.folder import RUN_FILE, config_from_record
 from megatron5d.config.convert import override_text, read_json, to_dict, value_of
 from megatron5d.config.derived import resumed_folder
 from megatron5d.config.errors import Fault
@@ -14,12 +14,12 @@ from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 
 # on resume
-READ = {
+COMPARED_KEYS = {
     group: keys for group, keys in to_dict(Config()).items() if group in ("model", "moe", "optim")
 }
 # of a model with weights
 _PASSIVE = ("model.name", "model.from_hf", "model.init_std", "model.init_scale_output")
-# as checkpoint/new_parts.py fills
+# as checkpoint/new_weights.py fills
 _GROWN = {"model.vocab_size", "model.tie_embeddings", "model.num_mtp_layers"}
 _MOST_KEYS = 4  # written out in a fix
 
@@ -51,12 +51,12 @@ def architecture_faults(config: Config, world: int) -> list[Fault]:
     if folder is None:
         return []
     try:
-        return faults_of_saved(folder, read_json(folder / RUN).get("config"), config)
+        return mismatch_faults(folder, read_json(folder / RUN_FILE).get("config"), config)
     except (ValueError, OSError):
         return []
 
 
-def faults_of_saved(folder: Path, saved: Any, config: Config) -> list[Fault]:
+def mismatch_faults(folder: Path, saved: Any, config: Config) -> list[Fault]:
     """Returns the fault of a model with another number of weights, or of another optimizer, than
     those of a checkpoint.
 
@@ -65,7 +65,7 @@ def faults_of_saved(folder: Path, saved: Any, config: Config) -> list[Fault]:
 
     Raises Refused: it is no configuration.
     """
-    before = config_of(folder, saved, READ)
+    before = config_from_record(folder, saved, COMPARED_KEYS)
     knobs = ["optim.name"] if before.optim.name != config.optim.name else []
     held, here = _num_weights(before), _num_weights(config)
     if held != here:
@@ -101,7 +101,7 @@ def _overrides(folder: Path, before: Config, knobs: list[str]) -> str:
     find them."""
     values = {key: value_of(before, key) for key in knobs}
     if len(knobs) > _MOST_KEYS or any(isinstance(value, (list, dict)) for value in values.values()):
-        return f"the values of {folder / RUN}"
+        return f"the values of {folder / RUN_FILE}"
     return override_text(values)
 
 

@@ -3,7 +3,13 @@
 import math
 from pathlib import Path
 
-from megatron5d.checkpoint.folder import LEFT, Keep, faults_of_newer, faults_of_older, saved_after
+from megatron5d.checkpoint.folder import (
+    LEFT_SUFFIX,
+    Keep,
+    errors_of_newer,
+    errors_of_older,
+    saved_after,
+)
 from megatron5d.config.derived import (
     batch_schedule,
     resumed_progress,
@@ -51,8 +57,8 @@ def broken_checkpoints(config: Config) -> list[str]:
     """Says why `auto` does not resume from what looks like a newer checkpoint, and which older ones
     are not whole."""
     c = config.checkpoint
-    faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
-    older = faults_of_older(Path(c.dir)) if c.dir is not None else []
+    faults = errors_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
+    older = errors_of_older(Path(c.dir)) if c.dir is not None else []
     end = "a later save removes it" if any(Keep.of(c.keep)) else "nothing removes it but you"
     return [f"not resumed from: {fault}" for fault in faults] + [
         f"not whole: {fault}; {end}" for fault in older
@@ -67,7 +73,7 @@ def checkpoints_ahead(config: Config, step: int) -> list[str]:
         return []
     return [
         f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
-        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto continues from this run's"
+        f"checkpoint renames these to step-*{LEFT_SUFFIX}, so that checkpoint.resume=auto continues from this run's"
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 
-from megatron5d.checkpoint.folder import fault_of, newest, step_folder
+from megatron5d.checkpoint.folder import checkpoint_error, newest_checkpoint, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedWeights, load_tensors
 from megatron5d.checkpoint.save import Saver
@@ -61,7 +61,7 @@ def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
         for key, each in one.items()
     }
     load_tensors(step_folder(tmp_path, 3), found)
-    assert torch.equal(found["model.a"].parts[0, 0], VALUES["model.a"])
+    assert torch.equal(found["model.a"].shards[0, 0], VALUES["model.a"])
     saver.save(4, one, {})
     assert told == [True, True, True, False]
 
@@ -77,7 +77,7 @@ def test_a_save_in_the_background_that_failed_is_told_at_the_next_one(tmp_path, 
             saver.save(2, {}, {})
     saver.save(2, {}, {})  # it was told once
     saver.wait()
-    assert newest(tmp_path) == step_folder(tmp_path, 2)
+    assert newest_checkpoint(tmp_path) == step_folder(tmp_path, 2)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_no_random_damage_reads_a_wrong_value(place, kind):
             content[first : first + length] = bytes(length)
         path.write_bytes(content)
         try:
-            whole = newest(place) == step_folder(place, 1) or is_whole(loaded(folder))
+            whole = newest_checkpoint(place) == step_folder(place, 1) or is_whole(loaded(folder))
         except ValueError:
             whole, refused = True, refused + 1
         path.write_bytes(files[path])
@@ -256,8 +256,10 @@ def test_files_without_tensors(place):
         file = second / name
         content = file.read_bytes()
         flip(file, content.index(b"1" if name == "files.json" else b"2"))
-        assert f"{file} is damaged" in fault_of(second) or "bytes were saved" in fault_of(second)
-        assert newest(place) == first, "a run starts from the one before"
+        assert f"{file} is damaged" in checkpoint_error(
+            second
+        ) or "bytes were saved" in checkpoint_error(second)
+        assert newest_checkpoint(place) == first, "a run starts from the one before"
         file.write_bytes(content)
     flip(first / "index.json", 0)
     with pytest.raises(ValueError, match="There is no whole checkpoint before it"):
@@ -290,7 +292,8 @@ def test_damage_is_told_where_the_folder_cannot_be_searched_for_an_earlier_one(p
     """As what it is, a fault of the checkpoint: rank 0 tells the other ranks no other."""
     flip(step_folder(place, 2) / "index.json", 40)
     monkeypatch.setattr(
-        "megatron5d.checkpoint.storage.newest_before", lambda _: exec("raise OSError('not listed')")
+        "megatron5d.checkpoint.storage.checkpoint_before",
+        lambda _: exec("raise OSError('not listed')"),
     )
     with pytest.raises(ValueError, match=r"index\.json.*before it cannot be told: not listed"):
         loaded(step_folder(place, 2))
@@ -306,4 +309,4 @@ def test_a_checkpoint_without_checksums_of_its_files_is_read(place):
         "run.json",
     }
     manifest.write_text(json.dumps({name: entry["bytes"] for name, entry in entries.items()}))
-    assert fault_of(folder) is None and is_whole(loaded(folder))
+    assert checkpoint_error(folder) is None and is_whole(loaded(folder))

@@ -12,17 +12,17 @@ from ranks import run_ranks
 
 from megatron5d.checkpoint.folder import (
     Keep,
+    checkpoint_error,
     commit,
-    fault_of,
-    faults_of_newer,
-    newest,
+    errors_of_newer,
+    newest_checkpoint,
     read_run,
     recover,
     saved_after,
     saved_steps,
     step_folder,
 )
-from megatron5d.checkpoint.load import agreed_checkpoint, find_checkpoint, whole_checkpoint
+from megatron5d.checkpoint.load import agree_on_checkpoint, find_checkpoint, resolve_checkpoint
 from megatron5d.checkpoint.save import Saver
 
 
@@ -37,7 +37,7 @@ def test_saved_folders_are_whole_and_the_newest_is_found(tmp_path):
     for step in (5, 10, 123456789):
         save(tmp_path, step)
     assert saved_steps(tmp_path) == [5, 10, 123456789]
-    assert newest(tmp_path) == tmp_path / "step-123456789"
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-123456789"
     assert (tmp_path / "latest").read_text() == "step-123456789\n"
     assert read_run(tmp_path / "step-00000005") == {"progress": {}}
 
@@ -97,7 +97,7 @@ def test_a_run_that_went_back_keeps_what_it_saves_and_goes_on_from_it(tmp_path):
     and auto its way."""
     for step in (100, 200, 300):
         save(tmp_path, step)
-    assert save(tmp_path, 150, keep=2) == newest(tmp_path)
+    assert save(tmp_path, 150, keep=2) == newest_checkpoint(tmp_path)
     assert saved_steps(tmp_path) == [100, 150]
     save(tmp_path, 200, keep=2)
     assert find_checkpoint(str(tmp_path), "auto") == tmp_path / "step-00000200"
@@ -117,7 +117,7 @@ def test_what_a_run_went_back_behind_is_neither_replaced_nor_counted(tmp_path, k
     saver.save(20, {}, {})
     saver.save(30, {}, {})
     assert saved_steps(tmp_path) == ([10, 30] if keep else [10, 20, 30])
-    assert fault_of(tmp_path / "step-00000015.left") is None
+    assert checkpoint_error(tmp_path / "step-00000015.left") is None
     assert (tmp_path / "step-00000020.left" / "mine").read_text() == "of the first run"
 
 
@@ -126,7 +126,7 @@ def test_old_ones_that_cannot_be_removed_do_not_end_the_run(tmp_path, monkeypatc
     save(tmp_path, 1).rename(tmp_path / "elsewhere")
     (tmp_path / "step-00000001").symlink_to(tmp_path / "elsewhere")
     save(tmp_path, 2, keep=1)
-    assert saved_steps(tmp_path) == [2] and fault_of(tmp_path / "elsewhere") is None
+    assert saved_steps(tmp_path) == [2] and checkpoint_error(tmp_path / "elsewhere") is None
     assert not (tmp_path / "step-00000001").is_symlink()
 
     def refuse(path):
@@ -166,7 +166,7 @@ def test_file_systems_that_wait_for_files_alone(tmp_path, monkeypatch):
         return fsync
 
     monkeypatch.setattr(os, "fsync", refuse(folders=True))
-    assert fault_of(save(tmp_path, 1)) is None
+    assert checkpoint_error(save(tmp_path, 1)) is None
     monkeypatch.setattr(os, "fsync", refuse(folders=False))
     with pytest.raises(OSError, match="Invalid argument"):
         save(tmp_path, 2)
@@ -198,7 +198,10 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
     (save(tmp_path, 5) / "mine").write_text("old")
     save_until(monkeypatch, tmp_path, 5, renames=1)
     names = ["latest", "step-00000005.replaced", "step-00000005.tmp"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names and newest(tmp_path) is None
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == names
+        and newest_checkpoint(tmp_path) is None
+    )
     new = tmp_path / "step-00000005.tmp"
     (new / "files.json").rename(tmp_path / "elsewhere")
     shutil.copytree(tmp_path, tmp_path.with_name("torn"))
@@ -207,16 +210,17 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
     [told] = recover(tmp_path)
     assert "step-00000005 was whole and had no name yet" in told
     assert (
-        newest(tmp_path) == tmp_path / "step-00000005" and not (newest(tmp_path) / "mine").exists()
+        newest_checkpoint(tmp_path) == tmp_path / "step-00000005"
+        and not (newest_checkpoint(tmp_path) / "mine").exists()
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005"]
 
     torn = tmp_path.with_name("torn")  # the new one is not whole
     told = recover(torn)
     assert "step-00000005.tmp is removed" in told[0] and "step-00000005 is the old one" in told[1]
-    assert (newest(torn) / "mine").read_text() == "old" and recover(torn) == []
+    assert (newest_checkpoint(torn) / "mine").read_text() == "old" and recover(torn) == []
 
-    newest(torn).rename(torn / "step-00000005.replaced")
+    newest_checkpoint(torn).rename(torn / "step-00000005.replaced")
     (torn / "step-00000005.replaced" / "files.json").unlink()
     assert recover(torn) == [] and not (torn / "step-00000005").exists()  # nor is the old one whole
     assert (torn / "step-00000005.replaced").exists(), "what is left of the only one is removed"
@@ -256,7 +260,7 @@ def test_a_save_begins_with_an_empty_folder(tmp_path):
     (left / "__7_0.distcp").touch()
     Saver(tmp_path, keep=0).save(4, {}, {})
     assert (
-        fault_of(step_folder(tmp_path, 4)) is None
+        checkpoint_error(step_folder(tmp_path, 4)) is None
         and not (step_folder(tmp_path, 4) / "__7_0.distcp").exists()
     )
 
@@ -308,8 +312,8 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path, damage, said):
     save(tmp_path, 1)
     last = save(tmp_path, 2)
     damage(last)
-    assert said in fault_of(last)
-    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert said in checkpoint_error(last)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000001"
     with pytest.raises(ValueError, match="checkpoint.resume"):
         find_checkpoint(None, str(last))
 
@@ -317,8 +321,8 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path, damage, said):
 def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
     for step in (1, 2):
         (save(tmp_path, step) / "__0_0.distcp").write_bytes(b"x")
-    newest_first = [fault_of(step_folder(tmp_path, step)) for step in (2, 1)]
-    assert faults_of_newer(tmp_path) == newest_first and "1 bytes where 100" in newest_first[0]
+    newest_first = [checkpoint_error(step_folder(tmp_path, step)) for step in (2, 1)]
+    assert errors_of_newer(tmp_path) == newest_first and "1 bytes where 100" in newest_first[0]
     with pytest.raises(ValueError, match="step-00000002/__0_0.distcp has 1 bytes"):
         find_checkpoint(None, str(tmp_path))
     with pytest.raises(
@@ -327,13 +331,13 @@ def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
         find_checkpoint(str(tmp_path), "auto")
     assert find_checkpoint(str(tmp_path), "none") is None
     save(tmp_path, 1)
-    assert faults_of_newer(tmp_path) == newest_first[:1]
+    assert errors_of_newer(tmp_path) == newest_first[:1]
 
 
 def test_of_a_runs_folder_the_one_with_its_checkpoints_is_named(tmp_path):
     save(tmp_path / "checkpoints", 1)
     with pytest.raises(ValueError, match=f"or of some: {tmp_path}/checkpoints\\?"):
-        whole_checkpoint(tmp_path, "--checkpoint")
+        resolve_checkpoint(tmp_path, "--checkpoint")
 
 
 def test_where_a_run_starts(tmp_path):
@@ -356,7 +360,7 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
 
     def told(rank, *places):
         try:
-            return agreed_checkpoint(*places[rank])
+            return agree_on_checkpoint(*places[rank])
         except ValueError as error:
             return str(error)
 
@@ -393,7 +397,7 @@ def test_ranks_that_torchrun_counts_as_restarted_on_one_node_alone_agree(tmp_pat
 
     def found(rank, world):
         job = "77" if rank == restarted else ""
-        return [agreed_checkpoint(str(tmp_path), resume, job) for resume in ("none", str(first))]
+        return [agree_on_checkpoint(str(tmp_path), resume, job) for resume in ("none", str(first))]
 
     assert run_ranks(found, 2) == [[ninth, ninth]] * 2
 
@@ -407,9 +411,10 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
     def looked(rank, world):
         asked = []
         monkeypatch.setattr(
-            "megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name)
+            "megatron5d.checkpoint.folder.checkpoint_error",
+            lambda folder: asked.append(folder.name),
         )
-        found = agreed_checkpoint(str(tmp_path), "auto")
+        found = agree_on_checkpoint(str(tmp_path), "auto")
         return found, asked, read_run(found)
 
     ranks = run_ranks(looked, 2)
@@ -424,7 +429,7 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
         with pytest.raises(
             ValueError, match="rank 0 continues from .*step-00000001, and on .* rank 1 finds none"
         ):
-            agreed_checkpoint(str(tmp_path), "auto")
+            agree_on_checkpoint(str(tmp_path), "auto")
 
     run_ranks(seen, 2)
     with pytest.raises(ValueError, match="run.json is damaged"):
@@ -438,9 +443,11 @@ def test_no_older_checkpoint_is_looked_through_for_the_newest(tmp_path, monkeypa
         save(tmp_path, step)
     asked = []
     monkeypatch.setattr(
-        "megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name)
+        "megatron5d.checkpoint.folder.checkpoint_error", lambda folder: asked.append(folder.name)
     )
-    assert newest(tmp_path) == tmp_path / "step-00000003" and saved_after(tmp_path, 2) == [3]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000003" and saved_after(
+        tmp_path, 2
+    ) == [3]
     assert asked == ["step-00000003"] * 2 and saved_after(tmp_path, 3) == []
 
 

@@ -225,7 +225,9 @@ def test_an_ignored_name_must_match(tmp_path):
 )
 def test_every_element_has_exactly_one_source(tmp_path, rows):
     entries = [Entry("w", (a, b), f"t{i}", (b - a, 2)) for i, (a, b) in enumerate(rows)]
-    save_file({entry.hf_name: numbered(*entry.shape) for entry in entries}, tmp_path / SINGLE)
+    save_file(
+        {entry.stored_name: numbered(*entry.stored_shape) for entry in entries}, tmp_path / SINGLE
+    )
     parameter = local("w", (5, 2), [Piece((0, 0), (5, 2))], 5)
     with pytest.raises(ValueError, match="family can hold"):
         load_parameters([parameter], entries, tmp_path)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from megatron5d.checkpoint.folder import Keep, faults_of_older, recover, saved_steps
+from megatron5d.checkpoint.folder import Keep, errors_of_older, recover, saved_steps
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.schema import CheckpointConfig, Config
 from megatron5d.train.preflight.warnings import broken_checkpoints
@@ -36,7 +36,7 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path, monkeypatch):
             and note.endswith(end)
         )
     save(5, keep=4)
-    assert faults_of_older(tmp_path), "three are whole: there is room"
+    assert errors_of_older(tmp_path), "three are whole: there is room"
     save(6, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest",

@@ -132,7 +132,7 @@ def test_a_store_that_is_gone_is_told_as_rank_0(tmp_path, monkeypatch):
         return b"written"
 
     saver = Saver(tmp_path, keep=1)
-    monkeypatch.setattr("megatron5d.checkpoint.save.write", write)
+    monkeypatch.setattr("megatron5d.checkpoint.save.write_rank_file", write)
     with pytest.raises(
         OSError, match="could not be written: rank 0, .* does not answer: Broken pipe.*continues"
     ):

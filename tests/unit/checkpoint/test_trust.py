@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron5d.checkpoint.folder import step_folder, write_manifest
 from megatron5d.checkpoint.hf.safetensors_folder import save_folder
-from megatron5d.checkpoint.index import read_pickled
+from megatron5d.checkpoint.index import read_pickled_index
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedTensors, load_tensors
@@ -121,7 +121,7 @@ def test_no_metadata_executes_anything(tmp_path, function, args, where):
 def test_a_metadata_that_is_none_is_refused_without_effect(content):
     before = dict(vars(Metadata))
     with pytest.raises(ValueError, match="no metadata of DCP"):
-        read_pickled(content)
+        read_pickled_index(content)
     assert dict(vars(Metadata)) == before
 
 

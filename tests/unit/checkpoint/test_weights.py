@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron5d.checkpoint.layout import HostCopies, ShardedTensor, named
+from megatron5d.checkpoint.layout import HostCopies, ShardedTensor, by_key
 from megatron5d.checkpoint.load import (
     SavedWeights,
     find_checkpoint,
@@ -58,12 +58,12 @@ def test_what_a_save_in_the_background_writes_is_a_copy(whole):
         ShardedTensor((7, 3), [((0, 0), whole[:4]), ((4, 0), whole[4:])], torch.bfloat16),
         HostCopies(),
     )
-    before, taken = whole.clone(), copies.take({"w": tensor})["w"].parts
+    before, taken = whole.clone(), copies.take({"w": tensor})["w"].shards
     whole.zero_()
     assert torch.equal(torch.cat(list(taken.values())), before), (
         "training continues in its own memory"
     )
-    again = copies.take({"w": tensor})["w"].parts
+    again = copies.take({"w": tensor})["w"].shards
     assert not torch.cat(list(again.values())).any()
     assert [one.data_ptr() for one in again.values()] == [
         one.data_ptr() for one in taken.values()
@@ -132,8 +132,8 @@ def test_segments_of_one_parameter_become_one_tensor():
     halves = [
         ShardedTensor((4, 2), [((row, 0), values[row : row + 2])], values.dtype) for row in (0, 2)
     ]
-    joined = named("model", [(spec, half) for half in halves])
-    assert list(joined) == ["model.a"] and sorted(joined["model.a"].parts) == [(0, 0), (2, 0)]
+    joined = by_key("model", [(spec, half) for half in halves])
+    assert list(joined) == ["model.a"] and sorted(joined["model.a"].shards) == [(0, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def rectangles(config, rank, world, **which):
     return [
         (key, tuple(tensor.shape), offset, tuple(view.shape))
         for key, tensor in tensors.items()
-        for offset, view in tensor.parts.items()
+        for offset, view in tensor.shards.items()
     ]
 
 

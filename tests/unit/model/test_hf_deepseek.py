@@ -15,7 +15,7 @@ from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_fami
 from megatron5d.checkpoint.hf.families import RENAMED
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import save_folder
-from megatron5d.checkpoint.hf.weights import hf_copies, hf_entries, load_hf_weights
+from megatron5d.checkpoint.hf.weights import hf_entries, load_hf_weights, mtp_copies
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config
@@ -523,7 +523,7 @@ def test_our_file_is_the_release(name, settings, parameters, tmp_path):
     ahead = settings.get("num_nextn_predict_layers", 0)
     assert replace(model, name=name, init_std=ours.init_std, num_mtp_layers=ahead) == ours
     family = RENAMED.get(settings["model_type"], settings["model_type"])
-    stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, family)}
+    stored = {entry.stored_name: prod(entry.stored_shape) for entry in hf_entries(model, family)}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": family}))
     assert sum(stored.values()) == parameters
     with torch.device("meta"):
@@ -534,7 +534,7 @@ def test_our_file_is_the_release(name, settings, parameters, tmp_path):
     # the release's files: F8_E4M3 and BF16 tensors, and the routers' biases, which count as F32
     if ahead:
         whole = [
-            prod(entry.shape)
-            for entry in hf_entries(ours, settings["model_type"]) + hf_copies(ours)
+            prod(entry.stored_shape)
+            for entry in hf_entries(ours, settings["model_type"]) + mtp_copies(ours)
         ]
         assert sum(whole) == 680_571_043_840 + 3_918_786_560 + 59 * 256

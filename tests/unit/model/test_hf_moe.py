@@ -389,7 +389,7 @@ def test_our_file_is_the_release(name, tmp_path):
     model = load_config([f"model={name}"]).model
     assert replace(read_model_config(tmp_path), name=name) == model
     stored = {
-        entry.hf_name: prod(entry.shape)
+        entry.stored_name: prod(entry.stored_shape)
         for entry in hf_entries(model, RELEASED[name]["model_type"])
     }
     with torch.device("meta"):

@@ -15,8 +15,8 @@ from megatron5d.checkpoint.hf.safetensors_folder import (
     save_folder,
     stored_tensors,
 )
-from megatron5d.checkpoint.hf.weights import hf_entries, hf_weights, load_hf_weights, unread
-from megatron5d.checkpoint.load import PREFIX
+from megatron5d.checkpoint.hf.weights import hf_entries, hf_weights, load_hf_weights, unread_notes
+from megatron5d.checkpoint.load import WEIGHT_PREFIX
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -116,13 +116,13 @@ def test_a_language_model_beside_a_vision_tower(tmp_path):
     wanted = whole_tensors(model, {f"model.{name}": tensor for name, tensor in state.items()})
     with SafetensorsFolder(tmp_path) as stored:
         ours = hf_weights(model, stored, torch.float32)
-        assert ours.keys() == {PREFIX + name for name in wanted}
+        assert ours.keys() == {WEIGHT_PREFIX + name for name in wanted}
         for name, tensor in wanted.items():
-            lazy = ours[PREFIX + name]
-            for offset in lazy.parts:
+            lazy = ours[WEIGHT_PREFIX + name]
+            for offset in lazy.shards:
                 part = lazy.values(offset)
                 assert torch.equal(part, rectangle({name: tensor}, name, offset, part.shape))
-        (told,) = unread(model, stored)
+        (told,) = unread_notes(model, stored)
     assert (
         f"the {len(load_file(tmp_path / 'model.safetensors')) - len(state)} tensors of what is not its language model"
         in told

@@ -18,7 +18,7 @@ from megatron5d.data.bpe_files import CL100K_PATTERN
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
 from megatron5d.tools import convert, generate
-from megatron5d.train.hf_export import planned_export
+from megatron5d.train.hf_export import plan_export
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -485,7 +485,7 @@ def test_an_export_has_the_positions_of_its_training(step, positions):
     config = load_config(["model=tiny", "model.max_positions=16", "train.seq_len=64"])
     told: list[str] = []
     exported = json.loads(
-        planned_export(config, told.append, bare=True, trained=step > 0).files["config.json"]
+        plan_export(config, told.append, bare=True, trained=step > 0).files["config.json"]
     )
     assert exported["max_position_embeddings"] == positions
     assert any("model.max_positions = 16" in line for line in told) == (step > 0)

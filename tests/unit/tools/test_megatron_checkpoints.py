@@ -18,7 +18,7 @@ from runs import whole_tensors
 
 from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.checkpoint.megatron.reader import load_inert
 from megatron5d.checkpoint.storage import Reader
 from megatron5d.optim.lr_schedule import learning_rate
@@ -334,7 +334,7 @@ def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_pa
     converted(
         "from-megatron", "--megatron", theirs / "optimizer-parameters", "--out", tmp_path / "ours"
     )
-    folder = whole_checkpoint(tmp_path / "ours", "")
+    folder = resolve_checkpoint(tmp_path / "ours", "")
     progress = read_run(folder)["progress"]
     assert folder.name == "step-00000007"
     assert (progress["step"], progress["consumed_samples"], progress["tokens"]) == (7, 56, 56 * 16)
@@ -357,7 +357,7 @@ def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_pa
         "from-megatron", "--megatron", theirs / "optimizer-buckets", "--out", tmp_path / "weights"
     )
     assert "the optimiser's state (buckets) is not read" in capsys.readouterr().err
-    assert whole_checkpoint(tmp_path / "weights", "").name == "step-00000000"
+    assert resolve_checkpoint(tmp_path / "weights", "").name == "step-00000000"
 
 
 def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(theirs, ours, tmp_path):
@@ -365,7 +365,7 @@ def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(theirs, 
     Adam's."""
     converted("from-megatron", "--megatron", theirs / "after-step", "--out", tmp_path / "after")
     folder, after = (
-        whole_checkpoint(path, "") for path in (ours / "before-step", tmp_path / "after")
+        resolve_checkpoint(path, "") for path in (ours / "before-step", tmp_path / "after")
     )
     assert after.name == "step-00000008"
     config = saved_config(folder)
@@ -529,7 +529,7 @@ def test_settings_come_and_go(theirs, tmp_path, capsys):
         "bf16",
     )
     assert "3 rows that pad the vocabulary" in capsys.readouterr().err
-    config = saved_config(whole_checkpoint(tmp_path / "ours", ""))
+    config = saved_config(resolve_checkpoint(tmp_path / "ours", ""))
     model = config.model
     assert (config.precision.dtype, config.train.seq_len, model.vocab_size, model.rope_theta) == (
         "bf16",

@@ -9,7 +9,7 @@ from runs import whole_tensors
 
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.gpt import GPT
@@ -74,7 +74,7 @@ def test_weights_come_back_bit_equal(tmp_path, dtype, model):
     tensors, _ = saved(tmp_path / "ours", dtype, **model)
     assert run("to-megatron", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "theirs") == 0
     assert run("from-megatron", "--megatron", tmp_path / "theirs", "--out", tmp_path / "again") == 0
-    again = whole_tensors(whole_checkpoint(tmp_path / "again", ""))
+    again = whole_tensors(resolve_checkpoint(tmp_path / "again", ""))
     assert again.keys() == tensors.keys()
     for key, values in tensors.items():
         assert again[key].dtype == values.dtype and torch.equal(again[key], values), key
@@ -94,7 +94,7 @@ def test_the_optimiser_comes_back_bit_equal(tmp_path, dtype):
     ]
     assert run(*words) == 0
     assert run("from-megatron", "--megatron", tmp_path / "theirs", "--out", tmp_path / "again") == 0
-    found = whole_checkpoint(tmp_path / "again", "")
+    found = resolve_checkpoint(tmp_path / "again", "")
     assert found.name == folder.name
     assert read_run(found)["progress"] == read_run(folder)["progress"]
     again = whole_tensors(found)

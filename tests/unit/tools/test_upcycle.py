@@ -7,7 +7,7 @@ import torch
 
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import PREFIX, SavedWeights
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
@@ -45,7 +45,7 @@ def dense(request, tmp_path_factory):
     for weight in model.weights():
         spec = spec_of(weight)
         parts = [((0,) * len(spec.shape), weight.detach())]
-        tensors[PREFIX + spec.name] = ShardedTensor(spec.shape, parts, weight.dtype)
+        tensors[WEIGHT_PREFIX + spec.name] = ShardedTensor(spec.shape, parts, weight.dtype)
     folder = tmp_path_factory.mktemp("dense")
     Saver(folder, keep=0).save(0, tensors, run_record(Progress(), to_dict(config)))
     return folder
@@ -179,14 +179,17 @@ def test_of_a_run_in_bf16_the_masters_become_the_mixture(dense, tmp_path):
             (0,) * len(entry.size),
             exact.read(name, (0,) * len(entry.size), tuple(entry.size)).float(),
         )
-        for key, copy in ((PREFIX + name, values.bfloat16()), (f"optim.master.{name}", values)):
+        for key, copy in (
+            (WEIGHT_PREFIX + name, values.bfloat16()),
+            (f"optim.master.{name}", values),
+        ):
             tensors[key] = ShardedTensor(entry.size, [(zero, copy)], copy.dtype)
     record = read_run(dense / "step-00000000")
     record["config"]["precision"]["dtype"] = "bf16"
     Saver(tmp_path / "bf16", keep=0).save(0, tensors, record)
     assert run(tmp_path / "bf16", tmp_path / "moe", "--num-experts", 4, "--top-k", 2) == 0
     saved = SavedWeights(tmp_path / "moe" / "step-00000000")
-    master = tensors["optim.master.layers.1.mlp.up.weight"].parts[0, 0]
+    master = tensors["optim.master.layers.1.mlp.up.weight"].shards[0, 0]
     assert torch.equal(
         saved.read("layers.1.experts.up.weight", (3, 0, 0), (1, *master.shape))[0], master
     )

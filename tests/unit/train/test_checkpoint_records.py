@@ -11,7 +11,7 @@ from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Refused
 from megatron5d.config.schema import Config
-from megatron5d.train.state import Progress, nonfinite, read_record, run_record
+from megatron5d.train.state import Progress, nonfinite_weight, read_record, run_record
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_a_weight_that_is_not_finite_is_named_with_its_row(value):
         "optim.exp_avg.v": ShardedTensor((2,), [((0,), moment)], moment.dtype),
         "model.empty": ShardedTensor((2,), [((0,), torch.ones(0))], moment.dtype),
     }
-    assert nonfinite(tensors) is None, "a moment is no weight"
+    assert nonfinite_weight(tensors) is None, "a moment is no weight"
     vector[1] = value
-    assert nonfinite(tensors) == f"model.v holds {value} in row 5"
+    assert nonfinite_weight(tensors) == f"model.v holds {value} in row 5"
     matrix[3, 1] = value
-    assert nonfinite(tensors) == f"model.w holds {value} in row 9"
+    assert nonfinite_weight(tensors) == f"model.w holds {value} in row 9"

@@ -27,7 +27,7 @@ EMBEDDING, HEAD = "embedding.weight", "head.weight"
 _CHUNK = 1 << 24  # elements that are read at a time
 
 
-def new_parts(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
+def new_weight_notes(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
     """Returns a line for each kind of part that a model has and its source does not."""
     saved, told = set(saved), []
     if rows < model.vocab_size:
@@ -44,7 +44,7 @@ def new_parts(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
 
 
 @torch.no_grad()
-def fill_new_parts(
+def fill_new_weights(
     held: Held, model: ModelConfig, saved: Mapping[str, Sequence[int]], read: Read, seed: int
 ) -> list[tuple[ShardSpec, ShardedTensor]]:
     """Fills the tensors of a rank that have new parts. No communication.
@@ -63,11 +63,11 @@ def fill_new_parts(
     for spec, tensor in held:
         source = EMBEDDING if spec.name == HEAD and HEAD not in saved else spec.name
         if any(_of_block(i, [spec.name]) for i in ahead):
-            for offset, view in tensor.parts.items():
+            for offset, view in tensor.shards.items():
                 initialize_rectangle(view, offset, spec, seed)
         elif spec.name in (EMBEDDING, HEAD) and _starts_from(spec, source, saved):
             rows = saved[source][0]
-            for (row, column), view in tensor.parts.items():
+            for (row, column), view in tensor.shards.items():
                 old = min(max(rows - row, 0), len(view))
                 if old:
                     view[:old] = read(source, (row, column), (old, view.shape[1])).to(view.dtype)
