@@ -28,23 +28,20 @@ from pathlib import Path
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.tools.options import add_measurement
 
 RANKS = 64
 ROWS, COLUMNS = 1024, 1024  # of each tensor
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="10^9 bytes of tensors (default 0.5)")
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default 5)")
-    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_measurement(parser)
     arguments = parser.parse_args(argv)
-    if not (0 < arguments.gb <= 64 and arguments.repeats > 0):
-        parser.error("--gb is a number from above 0 to 64, and --repeats at least 1")
+    if not 0 < arguments.gb <= 64:
+        parser.error(f"--gb {arguments.gb} is not above 0 and at most 64")
     return arguments
 
 

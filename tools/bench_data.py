@@ -28,7 +28,8 @@ from typing import Any
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.tools.options import add_measurement
 
 SEQ_LEN, MEAN_TOKENS, SEED = 4096, 1000, 1234  # of a sample; of a document
 VOCAB, EOD = 16_000, "<|endoftext|>"
@@ -36,23 +37,15 @@ WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument("--mb", type=float, default=8.0, help="10^6 bytes of text (default 8)")
     parser.add_argument(
         "--tokens", type=float, default=1e9, help="of the index that is built (default 1e9)"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default 5)")
-    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_measurement(parser)
     arguments = parser.parse_args(argv)
-    if not (
-        0.1 <= arguments.mb <= 100 and 1e6 <= arguments.tokens <= 1e11 and arguments.repeats > 0
-    ):
-        parser.error(
-            "--mb is a number from 0.1 to 100, --tokens from 1e6 to 1e11, and --repeats at least 1"
-        )
+    if not (0.1 <= arguments.mb <= 100 and 1e6 <= arguments.tokens <= 1e11):
+        parser.error("--mb is a number from 0.1 to 100, --tokens from 1e6 to 1e11")
     return arguments
 
 

@@ -28,7 +28,8 @@ from typing import Any
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.tools.options import add_json, whole_number
 
 OPERATIONS = ("layer_norm", "attention", "linear", "rope")
 ON_CPU = ("dense", "moe", "tp", *OPERATIONS, "gpt2_fp32", "gpt2_bf16")
@@ -37,19 +38,17 @@ ROWS = ON_CPU + ON_GPU
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument(
         "rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)} (default: all that can run)"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="of each side (default 20)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--rounds", type=whole_number(), default=20, help="of each side (default 20)"
+    )
+    add_json(parser)
     arguments = parser.parse_args()
     if unknown := [row for row in arguments.rows if row not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: {', '.join(ROWS)}")
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is at least 1, not {arguments.rounds}")
     return arguments
 
 

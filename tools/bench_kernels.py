@@ -28,13 +28,11 @@ from unittest import mock
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument("substrings", nargs="*", help="only rows whose names contain one of these")
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     parser.add_argument("--sets", type=int, default=3, help="sets of inputs")

@@ -33,7 +33,7 @@ from typing import Any
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 
 CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
@@ -49,9 +49,7 @@ CASES = {
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; none = all")
     parser.add_argument("--model", help="another model of conf/model instead")
     parser.add_argument("--seq-len", type=int, default=4096, help="its tokens a sequence")

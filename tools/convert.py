@@ -45,13 +45,7 @@ if not __package__:  # a script of a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
-
-
-def count(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
+from megatron5d.tools.options import whole_number
 
 
 def amount(text: str) -> float:
@@ -93,7 +87,7 @@ DTYPE = option("--dtype", STORED, choices=KINDS)
 WORKERS = option(
     "--workers",
     "processes (default: one per core)",
-    type=count,
+    type=whole_number(),
     default=os.cpu_count() or 1,
     metavar="N",
 )
@@ -155,7 +149,7 @@ COMMANDS = {
             option(
                 "--world",
                 "ranks of the target (default: the fewest that the layout takes)",
-                type=count,
+                type=whole_number(),
                 metavar="N",
             ),
             WORKERS,
@@ -182,7 +176,7 @@ COMMANDS = {
             option(
                 "--vocab-size",
                 "tokens; rows beyond them are padding (default: as saved)",
-                type=count,
+                type=whole_number(),
                 metavar="N",
             ),
         ],
@@ -243,7 +237,12 @@ COMMANDS = {
         [
             option("path", "checkpoints, or directories of them", path="PATH", nargs="+"),
             OUT,
-            option("--last", "the K newest whole ones of one directory", type=count, metavar="K"),
+            option(
+                "--last",
+                "the K newest whole ones of one directory",
+                type=whole_number(),
+                metavar="K",
+            ),
             option(
                 "--weights",
                 "one for each checkpoint (default: equal)",
@@ -296,7 +295,7 @@ COMMANDS = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         options = commands.add_parser(name, help=command.help)

@@ -22,8 +22,9 @@ from pathlib import Path
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
+from megatron5d.tools.options import add_model
 
 
 def _seed(text: str) -> int:
@@ -34,19 +35,8 @@ def _seed(text: str) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="a checkpoint of ours, or a directory of them",
-    )
-    source.add_argument(
-        "--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors"
-    )
+    parser = OptionParser(description=__doc__)
+    add_model(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="tokens to add (default 64)"
@@ -83,14 +73,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--special-tokens",
         action="store_true",
         help="read special tokens that the prompt spells out",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["fp64", "fp32", "bf16"],
-        help="of the computation (default: the source's)",
-    )
-    parser.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print {prompt, text, tokens} instead of the text"
@@ -182,9 +164,7 @@ def continue_text(
     settings = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     drawn = predictor.sample(prompt, args.max_tokens, vocab_size=tokenizer.vocab_size, **settings)
     new: list[int] = []
-    for token in tqdm(
-        drawn, total=args.max_tokens, unit="token", disable=not sys.stderr.isatty(), leave=False
-    ):
+    for token in tqdm(drawn, total=args.max_tokens, unit="token", disable=None, leave=False):
         if token in ends:
             break
         new.append(token)

@@ -30,13 +30,11 @@ from typing import Any
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop, whatever is left")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu_check"), help="folder of the two files"

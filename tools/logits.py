@@ -19,41 +19,19 @@ from pathlib import Path
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
+from megatron5d.tools.options import add_model
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors"
-    )
-    source.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="a checkpoint of ours, or a directory of them",
-    )
+    parser = OptionParser(description=__doc__)
+    add_model(parser)
     parser.add_argument(
         "--tokens", type=Path, required=True, metavar="NPY", help="token ids, [b, s]"
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="NPY", help="logits, [b, s, vocab_size]"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["fp64", "fp32", "bf16"],
-        help="of the computation (default: fp32, or the checkpoint's own)",
-    )
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tensor-parallel ranks; the rest share the rows",
     )
     parser.add_argument("--sp", action="store_true", help="sequence parallelism over the tp ranks")
     parser.add_argument(
@@ -137,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             shape = (*ids.shape, config.model.vocab_size)
             out = np.lib.format.open_memmap(args.out, mode="w+", dtype=kind, shape=shape)
-        bar = tqdm(total=len(ids), unit="row", disable=process.rank != 0 or not sys.stderr.isatty())
+        bar = tqdm(total=len(ids), unit="row", disable=process.rank != 0 or None)
         for first, logits in rounds(predictor, ids, args.mbs):
             if out is not None:
                 out[first : first + len(logits)] = logits.to(

@@ -37,9 +37,7 @@ from megatron5d.planning.planned_config import planned_config
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(prog="parity.py", description=__doc__)
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
     parser.add_argument(
         "--steps", type=int, metavar="N", help="optimiser steps (default 3, in bf16 1)"

@@ -33,9 +33,7 @@ from megatron5d.tools.planning.asked import check_options, note_defaults
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(prog="plan.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     memory = commands.add_parser(
         "memory", help="bytes of every pipeline rank, by kind, and whether a device has them"

@@ -22,11 +22,12 @@ if not __package__:  # a script of a checkout
 
 from tqdm import tqdm
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
 from megatron5d.data.corpus import KINDS, list_files
 from megatron5d.data.documents import BadLine, Recipe
 from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
+from megatron5d.tools.options import add_corpus, add_json, whole_number
 
 SHOWN_BAD_LINES = 10
 SHOWN_FILES = 5
@@ -34,26 +35,9 @@ SHOWN_FILES = 5
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below"
-    )
-    parser.add_argument(
-        "--glob",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="names to take from folders ('*.py')",
-    )
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="names of files or folders to leave out",
-    )
+    parser = OptionParser(description=__doc__)
+    add_corpus(parser)
+    add_json(parser)
     parser.add_argument(
         "--kind", choices=KINDS, help="of all files (default: by each one's name, else its content)"
     )
@@ -65,13 +49,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="several: one output PREFIX_KEY each",
     )
     parser.add_argument(
         "--text-per",
@@ -100,18 +77,13 @@ def arguments() -> argparse.Namespace:
         help="hold out this share: PREFIX_train, PREFIX_valid",
     )
     parser.add_argument(
-        "--skip-bad", action="store_true", help="count bad lines instead of stopping at the first"
-    )
-    parser.add_argument(
         "--workers",
-        type=int,
-        default=None,
+        type=whole_number(),
         help="processes (default: the cores this process may use)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace what is at PREFIX, finished or not"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     args = parser.parse_args()
     if not 0 <= args.valid_fraction < 1:
         parser.error(f"--valid-fraction {args.valid_fraction}: it is at least 0 and below 1")
@@ -123,8 +95,6 @@ def arguments() -> argparse.Namespace:
         parser.error(
             f"--json-keys {' '.join(args.json_keys)}: each makes a dataset of its own, and one is named twice"
         )
-    if args.workers is not None and args.workers < 1:
-        parser.error(f"--workers {args.workers}: at least 1")
     return args
 
 

@@ -29,42 +29,22 @@ if not __package__:  # a script of a checkout
 
 from tqdm import tqdm
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.convert import write_whole
 from megatron5d.config.errors import exit_code
 from megatron5d.data.bpe_files import PATTERNS, byte_level
 from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tokenizer import changes_text, load_tokenizer
+from megatron5d.tools.options import add_corpus, add_json
 
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a BPE")
-    train.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below"
-    )
-    train.add_argument(
-        "--glob",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="names to take from folders ('*.py')",
-    )
-    train.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="names of files or folders to leave out",
-    )
-    train.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields that hold text"
-    )
+    add_corpus(train)
     train.add_argument(
         "--vocab-size",
         type=int,
@@ -73,11 +53,6 @@ def arguments() -> argparse.Namespace:
     )
     train.add_argument(
         "--max-mb", type=float, default=100.0, help="train on this many MB of text, the first"
-    )
-    train.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="leave bad lines out instead of stopping at the first",
     )
     train.add_argument(
         "--format",
@@ -101,7 +76,7 @@ def arguments() -> argparse.Namespace:
     show.add_argument("file", help="tokenizer file, or a folder that holds one")
     show.add_argument("--text", help="text to encode; '-' reads stdin")
     for command in (train, show):
-        command.add_argument("--json", action="store_true", help="print JSON")
+        add_json(command)
     args = parser.parse_args()
     if (
         args.command == "train"

@@ -30,12 +30,13 @@ if not __package__:  # a script of a checkout
 import numpy as np
 from tqdm import tqdm
 
-from megatron5d.config.command_line import print_anywhere
-from megatron5d.config.errors import names_file
+from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.config.errors import exit_code
 from megatron5d.data.corpus import open_parquet
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, with_suffix
 from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.tools.options import add_json, whole_number
 
 CHUNK_TOKENS = 1 << 22  # read or copied at a time
 LOOKED_AT = 1000  # documents whose last token is compared
@@ -43,9 +44,7 @@ LOOKED_AT = 1000  # documents whose last token is compared
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="check files; tell type, sizes and ids")
     decode = commands.add_parser("decode", help="show documents or samples as text")
@@ -72,7 +71,9 @@ def arguments() -> argparse.Namespace:
     decode.add_argument(
         "--documents", type=int, default=3, metavar="N", help="number of documents, drawn at random"
     )
-    decode.add_argument("--first", type=int, metavar="I", help="those from document I on instead")
+    decode.add_argument(
+        "--first", type=whole_number(0), metavar="I", help="those from document I on instead"
+    )
     decode.add_argument(
         "--sample", type=int, metavar="SEQ_LEN", help="stretches of this many tokens instead"
     )
@@ -97,7 +98,7 @@ def arguments() -> argparse.Namespace:
         )
         command.add_argument("--overwrite", action="store_true", help="replace what is at PREFIX")
     for command in (inspect, decode, merge, cut, imported):
-        command.add_argument("--json", action="store_true", help="print JSON")
+        add_json(command)
     return parser.parse_args()
 
 
@@ -299,16 +300,15 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def main() -> int:
-    """Runs and tells."""
     args = arguments()
-    try:
-        found = run(args)
-    except (ValueError, OSError, IndexError) as error:
-        print(f"tokens: {names_file(error, getattr(args, 'out', None))}", file=sys.stderr)
-        return 2
+    return exit_code("tokens", lambda: tell(run(args), args), getattr(args, "out", None))
+
+
+def tell(found: list[dict], args: argparse.Namespace) -> None:
+    """Prints records."""
     if args.json:
         print(json.dumps(found))
-        return 0
+        return
     for record in found:
         if args.command == "decode":
             print(f"--- {record['from']}, {record['tokens']} tokens\n{record['text']}")
@@ -318,7 +318,6 @@ def main() -> int:
                     f"{name.replace('_', ' ') + ':':18} {value}" for name, value in record.items()
                 )
             )
-    return 0
 
 
 if __name__ == "__main__":

@@ -30,13 +30,11 @@ from unittest import mock
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__)
     parser.add_argument("operations", nargs="*", help="what --list names; without any, all of them")
     parser.add_argument(
         "--list", action="store_true", help="print operations and how many candidates each has"

@@ -129,7 +129,7 @@ def run_docs(args: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=__doc__)
     pictures = parser.add_subparsers(required=True)
     report = pictures.add_parser(
         "report", help="one page: the layer, the ranks, memory, pipeline, step time, runs"

@@ -217,10 +217,14 @@ def help_text(folders: Sequence[Path]) -> str:
 
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose positional words may be anywhere on the command line; also with
-    subcommands."""
+    subcommands. Descriptions keep their line breaks."""
 
     _words: argparse.Action | None = None
     _takes_overrides = False
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**options)
 
     def add_words(self, name: str, **options: Any) -> None:
         """Adds a positional argument of several words; takes the options of `add_argument`."""

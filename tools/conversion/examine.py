@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -89,7 +88,7 @@ def verify(args: argparse.Namespace) -> int:
         return path.stat().st_size, file_error(path, saved.save, items, dtypes, finite=True)
 
     total = sum((saved.folder / name).stat().st_size for name, _ in files)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for size, fault in in_processes(check, len(files), args.workers):
             faults += [fault] if fault else []
             bar.update(size)
@@ -117,9 +116,7 @@ def diff(args: argparse.Namespace) -> int:
             )
         lines = [f"{key} is only in {args.one}" for key in one.keys() - other.keys()]
         lines += [f"{key} is only in {args.other}" for key in other.keys() - one.keys()]
-        for key in tqdm(
-            sorted(one.keys() & other.keys()), unit="tensor", disable=not sys.stderr.isatty()
-        ):
+        for key in tqdm(sorted(one.keys() & other.keys()), unit="tensor", disable=None):
             if one[key][0] != other[key][0]:
                 lines.append(f"{key} is {list(one[key][0])} and {list(other[key][0])}")
             elif (worst := _difference(*one[key], other[key][1])) > args.tolerance:

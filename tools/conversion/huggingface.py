@@ -83,7 +83,7 @@ def to_hf(args: argparse.Namespace) -> int:
         bare=args.no_tokenizer,
         trained=run["progress"]["step"] > 0,
     )
-    bar = tqdm(export.entries, unit="tensor", disable=not sys.stderr.isatty())
+    bar = tqdm(export.entries, unit="tensor", disable=None)
     with unfinished(args.out) as half:
         size = save_folder(half, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
         export.write_files(half)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -311,7 +310,7 @@ def _write(job: Resharding, num_workers: int) -> None:
     world = job.made["world"]
     messages, size = [b""] * world, min(NEIGHBOURS, -(-world // num_workers))
     groups = [range(first, min(first + size, world)) for first in range(0, world, size)]
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for written in in_processes(lambda i: job.write_ranks(groups[i]), len(groups), num_workers):
             for rank, message in written:
                 messages[rank] = message
