@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
-# The test-suite:  bash launch/test.sh [pytest arguments]
+# The test suite:  bash launch/test.sh [--all | --nightly] [pytest arguments]
 #
-#   bash launch/test.sh                       everything
-#   bash launch/test.sh tests/parity -k sp    some of it
+#   bash launch/test.sh                       a sample of every package, in minutes
+#   bash launch/test.sh --all                 every test whose result does not depend on the machine's speed
+#   bash launch/test.sh --nightly             tests that compare measured times and full products of cases, too
+#   bash launch/test.sh tests/parity -k sp    the tests that pytest's arguments select
 #
-# Makes .venv first where it is missing or out of date (launch/setup.sh). No GPU is needed.
-# A pytest process per core, and one more for while another waits: they share the tests out, and run those marked
-# `alone` with nothing beside them (tests/conftest.py). `-n 0` among the arguments runs everything in one process.
+# Makes .venv first where it is missing or out of date (launch/setup.sh). No GPU is needed. docs/testing.md says more.
+# It starts one pytest worker per core plus one, because workers often wait; `-n 0` runs everything in one process.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+tier=sample
+case ${1:-} in
+    --all | --nightly) tier=${1#--} && shift ;;
+    ?*) tier=all ;;
+esac
 bash "$root/launch/setup.sh" all
 cd "$root"
-export OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE # several hundred processes would each compile the modules that they import
-exec .venv/bin/python -m pytest --numprocesses $(($(env -u OMP_NUM_THREADS nproc) + 1)) --maxprocesses 8 --dist worksteal "$@"
+export OMP_NUM_THREADS=1 MEGATRON5D_TESTS=${MEGATRON5D_TESTS:-$tier}
+# several hundred processes would each compile the modules that they import
+unset PYTHONDONTWRITEBYTECODE
+workers=$(($(env -u OMP_NUM_THREADS nproc) + 1))
+exec .venv/bin/python -m pytest --numprocesses "$workers" --maxprocesses 8 --dist worksteal "$@"

@@ -29,6 +29,7 @@ os.environ.setdefault(
 # looked at
 gc.disable()
 import pytest  # noqa: E402
+import tiers  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -62,11 +63,11 @@ def _locked(path: Path, how: int) -> Iterator[None]:
 # around pytest-timeout's timer: waiting is no fault of the test's
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
-    """No other worker of pytest-xdist runs a test beside one that is marked `alone`."""
+    """No other worker of pytest-xdist runs a test beside one that is marked `timing`."""
     with ExitStack() as stack:
         # else there is one process; or it is a test's own, inside the lock
         if hasattr(item.config, "workerinput"):
-            alone = item.get_closest_marker("alone") is not None
+            alone = item.get_closest_marker("timing") is not None
             with _locked(NEXT, fcntl.LOCK_EX):  # whoever waits to be alone is not overtaken
                 stack.enter_context(_locked(RUNNING, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         return (yield)
@@ -96,15 +97,12 @@ def pytest_collection_modifyitems(config, items):
     minutes are spread over the places where they begin, behind more short tests than the lonely
     ones leave others time for: each of these would wait for a long one.
     """
-    if os.environ.get("MEGATRON5D_FULL") != "1":
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("full")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
-    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+    items[:], left_out = tiers.split(items)
+    config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: item.get_closest_marker("timing") is None)
     if workers := getattr(config, "workerinput", {}).get("workercount"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        others = [item for item in items if not item.get_closest_marker("long")]
+        long = [item for item in items if item.get_closest_marker("slow")]
+        others = [item for item in items if not item.get_closest_marker("slow")]
         for n, item in enumerate(long):
             others.insert(n % workers * len(others) // workers + SHORT_FIRST + n // workers, item)
         items[:] = others

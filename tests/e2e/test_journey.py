@@ -1,5 +1,4 @@
-"""The README's table "A tensor's journey" against the real thing: shapes at every row, and the
-collectives it names.
+"""The table "A tensor's journey" of docs/architecture.md against a run: shapes and collectives.
 
 Rows read `| file | [in] → [out] | forward / backward |`. Letters are bound to the sizes of one
 small run on 8 ranks (tp 2 with sp, cp 2, dp 2, ep 4; a dense block and a mixture); each row must be
@@ -35,7 +34,7 @@ from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelL
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "architecture.md"
 DENSE = config_of("llama_gqa", tp=2, sp=True, cp=2, mbs=2, ep=4, etp=1)
 MIXTURE = {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "first_k_dense": 1}
 CONFIG = replace(
@@ -138,7 +137,7 @@ def travel(rank, world):
 def rows_of_the_table():
     """(file, shape in, shape out, forward collectives, backward collectives, times a model calls
     it)."""
-    section = README.read_text().split("A tensor's journey", 1)[1]
+    section = GUIDE.read_text().split("A tensor's journey", 1)[1]
     found = []
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

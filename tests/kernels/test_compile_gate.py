@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 from forks import Fork
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
+EVERYTHING = tiers.NIGHTLY
 
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
@@ -29,7 +30,7 @@ def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if EVERYTHING else 900)  # with an empty cache, beside other tests
 def test_every_kernel_is_within_its_budget(tmp_path):
     out = tmp_path / "reports.json"

@@ -3,7 +3,7 @@ emulated, on a GPU.
 
 Several files share a process: to start one takes longer than some of them. Most of the time is
 Triton's compiler, which an empty cache makes a fresh clone wait for: unless
-MEGATRON5D_ALL_KERNELS=1, sm_100 is spared the tests marked `alike`, whose kernels differ from those
+MEGATRON5D_TESTS=nightly, sm_100 is spared the tests marked `alike`, whose kernels differ from those
 of sm_90 in packed arithmetic alone, and `hopper`, of masks and shapes that every GPU treats alike;
 tests marked `interpreted` have all cases interpreted and the last one emulated, others the other
 way round; and lines, which only the message of a fault would name, are not compiled in.
@@ -16,12 +16,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
-EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
+EVERYTHING = tiers.NIGHTLY
 SECONDS_A_PROCESS = 150
 # of a core: interpreted, and emulated with an empty cache; files that are not here take a few
 LAST = {"benchmarks": 30, "planted_faults": 15, "overlap": 10, "flash_attention": 10, "fp8": 10}
@@ -85,7 +86,7 @@ if torch.cuda.is_available():
     SHARES += shares("gpu", NOT_COMPILED + ONLY_EMULATED, EMULATED)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place, files", SHARES)
 def test_passes(place, files):

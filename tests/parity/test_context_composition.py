@@ -2,10 +2,10 @@
 evaluation, whole runs."""
 
 import dataclasses
-import os
 
 import pytest
 import reference_gpt
+import tiers
 import torch
 from layouts import assert_parity, make_rows, micro_batch, perturb, reference_run
 from parity_configs import config_of
@@ -28,7 +28,7 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
-FULL = os.environ.get("MEGATRON5D_FULL") == "1"
+FULL = tiers.NIGHTLY
 PACKED = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
 
 

@@ -49,7 +49,7 @@ def step_on_rank(rank: int, world: int, config):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seq_len", [16_384, pytest.param(65_536, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seq_len", [16_384, pytest.param(65_536, marks=pytest.mark.nightly)])
 def test_a_long_step_equals_that_of_one_rank(seq_len):
     ((loss, grads),) = run_on_standing_ranks(step_on_rank, 1, long_config(seq_len), timeout=600)
     parts = run_on_standing_ranks(

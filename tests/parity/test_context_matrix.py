@@ -1,7 +1,7 @@
 """Context parallelism, the whole product: methods × masks × kinds of attention × cp × tp; fp64 to
 1e-10.
 
-MEGATRON5D_FULL=1 runs it; `test_context_layouts.py` and `test_mla_layouts.py` are what always runs
+MEGATRON5D_TESTS=nightly runs it; `test_context_layouts.py` and `test_mla_layouts.py` are what always runs
 of it.
 """
 
@@ -13,7 +13,7 @@ from parity_configs import MLA, config_of
 
 from megatron5d.config.schema import DataConfig
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 METHODS = ["ring", "allgather", "ulysses", "two_level"]
 KINDS = {

@@ -2,9 +2,9 @@
 fp64 to 1e-10."""
 
 import dataclasses
-import os
 
 import pytest
+import tiers
 import torch
 from layouts import assert_parity, make_rows, micro_batch
 from ranks import run_ranks
@@ -28,7 +28,7 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
-FULL = os.environ.get("MEGATRON5D_FULL") == "1"
+FULL = tiers.NIGHTLY
 MODELS = {
     "mixtral": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24},
     "deepseek": {
@@ -391,7 +391,7 @@ def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
         assert backward[4:12] == [event for event in halves for _ in ("rows", "weights")]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("padded", [0.0, 0.8])
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
@@ -416,7 +416,7 @@ def test_the_whole_product(ep, tp, cp, etp, capacity, balance, padded):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"] if FULL else ["dualpipe"])
 def test_all_five_dimensions(schedule):
-    """16 ranks; MEGATRON5D_FULL=1 runs other schedules too."""
+    """16 ranks; MEGATRON5D_TESTS=nightly runs other schedules too."""
     parallel = {"tp": 2, "sp": True, "cp": 2, "pp": 2, "ep": 4, "etp": 1, "zero": 1}
     config = config_of("deepseek", layers=4, gbs=8, mbs=1, **parallel)
     assert_parity(with_schedule(config, schedule), world=16, steps=2, ignored=0.8)

@@ -3,13 +3,13 @@ three, fp64 to 1e-10.
 
 The default is a covering subset: each schedule meets 2 and 4 stages' ranks, awkward numbers of
 micro-batches, tied and untied embeddings, uneven layers, tp, dp and both ZeRO stages.
-MEGATRON5D_FULL=1 runs the whole product.
+MEGATRON5D_TESTS=nightly runs the whole product.
 """
 
-import os
 from itertools import product
 
 import pytest
+import tiers
 from layouts import assert_parity
 
 from megatron5d.config.schema import (
@@ -26,7 +26,7 @@ from megatron5d.pipeline_parallel.program import Action, make_program, zigzag_pl
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import write_program
 
-FULL = os.environ.get("MEGATRON5D_FULL") == "1"
+FULL = tiers.NIGHTLY
 
 
 def config_of(

@@ -1,10 +1,9 @@
-"""FP8 training stays as near to bf16 as promised; the whole 500 steps with MEGATRON5D_FULL=1."""
+"""FP8 training stays as near to bf16 as promised; the whole 500 steps with MEGATRON5D_TESTS=nightly."""
 
-import os
-
+import tiers
 from fp8_quality import BOUNDS, compare
 
-STEPS = 500 if os.environ.get("MEGATRON5D_FULL") == "1" else 30
+STEPS = 500 if tiers.NIGHTLY else 30
 
 
 def test_every_recipe_follows_bf16():

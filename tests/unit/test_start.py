@@ -142,6 +142,7 @@ def cpu_seconds(*arguments):
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.timing
 def test_a_first_step_costs_little_more_than_the_import_of_torch(tmp_path):
     start = ["pretrain.py", *one_step(tmp_path, "model=tiny")]
     rounds = []

@@ -143,7 +143,7 @@ def test_elements_per_step_are_what_the_formula_says():
             assert (exposed > 0) == (zero == 3), (zero, exposed)
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 @pytest.mark.parametrize("fp8", ["none", "blockwise"])
 def test_a_wait_for_a_late_rank_is_exposed(fp8):
     """In FP8 the first wait of a step is not for weights, but for the largest magnitudes of their

@@ -14,7 +14,7 @@ from torch_pipelining import NAMES, SCHEDULES, OurPipeline, TorchPipeline, unche
 
 from megatron5d.pipeline_parallel.registry import build_program
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timing
 
 PP, M, ROUNDS = 2, 16, 12
 # the best of all counts: a busy machine can only add time, and seldom to one runtime every time

@@ -21,7 +21,7 @@ from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.topology.axis import Axis
 
-pytestmark = [] if may_come_first() else pytest.mark.alone
+pytestmark = [] if may_come_first() else pytest.mark.timing
 
 # of a forward through one rank's layers, attempt by attempt
 UNITS_S = (0.04, 0.04, 0.04, 0.1, 0.1, 0.25)

@@ -90,7 +90,7 @@ def state_bytes(memory: RankMemory) -> int:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 30))]
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 30))]
 )
 def test_what_is_computed_again_or_waits_on_the_host_takes_no_more(seed):
     """Partly and wholly recomputed layers are each held to none: one whole layer's may be more than
@@ -116,7 +116,7 @@ def test_what_is_computed_again_or_waits_on_the_host_takes_no_more(seed):
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 30))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 30))]
 )
 def test_more_ranks_keep_no_more_each(seed):
     """More that share slices; and under tp, where slices do not get larger by it."""

@@ -1,9 +1,8 @@
 """Slots that repeat those before them are not walked through: peaks and moments are those of the
 whole walk."""
 
-import os
-
 import pytest
+import tiers
 
 from megatron5d.config.convert import changed
 from megatron5d.config.load import load_config
@@ -39,7 +38,7 @@ GIVEN = [
     f"train.gbs={MICROBATCHES * DP}",
     "precision.dtype=bf16",
 ]
-ALL = bool(os.environ.get("MEGATRON5D_FULL"))
+ALL = tiers.NIGHTLY
 
 
 def asked(config):

@@ -3,6 +3,8 @@ busy machine."""
 
 import json
 
+import pytest
+
 from megatron5d.tools.bench_checkpoint import main
 
 MOST = {"torch.save": 1.1, "torch.load": 1.1, "dcp.save": 1.0, "dcp.load": 1.0}
@@ -22,6 +24,7 @@ def slower(found: dict) -> list:
     return faults
 
 
+@pytest.mark.timing
 def test_ratios_hold(capsys):
     for _ in range(2):  # what a neighbour has disturbed is measured again
         assert main(["--gb", "0.2", "--repeats", "4", "--json"]) == 0

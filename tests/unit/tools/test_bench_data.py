@@ -24,6 +24,7 @@ MOST = {  # ours ÷ peer; about half as much again as is measured
 }
 
 
+@pytest.mark.timing
 def test_ratios_hold():
     """In a process of its own: Megatron-Core changes what torch.load admits. No file: workers would
     import it again."""

@@ -24,7 +24,7 @@ MOST = {  # about a fifth above what was measured (docs/notes/kernels.md)
 }
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 @pytest.mark.parametrize("row", MOST)
 def test_a_row_stays_below_its_ratio(row):
     best = dict.fromkeys(MOST[row], float("inf"))

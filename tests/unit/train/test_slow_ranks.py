@@ -41,7 +41,7 @@ SLOW_STEPS, STEPS = range(2, 7), 14
 MODEL = ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8)
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 @pytest.mark.parametrize(
     "parallel", [{"tp": 2, "sp": True, "zero": 3}, {"pp": 2}], ids=["tp2-dp2", "pp2-dp2"]
 )
@@ -171,7 +171,7 @@ def test_one_long_stop_is_told_at_once(judged):
     assert judged(*EVEN, longest=short)[1] == judged(*EVEN)[1] == []
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(
     tmp_path, capfd, monkeypatch
 ):
