@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import (
+    FirstOrderFunction,
+    cdiv,
+    jit,
+    load_float32,
+    rows_of,
+    statistics_dtype,
+    tl,
+)
 
 GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")
 KINDS = (*GATED, "gelu", "gelu_tanh")
@@ -117,16 +125,16 @@ def _activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
-    z = tl.load(x_ptr + row * stride + column, live, other=0.0).to(tl.float32)
+    z = load_float32(x_ptr + row * stride + column, live)
     if GATED:
-        up = tl.load(x_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
+        up = load_float32(x_ptr + row * stride + width + column, live)
         y, _, _ = gated_slopes(z, up, TANH, CLAMPED)
     else:
         share, _ = gelu_terms(z, TANH)
         y = z * share
     if WEIGHTED:
         y *= tl.load(weights_ptr + row).to(tl.float32)
-    tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), live)
+    tl.store(y_ptr + row * width + column, y, live)
 
 
 @jit
@@ -143,16 +151,16 @@ def _block_gradient(
 ):
     """Stores the gradient of a block of a row, perhaps over the block, and returns its
     activation."""
-    z = tl.load(x_ptr + column, live, other=0.0).to(tl.float32)
+    z = load_float32(x_ptr + column, live)
     if GATED:
-        up = tl.load(x_ptr + width + column, live, other=0.0).to(tl.float32)
+        up = load_float32(x_ptr + width + column, live)
         y, slope_gate, slope_up = gated_slopes(z, up, TANH, CLAMPED)
-        tl.store(dx_ptr + column, (dy * slope_gate).to(dx_ptr.dtype.element_ty), live)
-        tl.store(dx_ptr + width + column, (dy * slope_up).to(dx_ptr.dtype.element_ty), live)
+        tl.store(dx_ptr + column, dy * slope_gate, live)
+        tl.store(dx_ptr + width + column, dy * slope_up, live)
     else:
         share, slope = gelu_terms(z, TANH)
         y = z * share
-        tl.store(dx_ptr + column, (dy * (share + z * slope)).to(dx_ptr.dtype.element_ty), live)
+        tl.store(dx_ptr + column, dy * (share + z * slope), live)
     return y
 
 
@@ -172,7 +180,7 @@ def _activation_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
-    dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
+    dy = load_float32(dy_ptr + row * dy_stride + column, live)
     dx_ptr += row * (width * (1 + GATED))
     _block_gradient(dy, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH, CLAMPED)
 
@@ -200,12 +208,12 @@ def _weighted_backward_kernel(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         live = column < width
-        dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
+        dy = load_float32(dy_ptr + row * dy_stride + column, live)
         y = _block_gradient(
             dy * weight, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH, CLAMPED
         )
         total += dy * y
-    tl.store(dw_ptr + row, tl.sum(total, 0).to(dw_ptr.dtype.element_ty))
+    tl.store(dw_ptr + row, tl.sum(total, 0))
 
 
 def _flags(kind: str) -> dict[str, bool]:

@@ -143,6 +143,12 @@ def _multi_processor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@jit
+def load_float32(pointer, mask):
+    """Loads as float32, and zeros where the mask is false."""
+    return tl.load(pointer, mask, other=0.0).to(tl.float32)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """Views `[..., n]` as `[rows, n]` with contiguous rows; copies only if the layout demands
     it."""

@@ -22,6 +22,7 @@ from megatron5d.kernels.dispatch import (
     FirstOrderFunction,
     cdiv,
     jit,
+    load_float32,
     next_power_of_2,
     rows_of,
     statistics_dtype,
@@ -145,9 +146,9 @@ def _place_kernel(
         choice = program * BLOCK + start + tl.arange(0, ROWS)
         mine = _members(experts_ptr, choice, count, EXPERTS)
         place = tl.sum(mine * (free[None, :] + tl.cumsum(mine, 0) - 1), 1)
-        tl.store(place_ptr + choice, place.to(tl.int64), choice < count)
-        tl.store(choice_ptr + place, choice.to(tl.int64), choice < count)
-        tl.store(token_ptr + place, (choice // k).to(tl.int64), choice < count)
+        tl.store(place_ptr + choice, place, choice < count)
+        tl.store(choice_ptr + place, choice, choice < count)
+        tl.store(token_ptr + place, choice // k, choice < count)
         free += tl.sum(mine, 0)
 
 
@@ -199,11 +200,11 @@ def _combine_kernel(
     for j in tl.static_range(K):
         row = tl.load(place_ptr + token * K + j)
         live = (column < width) & (row < num_rows)
-        total += tl.load(rows_ptr + row * rows_stride + column, live, other=0.0).to(tl.float32)
+        total += load_float32(rows_ptr + row * rows_stride + column, live)
         if WEIGHTED:
             weight = tl.load(by_row_ptr + row, row < num_rows, other=0.0)
             tl.store(weights_ptr + token * K + j, weight, tl.program_id(1) == 0)
-    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), column < width)
+    tl.store(out_ptr + token * width + column, total, column < width)
 
 
 def _gather(x: Tensor, token: Tensor, weights=None, where=None):

@@ -117,9 +117,9 @@ def _read(pointer, live, FULL: tl.constexpr):
 @jit
 def _write(pointer, x, live, FULL: tl.constexpr):
     if FULL:
-        tl.store(pointer, x.to(pointer.dtype.element_ty))
+        tl.store(pointer, x)
     else:
-        tl.store(pointer, x.to(pointer.dtype.element_ty), live)
+        tl.store(pointer, x, live)
 
 
 @jit

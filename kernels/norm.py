@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
-from megatron5d.kernels.dispatch import FirstOrderFunction, cdiv, jit, next_power_of_2, rows_of, tl
+from megatron5d.kernels.dispatch import (
+    FirstOrderFunction,
+    cdiv,
+    jit,
+    load_float32,
+    next_power_of_2,
+    rows_of,
+    tl,
+)
 from megatron5d.kernels.plain_norm import norm_in_torch, norm_reference
 
 
@@ -30,7 +38,7 @@ from megatron5d.kernels.plain_norm import norm_in_torch, norm_reference
 def stored_sum(x, added, total_at, live):
     """Stores x + added and returns it as rounded: the backward reads it back, and the statistics
     are of it."""
-    total = (x + added.to(tl.float32)).to(total_at.dtype.element_ty)
+    total = (x + added).to(total_at.dtype.element_ty)
     tl.store(total_at, total, live)
     return total.to(tl.float32)
 
@@ -51,9 +59,9 @@ def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constex
 @jit
 def scaled(x, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS: tl.constexpr):
     """Multiplies rows by the weight and adds the bias."""
-    y = x * tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    y = x * load_float32(weight_ptr + column, column_is_live)[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+        y += load_float32(bias_ptr + column, column_is_live)[None, :]
     return y
 
 
@@ -83,16 +91,14 @@ def _forward_kernel(
     row_is_live = row < num_rows
     column_is_live = column < width
     live = row_is_live[:, None] & column_is_live[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
     if HAS_RESIDUAL:
-        added = tl.load(
-            residual_ptr + row[:, None] * residual_stride + column[None, :], live, other=0.0
-        )
+        added = load_float32(residual_ptr + row[:, None] * residual_stride + column[None, :], live)
         x = stored_sum(x, added, total_ptr + row[:, None] * width + column[None, :], live)
     statistics = mean_ptr + row, scale_ptr + row
     y = normalised(x, live, width, eps, statistics, row_is_live, CENTRED)
     y = scaled(y, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS)
-    tl.store(y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), live)
+    tl.store(y_ptr + row[:, None] * width + column[None, :], y, live)
 
 
 @jit
@@ -120,7 +126,7 @@ def _backward_kernel(
 ):
     column = tl.arange(0, WIDTH)
     column_is_live = column < width
-    weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    weight = load_float32(weight_ptr + column, column_is_live)[None, :]
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     dbias = tl.zeros((ROWS, WIDTH), tl.float32)
     # In more than one stage, the next rows are on their way while these are worked on.
@@ -130,15 +136,11 @@ def _backward_kernel(
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         row_is_live = row < num_rows
         live = row_is_live[:, None] & column_is_live[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(
-            tl.float32
-        )
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], live, other=0.0).to(
-            tl.float32
-        )
-        scale = tl.load(scale_ptr + row, row_is_live, other=0.0)[:, None]
+        x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
+        dy = load_float32(dy_ptr + row[:, None] * dy_stride + column[None, :], live)
+        scale = load_float32(scale_ptr + row, row_is_live)[:, None]
         if CENTRED:
-            x = tl.where(live, x - tl.load(mean_ptr + row, row_is_live, other=0.0)[:, None], 0.0)
+            x = tl.where(live, x - load_float32(mean_ptr + row, row_is_live)[:, None], 0.0)
         normal = x * scale
         g = dy * weight
         dx = g - normal * (tl.sum(g * normal, 1) / width)[:, None]
@@ -146,12 +148,8 @@ def _backward_kernel(
             dx -= (tl.sum(g, 1) / width)[:, None]
         dx *= scale
         if HAS_DTOTAL:
-            dx += tl.load(
-                dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live, other=0.0
-            ).to(tl.float32)
-        tl.store(
-            dx_ptr + row[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live
-        )
+            dx += load_float32(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live)
+        tl.store(dx_ptr + row[:, None] * width + column[None, :], dx, live)
         dweight += dy * normal
         if HAS_BIAS:
             dbias += dy
@@ -194,9 +192,9 @@ def _wide_forward_kernel(
     for start in range(0, width, CHUNK):
         column = start + lane
         live = column < width
-        x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
+        x = load_float32(x_ptr + row * x_stride + column, live)
         if HAS_RESIDUAL:
-            added = tl.load(residual_ptr + row * residual_stride + column, live, other=0.0)
+            added = load_float32(residual_ptr + row * residual_stride + column, live)
             x = stored_sum(x, added, total_ptr + row * width + column, live)
         if CENTRED:
             step = x - lane_mean
@@ -220,11 +218,11 @@ def _wide_forward_kernel(
     for start in range(0, width, CHUNK):
         column = start + lane
         live = column < width
-        x = tl.load(again_ptr + column, live, other=0.0).to(tl.float32)
-        y = (x - mean) * scale * tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
+        x = load_float32(again_ptr + column, live)
+        y = (x - mean) * scale * load_float32(weight_ptr + column, live)
         if HAS_BIAS:
-            y += tl.load(bias_ptr + column, live, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), live)
+            y += load_float32(bias_ptr + column, live)
+        tl.store(y_ptr + row * width + column, y, live)
 
 
 @jit
@@ -254,17 +252,17 @@ def _wide_backward_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
         row_is_live = row < num_rows
-        scale = tl.load(scale_ptr + row, row_is_live, other=0.0)
-        mean = tl.load(mean_ptr + row, row_is_live, other=0.0) if CENTRED else 0.0
+        scale = load_float32(scale_ptr + row, row_is_live)
+        mean = load_float32(mean_ptr + row, row_is_live) if CENTRED else 0.0
         g_normal = tl.zeros((ROWS, CHUNK), tl.float32)
         g_total = tl.zeros((ROWS, CHUNK), tl.float32)
         for start in range(0, width, CHUNK):
             column = start + tl.arange(0, CHUNK)
             column_is_live = column < width
             live = row_is_live & column_is_live[None, :]
-            x = tl.load(x_ptr + row * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-            g = tl.load(dy_ptr + row * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
-            g *= tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+            x = load_float32(x_ptr + row * x_stride + column[None, :], live)
+            g = load_float32(dy_ptr + row * dy_stride + column[None, :], live)
+            g *= load_float32(weight_ptr + column, column_is_live)[None, :]
             g_normal += g * ((x - mean) * scale)
             g_total += g
         mean_g_normal = tl.sum(g_normal, 1)[:, None] / width
@@ -273,21 +271,18 @@ def _wide_backward_kernel(
             column = start + tl.arange(0, CHUNK)
             column_is_live = column < width
             live = row_is_live & column_is_live[None, :]
-            x = tl.load(x_ptr + row * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-            dy = tl.load(dy_ptr + row * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+            x = load_float32(x_ptr + row * x_stride + column[None, :], live)
+            dy = load_float32(dy_ptr + row * dy_stride + column[None, :], live)
+            weight = load_float32(weight_ptr + column, column_is_live)[None, :]
             normal = (x - mean) * scale
             dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
             if HAS_DTOTAL:
-                arrived = tl.load(
-                    dtotal_ptr + row * dtotal_stride + column[None, :], live, other=0.0
-                )
-                dx += arrived.to(tl.float32)
-            tl.store(dx_ptr + row * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
-            dweight = tl.load(dweight_ptr + mine + column, column_is_live, other=0.0)
+                dx += load_float32(dtotal_ptr + row * dtotal_stride + column[None, :], live)
+            tl.store(dx_ptr + row * width + column[None, :], dx, live)
+            dweight = load_float32(dweight_ptr + mine + column, column_is_live)
             tl.store(dweight_ptr + mine + column, dweight + tl.sum(dy * normal, 0), column_is_live)
             if HAS_BIAS:
-                dbias = tl.load(dbias_ptr + mine + column, column_is_live, other=0.0)
+                dbias = load_float32(dbias_ptr + mine + column, column_is_live)
                 tl.store(dbias_ptr + mine + column, dbias + tl.sum(dy, 0), column_is_live)
 
 

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import FirstOrderFunction, jit, next_power_of_2, rows_of, tl
+from megatron5d.kernels.dispatch import (
+    FirstOrderFunction,
+    jit,
+    load_float32,
+    next_power_of_2,
+    rows_of,
+    tl,
+)
 
 
 @jit
@@ -53,7 +60,7 @@ def _route_kernel(
     scores = _scores(logits, KIND)
     ranked = scores
     if BIASED:
-        ranked += tl.load(bias_ptr + lane, lane < num_experts, other=0.0)
+        ranked += load_float32(bias_ptr + lane, lane < num_experts)
     # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie
     # anywhere.
     ranked = tl.where(ranked == ranked, ranked, float("inf"))
@@ -67,13 +74,13 @@ def _route_kernel(
             best = tl.max(tl.where(taken, float("-inf"), ranked), 0)
             # Among the free lanes, so that a row of -inf still yields K different experts.
             index = tl.min(tl.where((ranked == best) & ~taken, lane, EXPERTS), 0)
-            tl.store(experts_ptr + row * K + j, index.to(tl.int64))
+            tl.store(experts_ptr + row * K + j, index)
             taken = taken | (lane == index)
         weights = tl.where(slot == j, tl.sum(tl.where(lane == index, scores, 0.0), 0), weights)
     if NORMALISED:
         weights /= tl.sum(weights, 0) + 1e-20
     weights *= scale
-    tl.store(weights_ptr + row * K + slot, weights.to(weights_ptr.dtype.element_ty), slot < K)
+    tl.store(weights_ptr + row * K + slot, weights, slot < K)
 
 
 @jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
 from megatron5d.kernels.choice import Fp8Request
-from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, tl
+from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, load_float32, tl
 from megatron5d.kernels.fp8.quantize import GROUP, Quantized
 from megatron5d.kernels.gemm import ends_of, expert_lanes, grouped_matmul_reference, launch_rows
 from megatron5d.kernels.tuning import readable, settles, swizzled, taken_out
@@ -112,8 +112,8 @@ def _fp8_matmul_kernel(
     at = row.to(tl.int64)[:, None] * n + column[None, :]
     live = (row < m)[:, None] & (column < n)[None, :]
     if INTO:
-        total += tl.load(out_ptr + at, live & (accumulate != 0), other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), live)
+        total += load_float32(out_ptr + at, live & (accumulate != 0))
+    tl.store(out_ptr + at, total, live)
 
 
 def _check(a: Quantized, b: Quantized, into: Tensor | None) -> None:
@@ -288,8 +288,8 @@ def _weight_grad_fp8_kernel(
         total = scaled_sum(total, part, dy_scale, x_scale, 1, 1)
     live = (out < n)[:, None] & (column < k)[None, :]
     at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
-    total += tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0).to(tl.float32)
-    tl.store(grad_ptr + at, total.to(grad_ptr.dtype.element_ty), live)
+    total += load_float32(grad_ptr + at, live & (accumulate != 0))
+    tl.store(grad_ptr + at, total, live)
 
 
 def grouped_weight_grad_fp8(

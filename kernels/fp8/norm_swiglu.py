@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.activation import activation_backward, activation_reference, swiglu_slopes
-from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, tl
+from megatron5d.kernels.dispatch import cdiv, jit, load_float32, next_power_of_2, rows_of, tl
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     GROUP,
@@ -65,11 +65,11 @@ def _swiglu_kernel(
     column = group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < width)[None, :]
     at = gate_up_ptr + row[:, None] * stride + column[None, :]
-    gate = tl.load(at, live, other=0.0).to(tl.float32)
-    up = tl.load(at + width, live, other=0.0).to(tl.float32)
+    gate = load_float32(at, live)
+    up = load_float32(at + width, live)
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
-        y *= tl.load(weights_ptr + row, row < rows, other=0.0).to(tl.float32)[:, None]
+        y *= load_float32(weights_ptr + row, row < rows)[:, None]
     y = y.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
     values_ptr += row[:, None] * width + column[None, :]
     scales_ptr += row[:, None] * tl.cdiv(width, GROUP) + group
@@ -96,9 +96,9 @@ def _swiglu_backward_kernel(
     group, groups = tl.program_id(1), tl.num_programs(1)
     column = group * GROUP + tl.arange(0, GROUP)[None, :]
     live = row < rows
-    gate = tl.load(gate_up_ptr + row * stride + column, live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
+    gate = load_float32(gate_up_ptr + row * stride + column, live)
+    up = load_float32(gate_up_ptr + row * stride + width + column, live)
+    dy = load_float32(dy_ptr + row * dy_stride + column, live)
     _, slope_gate, slope_up = swiglu_slopes(gate, up)
     DTYPE: tl.constexpr = gate_up_ptr.dtype.element_ty
     d_gate, d_up = (
@@ -138,7 +138,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     live = (row < rows)[:, None] & (column < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], live, other=0.0).to(tl.float32)
+    x = load_float32(x_ptr + row[:, None] * stride + column[None, :], live)
     statistics = mean_ptr + row, inverse_ptr + row
     y = normalised(x, live, width, eps, statistics, row < rows, CENTRED)
     y = scaled(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, jit, rows_of, statistics_dtype, tl
+from megatron5d.kernels.dispatch import cdiv, jit, load_float32, rows_of, statistics_dtype, tl
 from megatron5d.kernels.fp8.tiles import largest_of, row_slices, store_transposed
 from megatron5d.kernels.gemm import ends_of, expert_lanes, expert_of
 
@@ -160,7 +160,7 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     column = group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
     values, scale = quantized(
         x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty
     )
@@ -352,7 +352,7 @@ def scaled_anew(
     wide = ()
     for j in tl.static_range(16):
         row = 16 * tl.arange(0, GROUP // 16) + j
-        factor = tl.load(scales_ptr + row * scales_stride, row < rows, other=0.0)
+        factor = load_float32(scales_ptr + row * scales_stride, row < rows)
         wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
     scale, factor = scale_and_factor(largest(largest_of(wide), 0)[None, :], LARGEST, POWERS_OF_TWO)
     scaled = ()

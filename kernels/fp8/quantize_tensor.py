@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.dispatch import cdiv, jit, rows_of, tl
+from megatron5d.kernels.dispatch import cdiv, jit, load_float32, rows_of, tl
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     Quantized,
@@ -75,7 +75,7 @@ def _amax_kernel(
 ):
     """Finds the largest magnitude of one tile, or of each of its rows."""
     row, column, live = _tile(rows, columns, TILE)
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
     if BY_ROW:
         across = tl.cdiv(columns, TILE)
         tl.store(parts_ptr + row * across + tl.program_id(0) % across, largest(x, 1), row < rows)
@@ -98,7 +98,7 @@ def _cast_kernel(
 ):
     """Casts one tile; the first program writes the scale, which each computes for itself."""
     row, column, live = _tile(rows, columns, TILE)
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     values, scale = quantized(x, tl.load(amax_ptr), LARGEST, POWERS_OF_TWO, DTYPE)
     tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
@@ -121,8 +121,8 @@ def _cast_rows_kernel(
     """Casts one tile with a scale for each row; the first tile of a row writes them. Rows change
     with each step."""
     row, column, live = _tile(rows, columns, TILE)
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-    amax = tl.load(amax_ptr + row, row < rows, other=0.0)
+    x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
+    amax = load_float32(amax_ptr + row, row < rows)
     values, scale = quantized(x, amax[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
     tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
     if tl.program_id(0) % tl.cdiv(columns, TILE) == 0:
