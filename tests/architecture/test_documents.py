@@ -10,7 +10,7 @@ from architecture.layers import PICTURE, layers_picture
 from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING")]
+DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
 DOCUMENTS += [*sorted((ROOT / "docs").rglob("*.md"))]
 PREFIXES = ("", "megatron5d/")  # a file of the package may be named from within it
 GROUPS = {field.name for field in dataclasses.fields(Config)}
