@@ -77,6 +77,11 @@ class ConfigError(ValueError):
         self.faults = tuple(faults)
         super().__init__(message(self.faults))
 
+    @property
+    def concerns_all_ranks(self) -> bool:
+        """Whether every rank finds it, as some fault is not about the files of this node alone."""
+        return not all(fault.local for fault in self.faults)
+
 
 class Refused(ValueError):
     """A file that the configuration names is not what it should be; ends a run that has not begun

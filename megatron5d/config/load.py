@@ -166,7 +166,7 @@ def load_config(
         ]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
         for check in checks:
-            if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
+            if leave_model_legal(faults):
                 faults += check(config, world)
     if faults:
         raise (
@@ -175,6 +175,11 @@ def load_config(
             else ConfigError(faults)
         )
     return config
+
+
+def leave_model_legal(faults: Sequence[Fault]) -> bool:
+    """Whether none of these faults concerns the model or the layout, so that later checks run."""
+    return all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs)
 
 
 def keys_given(overrides: Sequence[str]) -> set[str]:

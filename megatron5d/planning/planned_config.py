@@ -31,7 +31,7 @@ def planned_config(overrides: Sequence[str], world: int, files: bool = False) ->
         return load_config(
             overrides,
             world=world,
-            model_from_hf=_model_from_hf,
+            model_from_hf=model_from_hf,
             options=[schedule_faults],
             checks=[_pipeline_faults],
             files=files,
@@ -52,7 +52,7 @@ def unplanned_config(overrides: Sequence[str], world: int) -> Config:
         ValueError: no rank at all.
     """
     _check_world(world)
-    return load_config(overrides, model_from_hf=_model_from_hf)
+    return load_config(overrides, model_from_hf=model_from_hf)
 
 
 def _check_world(world: int) -> None:
@@ -60,7 +60,8 @@ def _check_world(world: int) -> None:
         raise ValueError(f"--world {world}: a run has at least 1 rank")
 
 
-def _model_from_hf(folder: str) -> Mapping[str, Any]:
+def model_from_hf(folder: str) -> Mapping[str, Any]:
+    """Fields of ModelConfig that a Hugging Face folder's config.json gives."""
     from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 
     return model_config_from_hf(folder)
