@@ -12,9 +12,8 @@ it. The file has the form of the tables of tiles; `config` is an `order`.
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
@@ -53,6 +52,9 @@ class Settings:
     norm: str = "auto"
     deterministic: bool = True
     strict: bool = False
+
+
+AUTO = Settings()
 
 
 class Request(Protocol):
@@ -156,33 +158,6 @@ class NormRequest(NamedTuple):
         return {"centred": int(self.centred), "width": self.width}
 
 
-class _Process:
-    """What this process has been told to use."""
-
-    settings = Settings()
-
-
-def use(settings: Settings) -> None:
-    """Sets what this process uses from now on, in all threads: autograd's run the backwards."""
-    _Process.settings = settings
-
-
-def in_use() -> Settings:
-    """Returns what this process uses."""
-    return _Process.settings
-
-
-@contextmanager
-def using(**changes: str | bool) -> Iterator[None]:
-    """Changes settings of this process for a while."""
-    before = in_use()
-    use(replace(before, **changes))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        use(before)
-
-
 def capability_of(x: Tensor) -> int:
     """Returns the capability of an NVIDIA GPU that holds x, 90 for sm_90; 0 elsewhere, where
     nothing is chosen."""
@@ -265,10 +240,12 @@ def order_of(request: Request) -> list[str] | None:
     return None
 
 
-def norm(x: Tensor, weight: Tensor, centred: bool, backward: bool = False) -> ModuleType | None:
+def norm(
+    x: Tensor, weight: Tensor, centred: bool, settings: Settings, backward: bool = False
+) -> ModuleType | None:
     """Returns the file of the library that computes the norm of x; None = ours."""
     if not (capability := capability_of(x)) or not x.numel():
         return None
     return provider(
-        NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centred), in_use()
+        NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centred), settings
     )

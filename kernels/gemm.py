@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
-from megatron5d.kernels.choice import GroupedRequest
+from megatron5d.kernels.choice import AUTO, GroupedRequest, Settings
 from megatron5d.kernels.dispatch import (
     HALF_DTYPES,
     FirstOrderFunction,
@@ -309,21 +309,20 @@ def _fast(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _library(x: Tensor, weight: Tensor) -> ModuleType | None:
+def _library(x: Tensor, weight: Tensor, settings: Settings) -> ModuleType | None:
     """Returns the file of the library that multiplies x by each expert's matrix transposed; None =
     ours."""
     capability = choice.capability_of(x)
     if not (capability and x.numel() and x.dtype == weight.dtype and x.stride(-1) == 1):
         return None
     experts, n, k = weight.shape
-    return choice.provider(
-        GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k), choice.in_use()
-    )
+    request = GroupedRequest(capability, x.dtype, x.shape[0], experts, n, k)
+    return choice.provider(request, settings)
 
 
-def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor, settings: Settings = AUTO) -> Tensor:
     """Computes `grouped_matmul` without a gradient."""
-    if (library := _library(x, weight)) is not None:
+    if (library := _library(x, weight, settings)) is not None:
         return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
         return launch_rows(
@@ -332,19 +331,21 @@ def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _by_torch(x, weight.mT, offsets)
 
 
-def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_input_grad(
+    dy: Tensor, weight: Tensor, offsets: Tensor, settings: Settings = AUTO
+) -> Tensor:
     """Computes `dx[r] = W[e]ᵀ dy[r]`.
 
     Args:
         dy: `[rows, n]` sorted by expert.
         weight: `[E, n, k]`.
-        offsets: as in `grouped_matmul`.
+        offsets, settings: as in `grouped_matmul`.
 
     Returns:
         `[rows, k]`.
     """
     turned = weight.mT
-    if (library := _library(dy, turned)) is not None:
+    if (library := _library(dy, turned, settings)) is not None:
         return library.grouped_matmul(dy, turned, offsets)
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
         return launch_rows(
@@ -385,9 +386,10 @@ def grouped_weight_grad(
 
 class _GroupedMatmul(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, x, weight, offsets):
+    def forward(ctx, x, weight, offsets, settings):
         ctx.save_for_backward(x, weight, offsets)
-        return grouped_rows(x, weight, offsets)
+        ctx.settings = settings
+        return grouped_rows(x, weight, offsets, settings)
 
     @staticmethod
     def backward(ctx, dy):
@@ -397,10 +399,11 @@ class _GroupedMatmul(FirstOrderFunction):
             weight.shape, dtype=statistics_dtype(weight.dtype), device=weight.device
         )
         grouped_weight_grad(dy, x, offsets, main_grad)
-        return grouped_input_grad(dy, weight, offsets), main_grad.to(weight.dtype), None
+        dx = grouped_input_grad(dy, weight, offsets, ctx.settings)
+        return dx, main_grad.to(weight.dtype), None, None
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, settings: Settings = AUTO) -> Tensor:
     """Computes `y[r] = W[e] x[r]` for rows sorted by expert, differentiable.
 
     Args:
@@ -408,11 +411,12 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         weight: `[E, n, k]`.
         offsets: `[E + 1]` integers on the device: expert e has the rows offsets[e] to offsets[e +
             1]; the first is 0. Rows past the last offset are padding and give zeros.
+        settings: which library may compute it on a GPU.
 
     Returns:
         `[rows, n]` in the dtype of x.
     """
-    return _GroupedMatmul.apply(x, weight, offsets)
+    return _GroupedMatmul.apply(x, weight, offsets, settings)
 
 
 def accumulate_weight_grad_reference(

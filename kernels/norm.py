@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
+from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.dispatch import (
     FirstOrderFunction,
     cdiv,
@@ -304,10 +305,11 @@ def launch_forward(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 /
     scale of each row."""
-    if (library := choice.norm(x, weight, centred)) is not None:
+    if (library := choice.norm(x, weight, centred, settings)) is not None:
         return library.forward(x, residual, weight, bias, eps, centred)
     shape, x = x.shape, rows_of(x)
     num_rows, width = x.shape
@@ -337,10 +339,11 @@ class _Norm(FirstOrderFunction):
     """(x, residual) -> (norm of x + residual, x + residual); without a residual the second is x."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, centred):
-        y, total, *statistics = launch_forward(x, residual, weight, bias, eps, centred)
+    def forward(ctx, x, residual, weight, bias, eps, centred, settings):
+        y, total, *statistics = launch_forward(x, residual, weight, bias, eps, centred, settings)
         ctx.save_for_backward(total, weight, bias, *statistics)
-        ctx.eps, ctx.centred, ctx.has_residual = eps, centred, residual is not None
+        ctx.eps, ctx.centred, ctx.settings = eps, centred, settings
+        ctx.has_residual = residual is not None
         # where one of the two results is not used, nothing is read in its place
         ctx.set_materialize_grads(False)
         return y, x if residual is None else total.view(x.shape)
@@ -348,12 +351,12 @@ class _Norm(FirstOrderFunction):
     @staticmethod
     def backward(ctx, dy, dtotal):
         if dy is None:
-            return dtotal, dtotal if ctx.has_residual else None, None, None, None, None
+            return dtotal, dtotal if ctx.has_residual else None, None, None, None, None, None
         x, weight, bias, *statistics = ctx.saved_tensors
         dx, *others = norm_backward(
-            dy, x, weight, bias, ctx.eps, statistics, dtotal, centred=ctx.centred
+            dy, x, weight, bias, ctx.eps, statistics, dtotal, ctx.settings, centred=ctx.centred
         )
-        return dx, dx if ctx.has_residual else None, *others, None, None
+        return dx, dx if ctx.has_residual else None, *others, None, None, None
 
 
 def norm_backward(
@@ -364,6 +367,7 @@ def norm_backward(
     eps: float,
     statistics: Sequence[Tensor],
     dtotal: Tensor | None = None,
+    settings: Settings = AUTO,
     *,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -376,12 +380,13 @@ def norm_backward(
         eps: added to the mean of squares.
         statistics: mean and 1 / scale of each row of x, `[rows]`; the plain path makes them again.
         dtotal: `[..., h]`, the gradient of x beside its norm.
+        settings: as in `rms_norm`.
         centred: the norm is LayerNorm.
 
     Returns:
         dx `[..., h]`, dw and db `[h]` (None without a bias), in the dtypes of x, weight and bias.
     """
-    if (library := choice.norm(x, weight, centred, backward=True)) is not None:
+    if (library := choice.norm(x, weight, centred, settings, backward=True)) is not None:
         return library.backward(dy, x, weight, bias, statistics, dtotal, centred)
     if not dispatch.runs_triton(x):
         leaves = (x, weight) if bias is None else (x, weight, bias)
@@ -411,22 +416,27 @@ def norm_backward(
     return dx.view(shape), dweight.sum(0).to(weight.dtype), bias_grad
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO) -> Tensor:
     """Scales each row to unit root mean square, then by `weight`.
 
     Args:
         x: `[..., h]`, any floating dtype.
         weight: `[h]`, any floating dtype.
         eps: added to the mean of squares.
+        settings: which library may compute it on a GPU.
 
     Returns:
         `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
     """
-    return add_rms_norm(x, None, weight, eps)[0]
+    return add_rms_norm(x, None, weight, eps, settings)[0]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    settings: Settings = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """Returns the RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
 
@@ -440,10 +450,12 @@ def add_rms_norm(
     Returns:
         The norm of the sum, and the sum, both `[..., h]` in the dtype of `x`.
     """
-    return _add_norm(x, residual, weight, None, eps, centred=False)
+    return _add_norm(x, residual, weight, None, eps, False, settings)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, settings: Settings = AUTO
+) -> Tensor:
     """Centres each row and scales it to unit variance, then by `weight`, plus `bias`.
 
     Args:
@@ -455,14 +467,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     Returns:
         `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
     """
-    return add_layer_norm(x, None, weight, bias, eps)[0]
+    return add_layer_norm(x, None, weight, bias, eps, settings)[0]
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    settings: Settings = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """Returns the LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
-    return _add_norm(x, residual, weight, bias, eps, centred=True)
+    return _add_norm(x, residual, weight, bias, eps, True, settings)
 
 
 def _add_norm(
@@ -472,9 +489,9 @@ def _add_norm(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred)):
+    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred, settings)):
         return norm_in_torch(x if residual is None else x + residual, weight, bias, eps, centred)
-    return _Norm.apply(
-        x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred
-    )
+    bias = None if bias is None else bias.contiguous()
+    return _Norm.apply(x, residual, weight.contiguous(), bias, eps, centred, settings)

@@ -280,7 +280,7 @@ ALL = (torch.float64, torch.float32, torch.bfloat16)
 @contextlib.contextmanager
 def on_cpu(capability=90, dtypes=ALL, **settings):
     """Makes CPU tensors those of a GPU of this capability on which every library is installed, and
-    takes any dtype."""
+    takes any dtype. Yields Settings to call operations with."""
     library = torch.library.Library("aten", "IMPL")
     cute = types.ModuleType("flash_attn.cute.interface")
     cute._flash_attn_fwd, cute._flash_attn_bwd = fa4_forward, fa4_backward
@@ -312,7 +312,6 @@ def on_cpu(capability=90, dtypes=ALL, **settings):
         stack.enter_context(
             mock.patch.object(choice, "capability_of", lambda x: 0 if x.is_meta else capability)
         )
-        stack.enter_context(choice.using(**settings))
         for each in CALLS.values():
             each.value = 0
-        yield
+        yield choice.Settings(**settings)

@@ -92,16 +92,9 @@ def with_libraries(calls: Calls, families: Mapping[str, str]) -> Calls:
     for provider, family in families.items():
         for name in (choice.TRITON, *LIBRARIES[family]):
             label = provider if name == choice.TRITON else f"{provider}, by {name}"
-            found[label] = _by(calls[provider], {family: name})
+            settings = choice.Settings(**{family: name}, strict=True, deterministic=False)
+            found[label] = functools.partial(calls[provider], settings=settings)
     return found
-
-
-def _by(call: Callable[[], object], asked: Mapping[str, str]) -> Callable[[], object]:
-    def run() -> object:
-        with choice.using(**asked, strict=True, deterministic=False):
-            return call()
-
-    return run
 
 
 def asked_by(call: Callable[[], object]) -> choice.Request | None:

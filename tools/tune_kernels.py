@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron5d.kernels import choice, tuning
+from megatron5d.kernels import tuning
 from megatron5d.kernels.fp8.quantize import Quantized
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.harness import device_is_lost, in_turn, median_ms
@@ -159,9 +159,6 @@ SPACE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-OURS = choice.Settings("triton", "triton", "triton", "triton")  # whose tiles these are
-
-
 def candidates(operation: str, architecture: str = "") -> list[dict]:
     """Returns every combination of the operation's values, without what is known to go wrong on the
     architecture.
@@ -261,7 +258,6 @@ def _compile(
     tell: Callable[[tuple], None],
 ) -> None:
     """Runs candidates, whose numbers are the pieces: the worker of `in_turn`."""
-    choice.use(OURS)
     search = Search(operation, row)
     for piece in pieces:
         tell((piece, search.run(every[int(piece)], lambda call: 0.0) is not None))
@@ -359,7 +355,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    choice.use(OURS)
     failed = 0
     for operation in wanted:
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch
-from megatron5d.kernels.choice import AttentionRequest
+from megatron5d.kernels.choice import AUTO, AttentionRequest, Settings
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.flash_attention import plain
 from megatron5d.kernels.flash_attention.plain import AttentionRule
@@ -91,7 +91,14 @@ def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
 
 
 def _library(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: bool, backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionRule,
+    settings: Settings,
+    *,
+    sinks: bool,
+    backward: bool,
 ) -> ModuleType | None:
     """Returns the file of the library that computes this (`providers/`); None = Triton, or the
     plain path."""
@@ -112,14 +119,15 @@ def _library(
         positions,
         sinks,
     )
-    return choice.provider(request, choice.in_use())
+    return choice.provider(request, settings)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    if (library := _library(q, k, v, rule, sinks is not None, False)) is not None:
-        return library.forward(q, k, v, rule, sinks, choice.in_use().deterministic)
+    library = _library(q, k, v, rule, settings, sinks=sinks is not None, backward=False)
+    if library is not None:
+        return library.forward(q, k, v, rule, sinks)
     if _runs_triton(q, k, v, rule):
         from megatron5d.kernels.flash_attention import forward as triton_forward
 
@@ -131,9 +139,12 @@ def _forward(
     return plain.chunked_forward(q, k, v, rule, sinks)
 
 
-def _backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
-    if (library := _library(q, k, v, rule, False, True)) is not None:
-        return library.backward(dout, q, k, v, out, lse, rule, choice.in_use().deterministic)
+def _backward(
+    dout, q, k, v, out, lse, rule: AttentionRule, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    library = _library(q, k, v, rule, settings, sinks=False, backward=True)
+    if library is not None:
+        return library.backward(dout, q, k, v, out, lse, rule, settings.deterministic)
     if _runs_triton(q, k, v, rule):
         from megatron5d.kernels.flash_attention import backward as triton_backward
 
@@ -147,19 +158,19 @@ def _backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Ten
 
 class _Attention(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, rule):
-        out, lse = _forward(q, k, v, rule, sinks)
+    def forward(ctx, q, k, v, sinks, rule, settings):
+        out, lse = _forward(q, k, v, rule, sinks, settings)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.rule = rule
+        ctx.rule, ctx.settings = rule, settings
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, _):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.rule)
+        dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.rule, ctx.settings)
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
-        return dq, dk, dv, dsinks, None
+        return dq, dk, dv, dsinks, None, None
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -206,6 +217,7 @@ def attention(
     sinks: Tensor | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
+    settings: Settings = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """Computes scaled dot-product attention with grouped heads, and its log-sum-exp.
 
@@ -223,6 +235,7 @@ def attention(
         sinks: `[a]` logits of a key without value that every query sees.
         q_positions: `[s]` integers, default 0, 1, ...; used by `causal` and `window`.
         k_positions: `[t]` integers, default 0, 1, ...
+        settings: which library may compute it on a GPU.
 
     Returns:
         out `[s, b, a, dv]` in the dtype of q, differentiable; lse `[b, a, s]` float32 (float64 for
@@ -242,7 +255,7 @@ def attention(
     if on_cpu and sinks is None and rule.is_plain and q.numel() and k.numel():
         # differentiable as it is: every query sees a key
         return plain.cpu_flash_forward(q, k, v, rule)
-    return _Attention.apply(q, k, v, sinks, rule)
+    return _Attention.apply(q, k, v, sinks, rule, settings)
 
 
 def attention_backward(
@@ -261,6 +274,7 @@ def attention_backward(
     softcap: float = 0.0,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
+    settings: Settings = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the share of dq, and the dk and dv, that come from these keys, given the *global*
     out and lse.
@@ -280,4 +294,5 @@ def attention_backward(
         scale, causal, window, softcap, documents, k_documents, q_positions, k_positions
     )
     _check(q, k, v, rule)
-    return _backward(dout, q, k, v, out, lse, _open(rule, q.shape[0], k.shape[0]))
+    rule = _open(rule, q.shape[0], k.shape[0])
+    return _backward(dout, q, k, v, out, lse, rule, settings)

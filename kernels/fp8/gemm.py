@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import choice, dispatch, tuning
-from megatron5d.kernels.choice import Fp8Request
+from megatron5d.kernels.choice import AUTO, Fp8Request, Settings
 from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, load_float32, tl
 from megatron5d.kernels.fp8.quantize import GROUP, Quantized
 from megatron5d.kernels.gemm import ends_of, expert_lanes, grouped_matmul_reference, launch_rows
@@ -138,6 +138,7 @@ def fp8_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     into: Tensor | None = None,
     accumulate: bool = True,
+    settings: Settings = AUTO,
 ) -> Tensor:
     """Computes `a bᵀ` of quantised matrices.
 
@@ -148,6 +149,7 @@ def fp8_matmul(
         into: `[m, n]` contiguous, of one of these dtypes, that the GEMM is added into, in place;
             `out_dtype` is then ignored.
         accumulate: False: the GEMM is written over `into`, whose values are not read.
+        settings: which library may compute it on a GPU.
 
     Returns:
         `[m, n]`, or `into`.
@@ -163,7 +165,7 @@ def fp8_matmul(
         values, rows = (a.values, b.values), (a.rows_per_scale, b.rows_per_scale)
         dtypes = (a.values.dtype, b.values.dtype)
         request = Fp8Request(capability, (m, n, k), rows, dtypes, dtype, into is not None)
-        if (library := choice.provider(request, choice.in_use())) is not None:
+        if (library := choice.provider(request, settings)) is not None:
             return library.fp8_matmul(values, (a.scales, b.scales), rows, dtype, into, accumulate)
     fast = dispatch.runs_triton(a.scales) and dtype != torch.float64 and bool(m and n and k)
     if not (fast and _reads(a.values) and _reads(b.values)):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.activation import activation_backward, activation_reference, swiglu_slopes
+from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.dispatch import cdiv, jit, load_float32, next_power_of_2, rows_of, tl
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
@@ -253,6 +254,7 @@ def norm_quantized(
     *,
     centred: bool,
     powers_of_two: bool = False,
+    settings: Settings = AUTO,
 ) -> tuple[Quantized, tuple[Tensor, Tensor]]:
     """Computes `quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not
     differentiable.
@@ -265,6 +267,7 @@ def norm_quantized(
         dtype: float8_e4m3fn or float8_e5m2.
         centred: the norm is LayerNorm.
         powers_of_two: round the scales up to powers of two.
+        settings: which library may compute the norm of rows too wide for one pass.
 
     Returns:
         values `[rows, h]` with scales `[rows, ceil(h/128)]`, and what the backward of the norm
@@ -285,7 +288,7 @@ def norm_quantized(
         )
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if width > MAX_WIDTH:
-        y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred)
+        y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred, settings)
         return quantize_rows(y, dtype, powers_of_two=powers_of_two), (mean, inverse)
     values, scales = _outputs(rows, width, dtype, x.device)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)

@@ -51,7 +51,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *map(_heads_first, (q, k, v)), None, True, 0.0, rule.causal, False, scale=rule.scale

@@ -56,7 +56,7 @@ def _window(rule: AttentionRule) -> dict[str, int | None]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     _, lse, *_ = interface()._flash_attn_fwd(

@@ -55,6 +55,7 @@ from megatron5d.context_parallel.block_attention import (
     attend_block,
     block_gradients,
 )
+from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.flash_attention.attention import sink_gradient
 from megatron5d.topology.axis import Axis
@@ -266,6 +267,7 @@ class ContextAttention:
     method: str  # parallel.cp_method
     outer: Axis  # ranks among which keys and values travel
     inner: Axis  # ranks that exchange heads for sequence
+    settings: Settings = AUTO  # which library may compute a block's attention on a GPU
 
     def __call__(
         self,
@@ -337,7 +339,7 @@ class ContextAttention:
             sinks = sinks[inner.rank * share : (inner.rank + 1) * share]
         # [s/cp, b, a/tp, d] -> [s/outer, b, a/tp/inner, d]  all_to_all cp_inner
         q = heads_for_sequence(q, inner)
-        score = {"scale": scale, "softcap": softcap}
+        score = {"scale": scale, "softcap": softcap, "settings": self.settings}
         # [s/outer, b, a/tp/inner, dv]
         out = core.apply(q, block, sinks, kv_format, plan, self.outer, score)
         return sequence_for_heads(out, inner)  # -> [s/cp, b, a/tp, dv]  all_to_all cp_inner

@@ -184,8 +184,8 @@ class Merge:
 def attend_block(
     merge: Merge, plan: ContextPlan, source: int, q: Tensor, k: Tensor, v: Tensor, **score: Any
 ) -> None:
-    """Merges in the attention of local q to the k and v of outer rank `source`; `score` is scale
-    and softcap."""
+    """Merges in the attention of local q to the k and v of outer rank `source`; `score` is scale,
+    softcap and settings."""
     for call in plan.calls[source]:
         queries, keys = slice(*call.queries), slice(*call.keys)
         out, lse = attention(q[queries], k[keys], v[keys], **score, **plan.options(call, source))
@@ -209,7 +209,7 @@ def block_gradients(
         saved: q `[s, b, a, d]`, and the merged out and lse.
         dout: `[s, b, a, dv]`, gradient of the merged out.
         dq: `[s, b, a, d]` fp32 (fp64); added to.
-        score: scale and softcap.
+        score: scale, softcap and settings.
     """
     q, out, lse = saved
     dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)

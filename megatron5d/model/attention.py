@@ -36,7 +36,7 @@ class AttentionCore(nn.Module):
 
     def __init__(self, shared: BlockInputs, layer: int, scale: float) -> None:
         super().__init__()
-        config, self.context = shared.model, shared.context
+        config, self.context, self.settings = shared.model, shared.context, shared.kernels
         self.causal, self.window = config.attention_causal, window_of(config, layer)
         self.score: dict[str, Any] = {"scale": scale, "softcap": config.attention_softcap}
         self.sinks = None
@@ -60,6 +60,7 @@ class AttentionCore(nn.Module):
             window=self.window,
             sinks=self.sinks,
             causal=self.causal,
+            settings=self.settings,
             **self.score,
         )
         return core.flatten(2)

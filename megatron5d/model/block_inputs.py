@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron5d.comm.collectives import join_from, local_slice, split_to
 from megatron5d.config.derived import batch_schedule, samples_of_steps, window_of
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
+from megatron5d.kernels.choice import Settings
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
 from megatron5d.phases.phase import MicroBatch
@@ -59,6 +60,11 @@ class BlockInputs:
         return {"dtype": DTYPES[self.config.precision.dtype], "device": self.device}
 
     @cached_property
+    def kernels(self) -> Settings:
+        """Which libraries may compute the layers' operations on a GPU."""
+        return Settings(**asdict(self.config.kernels))
+
+    @cached_property
     def _rotary(self) -> dict[tuple[float, RopeScaling], RotaryTables]:
         return {}
 
@@ -87,7 +93,10 @@ class BlockInputs:
         from megatron5d.context_parallel.attention import ContextAttention
 
         return ContextAttention(
-            self.config.parallel.cp_method, self.mesh["cp_outer"], self.mesh["cp_inner"]
+            self.config.parallel.cp_method,
+            self.mesh["cp_outer"],
+            self.mesh["cp_inner"],
+            self.kernels,
         )
 
     @cached_property
@@ -158,6 +167,7 @@ class BlockInputs:
         options = {
             "eps": eps or self.model.norm_eps,
             "zero_centered": self.model.norm_zero_centered,
+            "settings": self.kernels,
             **self.factory,
         }
         return Norm(

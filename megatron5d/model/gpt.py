@@ -22,6 +22,7 @@ from torch import nn
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.derived import is_moe, quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
+from megatron5d.kernels.choice import Settings
 from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
@@ -33,7 +34,7 @@ from megatron5d.phases.recompute import (
     HasRecomputedParts,
     RecomputedParts,
 )
-from megatron5d.precision.gemm import ExpertGemms, Gemms
+from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.grid import Shared
@@ -88,7 +89,7 @@ def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
         parameter.spec = replace(spec, shared=shared)  # type: ignore[attr-defined]
 
 
-def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
+def recipes(config: Config, mesh: Mesh, settings: Settings) -> tuple[Gemms, ExpertGemms]:
     """Builds the FP8 GEMMs of linear layers, and of experts.
 
     Comm: later, in every tensorwise GEMM: all_reduce of one number over cp_tp for each input and
@@ -103,24 +104,27 @@ def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
 
     powers_of_two = config.precision.fp8_pow2_scales
     if config.precision.fp8 == "blockwise":
-        return BlockwiseGemms(powers_of_two), BlockwiseExpertGemms(powers_of_two)
+        return BlockwiseGemms(powers_of_two, settings), BlockwiseExpertGemms(powers_of_two)
     of_tokens, of_weight, of_experts = (
         partial(all_reduce, axis=mesh[axis], op="max") for axis in ("cp_tp", "tp", "etp")
     )
-    return TensorwiseGemms(powers_of_two, of_tokens, of_weight), TensorwiseExpertGemms(
-        powers_of_two, of_experts
-    )
+    linear = TensorwiseGemms(powers_of_two, of_tokens, of_weight, settings)
+    return linear, TensorwiseExpertGemms(powers_of_two, of_experts)
 
 
-def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
-    """Sets `.gemms` of the weights that FP8 GEMMs read; all others are multiplied as they are."""
-    chosen = {f"{name}.weight" for name in quantised_matrices(config)}
-    if not chosen:
-        return
-    linear, experts = recipes(config, mesh)
+def choose_gemms(
+    parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh, settings: Settings
+) -> None:
+    """Sets `.gemms` of experts, and of the weights that FP8 GEMMs read; others have the default."""
+    quantized = {f"{name}.weight" for name in quantised_matrices(config)}
+    plain_experts = ExpertGemms(settings)
+    linear, experts = recipes(config, mesh, settings) if quantized else (PLAIN, plain_experts)
     for parameter in parameters:
-        if spec_of(parameter).name in chosen:
-            parameter.gemms = experts if spec_of(parameter).expert else linear  # type: ignore[attr-defined]
+        spec = spec_of(parameter)
+        if spec.name in quantized:
+            parameter.gemms = experts if spec.expert else linear  # type: ignore[attr-defined]
+        elif spec.expert:
+            parameter.gemms = plain_experts  # type: ignore[attr-defined]
 
 
 def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
@@ -190,7 +194,7 @@ class GPT(nn.Module):
             for place, depth in enumerate(spec.mtp, len(spec.layers)):
                 self._add_mtp_block(shared, depth, stage, place)
         mark_replicas(self.parameters(), replicas)
-        choose_gemms(self.parameters(), config, mesh)
+        choose_gemms(self.parameters(), config, mesh, shared.kernels)
         self.overlap = choose_overlap(self.parameters(), config, mesh)
 
     def _table(self, shared: BlockInputs) -> nn.Parameter:

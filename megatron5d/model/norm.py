@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import copy_to, reduce_from
+from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.precision.gemm import PLAIN, Gemms
@@ -25,6 +26,7 @@ class Norm(nn.Module):
             is summed over tp.
         eps: added to the variance.
         zero_centered: it scales by 1 + weight.
+        settings: which library may compute it on a GPU.
         factory: dtype and device.
     """
 
@@ -40,10 +42,11 @@ class Norm(nn.Module):
         partial_grad: bool,
         eps: float,
         zero_centered: bool = False,
+        settings: Settings = AUTO,
         **factory,
     ) -> None:
         super().__init__()
-        self.eps, self.zero_centered = eps, zero_centered
+        self.eps, self.zero_centered, self.settings = eps, zero_centered, settings
         init = "zeros" if zero_centered else "ones"
         self.weight = replicated_parameter(
             (size,), f"{name}.weight", tp, partial_grad=partial_grad, init=init, **factory
@@ -79,8 +82,8 @@ class Norm(nn.Module):
     def _norm_and_input(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
         weight = centred_weight(self.weight) if self.zero_centered else self.weight
         if self.bias is not None:
-            return gemms.layer_norm(x, weight, self.bias, self.eps)
-        return gemms.rms_norm(x, weight, self.eps)
+            return gemms.layer_norm(x, weight, self.bias, self.eps, self.settings)
+        return gemms.rms_norm(x, weight, self.eps, self.settings)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.weight.shape[0]}"

@@ -30,6 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
@@ -97,8 +98,8 @@ class Fp8Recipe:
     """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks'
     maxima further."""
 
-    def __init__(self, powers_of_two: bool) -> None:
-        self.powers_of_two = powers_of_two
+    def __init__(self, powers_of_two: bool, settings: Settings = AUTO) -> None:
+        self.powers_of_two, self.settings = powers_of_two, settings
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         """Maps maxima of blocks `[matrices, down, across]` to those of the scales, which broadcast
@@ -132,13 +133,15 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
             return super().activate(x, kind, overwrite)
         return SwigluFp8.apply(x, None, self.powers_of_two, overwrite, reader is self)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two)
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO
+    ) -> tuple[Tensor, Tensor]:
+        return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two, settings)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, settings: Settings = AUTO
     ) -> tuple[Tensor, Tensor]:
-        return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two)
+        return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two, settings)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         return self._gemm(x, self.copies(weight).plain, weight.dtype)
@@ -157,10 +160,11 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
             for each in (dy, x)
         )
         main_grad, accumulate = grad_target(weight)
-        fp8_matmul(a, b, into=main_grad, accumulate=accumulate)
+        fp8_matmul(a, b, into=main_grad, accumulate=accumulate, settings=self.settings)
 
     def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
+        rows = Quantized(*_flat(x), 1)
+        y = fp8_matmul(rows, weight, out_dtype=dtype, settings=self.settings)
         return y.view(*x[0].shape[:-1], -1)
 
     def copies(self, weight: Tensor) -> QuantizedPair:
@@ -183,8 +187,10 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
         of_weight: the maximum over the ranks that hold parts of the same weight.
     """
 
-    def __init__(self, powers_of_two: bool, of_tokens: Reduce, of_weight: Reduce) -> None:
-        super().__init__(powers_of_two)
+    def __init__(
+        self, powers_of_two: bool, of_tokens: Reduce, of_weight: Reduce, settings: Settings = AUTO
+    ) -> None:
+        super().__init__(powers_of_two, settings)
         self.of_tokens, self.of_weight = of_tokens, of_weight
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
@@ -206,7 +212,7 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
             for values, scales in map(_flat, (dy, x))
         )
         main_grad, accumulate = grad_target(weight)
-        fp8_matmul(a, b, into=main_grad, accumulate=accumulate)
+        fp8_matmul(a, b, into=main_grad, accumulate=accumulate, settings=self.settings)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         return blocks.amax().view(1, 1, 1)
@@ -219,9 +225,9 @@ class TensorwiseGemms(Fp8Recipe, Gemms):
 
     def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         values, scales = _flat(x)
-        return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(
-            *x[0].shape[:-1], -1
-        )
+        matrix = Quantized(values, scales[:1], 0)
+        y = fp8_matmul(matrix, weight, out_dtype=dtype, settings=self.settings)
+        return y.view(*x[0].shape[:-1], -1)
 
     def copies(self, weight: Tensor) -> QuantizedPair:
 

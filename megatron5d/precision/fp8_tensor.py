@@ -142,11 +142,10 @@ class NormFp8(FirstOrderFunction):
     Fp8Tensor, and x."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps: float, centred: bool, powers_of_two: bool):
-        q, statistics = norm_quantized(
-            x, weight, bias, eps, centred=centred, powers_of_two=powers_of_two
-        )
-        ctx.eps, ctx.centred = eps, centred
+    def forward(ctx, x, weight, bias, eps: float, centred: bool, powers_of_two: bool, settings):
+        options = {"centred": centred, "powers_of_two": powers_of_two, "settings": settings}
+        q, statistics = norm_quantized(x, weight, bias, eps, **options)
+        ctx.eps, ctx.centred, ctx.settings = eps, centred, settings
         ctx.save_for_backward(x, weight, bias, *statistics)
         ctx.set_materialize_grads(False)
         return _fp8_tensor(q, x.shape, x.dtype), x
@@ -154,10 +153,10 @@ class NormFp8(FirstOrderFunction):
     @staticmethod
     def backward(ctx, dy, dx):
         if dy is None:
-            return dx, None, None, None, None, None
+            return dx, None, None, None, None, None, None
         x, weight, bias, *statistics = ctx.saved_tensors
-        grads = norm_backward(dy, x, weight, bias, ctx.eps, statistics, dx, centred=ctx.centred)
-        return *grads, None, None, None
+        inputs = (dy, x, weight, bias, ctx.eps, statistics, dx, ctx.settings)
+        return *norm_backward(*inputs, centred=ctx.centred), None, None, None, None
 
 
 _MANTISSA_BITS = 23  # of float32; the bits above them are the exponent

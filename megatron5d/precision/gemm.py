@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron5d.kernels import activate, add_layer_norm, add_rms_norm
 from megatron5d.kernels.activation import weighted_activation
+from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
 from megatron5d.phases.wgrad import add_weight_grad, grad_target
 
@@ -57,16 +58,18 @@ class Gemms:
         """
         return activate(x, kind, overwrite)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO
+    ) -> tuple[Tensor, Tensor]:
         """Returns (RMSNorm of x, x), both `[..., in]`; one backward pass adds up the gradients of
         both."""
-        return add_rms_norm(x, None, weight, eps)
+        return add_rms_norm(x, None, weight, eps, settings)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, settings: Settings = AUTO
     ) -> tuple[Tensor, Tensor]:
         """Returns (LayerNorm of x, x), as `rms_norm`."""
-        return add_layer_norm(x, None, weight, bias, eps)
+        return add_layer_norm(x, None, weight, bias, eps, settings)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         """Multiplies `[..., in]`, `[out, in]` -> `[..., out]`."""
@@ -91,7 +94,13 @@ class ExpertGemms:
 
     Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter`
     is the stack of this rank's experts, `num_local` their number E/ep.
+
+    Args:
+        settings: which library may multiply on a GPU.
     """
+
+    def __init__(self, settings: Settings = AUTO) -> None:
+        self.settings = settings
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         """Makes the operand of x `[r, features]`."""
@@ -108,11 +117,13 @@ class ExpertGemms:
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, in]` -> `[r, out]`."""
-        return grouped_rows(x[0], by_expert(parameter, num_local), offsets)
+        stack = by_expert(parameter, num_local)
+        return grouped_rows(x[0], stack, offsets, self.settings)
 
     def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, out]` -> `[r, in]`."""
-        return grouped_input_grad(dy[0], by_expert(parameter, num_local), offsets)
+        stack = by_expert(parameter, num_local)
+        return grouped_input_grad(dy[0], stack, offsets, self.settings)
 
     def weight_grad(
         self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor

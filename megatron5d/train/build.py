@@ -3,7 +3,7 @@ holds what."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.bucket import GatherFormat
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.kernels import choice
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
@@ -95,7 +94,6 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
 
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
-    choice.use(choice.Settings(**asdict(config.kernels)))
     if config.train.cuda_graph != "none" and process.device.type == "cuda":
         # the default stream cannot be captured, and autograd stays on one
         stream = torch.cuda.Stream(process.device)

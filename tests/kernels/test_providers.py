@@ -52,8 +52,8 @@ def assert_attention(settings, inputs, sinks=None, **rule):
     want, want_lse = kernels.attention_reference(*inputs, AttentionRule(scale, **rule), sinks)
     dout = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, leaves, dout)
-    with on_cpu(**settings):
-        out, lse = kernels.attention(*inputs, scale=scale, sinks=sinks, **rule)
+    with on_cpu(**settings) as used:
+        out, lse = kernels.attention(*inputs, scale=scale, sinks=sinks, **rule, settings=used)
         close([out, lse, *torch.autograd.grad(out, leaves, dout)], [want, want_lse, *want_grads])
         name = settings["attention"]
         assert counted() == {f"{name} forward": 1, f"{name} backward": 1}
@@ -90,9 +90,10 @@ def test_a_backward_takes_the_global_out_and_lse(settings):
     out, lse = kernels.attention(q, k, v, scale=0.2, causal=False)
     dout = torch.randn(2, 24, 4, 32, dtype=torch.float64).transpose(0, 1)
     want = kernels.attention_backward(dout, q, k, v, out, lse, scale=0.2, causal=False)
-    with on_cpu(**settings):
+    with on_cpu(**settings) as used:
+        options = {"scale": 0.2, "causal": False, "settings": used}
         halves = [
-            kernels.attention_backward(dout, q, k[half], v[half], out, lse, scale=0.2, causal=False)
+            kernels.attention_backward(dout, q, k[half], v[half], out, lse, **options)
             for half in (slice(24), slice(24, 48))
         ]
     close(
@@ -107,18 +108,19 @@ def test_a_backward_takes_the_global_out_and_lse(settings):
 def test_what_a_library_does_not_take_is_computed_elsewhere():
     documents = torch.tensor([[0] * 10 + [1] * 14] * 2)
     inputs = qkv(4, 2, 32, 32)
-    with on_cpu(attention="cudnn", deterministic=False):
-        out, _ = kernels.attention(*inputs, scale=0.2, documents=documents)
+    with on_cpu(attention="cudnn", deterministic=False) as settings:
+        out, _ = kernels.attention(*inputs, scale=0.2, documents=documents, settings=settings)
         assert not counted()
     close([out], [kernels.attention_reference(*inputs, AttentionRule(0.2, documents=documents))[0]])
-    with on_cpu(**CUDNN), pytest.raises(ValueError, match="cudnn: it does not take Attention"):
-        kernels.attention(*inputs, scale=0.2, documents=documents)
+    refused = pytest.raises(ValueError, match="cudnn: it does not take Attention")
+    with on_cpu(**CUDNN) as settings, refused:
+        kernels.attention(*inputs, scale=0.2, documents=documents, settings=settings)
 
 
 def test_only_deterministic_backwards_unless_asked():
     inputs = qkv(4, 2, 32, 32)
-    with on_cpu(attention="cudnn"):
-        out, _ = kernels.attention(*inputs, scale=0.2)
+    with on_cpu(attention="cudnn") as settings:
+        out, _ = kernels.attention(*inputs, scale=0.2, settings=settings)
         out.sum().backward()
         assert counted() == {"cudnn forward": 1}
 
@@ -141,12 +143,11 @@ def operands(kinds, n=N, k=K):
 def test_fp8_by_torch(kinds, out_dtype):
     a, b = operands(kinds)
     want = fp8_matmul_reference(a, b, torch.float64)
-    with on_cpu(fp8="torch", strict=True):
-        got = fp8_matmul(a, b, out_dtype=out_dtype)
-        total = fp8_matmul(a, b, into=torch.ones(M, N, dtype=out_dtype))
-        alone = fp8_matmul(
-            a, b, into=torch.full((M, N), torch.nan, dtype=out_dtype), accumulate=False
-        )
+    ones, nans = (torch.full((M, N), fill, dtype=out_dtype) for fill in (1.0, torch.nan))
+    with on_cpu(fp8="torch", strict=True) as settings:
+        got = fp8_matmul(a, b, out_dtype=out_dtype, settings=settings)
+        total = fp8_matmul(a, b, into=ones, settings=settings)
+        alone = fp8_matmul(a, b, into=nans, accumulate=False, settings=settings)
         assert counted() == {"scaled_mm": 3}
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[out_dtype]
     assert (got.double() - want).abs().max() <= tolerance * want.abs().max()
@@ -177,8 +178,8 @@ def test_grouped_by_torch():
     want = gemm.grouped_matmul_reference(x, weight, offsets)
     dy = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, (x, weight), dy)
-    with on_cpu(grouped="torch", strict=True):
-        got = gemm.grouped_matmul(x, weight, offsets)
+    with on_cpu(grouped="torch", strict=True) as settings:
+        got = gemm.grouped_matmul(x, weight, offsets, settings)
         close([got, *torch.autograd.grad(got, (x, weight), dy)], [want, *want_grads])
         assert counted() == {"grouped_mm": 2}
 
@@ -193,12 +194,12 @@ def test_norms_by_torch(centred, with_residual):
     want = norm_reference(total, weight, bias if centred else None, eps=1e-5, centred=centred)
     dy, dtotal = torch.randn_like(want), torch.randn_like(want)
     want_grads = torch.autograd.grad((want, total), leaves, (dy, dtotal))
-    with on_cpu(norm="torch", strict=True):
+    with on_cpu(norm="torch", strict=True) as settings:
         added = residual if with_residual else None
         if centred:
-            got = kernels.add_layer_norm(x, added, weight, bias, 1e-5)
+            got = kernels.add_layer_norm(x, added, weight, bias, 1e-5, settings)
         else:
-            got = kernels.add_rms_norm(x, added, weight, 1e-5)
+            got = kernels.add_rms_norm(x, added, weight, 1e-5, settings)
             assert counted() == {"rms_norm forward": 1}
         close(
             [got[0], got[1], *torch.autograd.grad(got, leaves, (dy, dtotal))],

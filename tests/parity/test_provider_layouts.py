@@ -42,7 +42,7 @@ def changed(config, case, asked):
 def test_attention(case, asked):
     model, layout, world = CASES[case]
     config = changed(config_of(model, **layout), case, asked)
-    with on_cpu(**asked):
+    with on_cpu():
         assert_parity(config, world)
         name = asked["attention"]
         # sinks of a whole sequence are FlashAttention-4's alone; gradients of documents' edges are
@@ -66,7 +66,7 @@ def test_other_operations(operation):
         gbs=4,
         **({"ep": 2, "etp": 1} if operation == "grouped" else {}),
     )
-    with on_cpu(**asked):
+    with on_cpu():
         assert_parity(changed(config, operation, asked), 4)
         wanted = {"grouped": {"grouped_mm"}, "norm": {"rms_norm forward", "rms_norm backward"}}[
             operation

@@ -30,7 +30,7 @@ from megatron5d.kernels.overlapped_gemm import (
     sum_arrived,
 )
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of
-from megatron5d.tools.bench.harness import Benchmark, Calls, Forward, one_way, random, writing
+from megatron5d.tools.bench.harness import OURS, Benchmark, Calls, Forward, one_way, random, writing
 
 
 def _gemm_flops(m: int, n: int, k: int) -> float:
@@ -56,9 +56,9 @@ def float8(device: str, m: int, n: int, k: int) -> Calls:
     a_scales, b_scales = rows.scales.t().contiguous().t(), weight_rows.scales.t().contiguous()
 
     return {
-        "ours": lambda: fp8_matmul(rows, blocks),
-        "ours, weight gradient": lambda: fp8_matmul(rows, weight_rows, into=main),
-        "ours, tensorwise": lambda: fp8_matmul(*whole),
+        "ours": partial(fp8_matmul, rows, blocks, settings=OURS),
+        "ours, weight gradient": partial(fp8_matmul, rows, weight_rows, into=main, settings=OURS),
+        "ours, tensorwise": partial(fp8_matmul, *whole, settings=OURS),
         "cuBLAS bfloat16": lambda: x @ weight.t(),
         "torch._scaled_mm": torch_scaled(*whole, *(each.scales.view(()) for each in whole)),
         "torch._scaled_mm, rowwise": torch_scaled(*whole, *by_row),
@@ -92,7 +92,7 @@ def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
         )
 
     return {
-        "ours": lambda: grouped_matmul(x, weight, offsets),
+        "ours": partial(grouped_matmul, x, weight, offsets, settings=OURS),
         "ours, float8": lambda: grouped_matmul_fp8(rows8, weight8, offsets),
         "torch grouped_mm": lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
         "torch._scaled_grouped_mm, rowwise": torch_scaled,
@@ -269,7 +269,8 @@ def attention(
     ids = (
         (torch.arange(s, device=device) // document).expand(b, s).contiguous() if document else None
     )
-    ours = partial(kernels.attention, q, k, v, scale=d**-0.5, window=window or None, documents=ids)
+    options = {"scale": d**-0.5, "window": window or None, "documents": ids, "settings": OURS}
+    ours = partial(kernels.attention, q, k, v, **options)
 
     def torch_with(backend: SDPBackend) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -278,7 +279,7 @@ def attention(
 
         return run
 
-    forwards: dict[str, Forward] = {"ours": (lambda: ours()[0], (q, k, v))}
+    forwards: dict[str, Forward] = {"ours": (lambda **options: ours(**options)[0], (q, k, v))}
     if not window and not document:
         forwards["torch flash"] = torch_with(SDPBackend.FLASH_ATTENTION), tiles
         forwards["cuDNN"] = torch_with(SDPBackend.CUDNN_ATTENTION), tiles

@@ -21,7 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Calls = dict[str, Callable[[], object]]
+from megatron5d.kernels.choice import Settings
+
+OURS = Settings("triton", "triton", "triton", "triton")
+Calls = dict[str, Callable[..., object]]
 Sizes = Mapping[str, int]
 
 
@@ -38,7 +41,7 @@ class Benchmark:
     unit: str  # "TFLOP/s" or "GB/s"
     sizes: Sizes  # those of real training
     tiny: Sizes  # the same in small, for a run without a GPU
-    # calls of ours that libraries may make, too: provider -> key of `kernels`
+    # calls of ours that libraries may make, too: provider -> key of `kernels`; they take `settings`
     families: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -85,7 +88,7 @@ def liger(name: str) -> Callable[..., Any]:
     return lambda *inputs, **options: failing(reason)()
 
 
-Forward = tuple[Callable[[], Any], tuple[Tensor, ...]]
+Forward = tuple[Callable[..., Any], tuple[Tensor, ...]]
 """A call, and the leaves whose gradients its backward makes."""
 
 
@@ -94,15 +97,16 @@ def one_way(forwards: Mapping[str, Forward], backward: bool) -> Calls:
     return {name: _backward(*each) if backward else each[0] for name, each in forwards.items()}
 
 
-def _backward(run: Callable[[], Any], leaves: tuple[Tensor, ...]) -> Callable[[], object]:
-    graph: list[tuple[Tensor, ...]] = []
+def _backward(run: Callable[..., Any], leaves: tuple[Tensor, ...]) -> Callable[..., object]:
+    graphs: dict[object, tuple[tuple[Tensor, ...], ...]] = {}
 
-    def call() -> tuple[Tensor, ...]:
-        if not graph:
-            out = run()
+    def call(**options) -> tuple[Tensor, ...]:
+        key = tuple(options.items())
+        if key not in graphs:
+            out = run(**options)
             outputs = out if isinstance(out, tuple) else (out,)
-            graph.extend((outputs, tuple(torch.randn_like(y) for y in outputs)))
-        outputs, grads = graph
+            graphs[key] = outputs, tuple(torch.randn_like(y) for y in outputs)
+        outputs, grads = graphs[key]
         return torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
     return call

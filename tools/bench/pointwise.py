@@ -36,6 +36,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_reference,
 )
 from megatron5d.tools.bench.harness import (
+    OURS,
     Benchmark,
     Calls,
     Forward,
@@ -51,7 +52,7 @@ EPS = 1e-5
 def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     leaves = random(device, rows, width, grad=backward), random(device, width, grad=backward)
     return beside_compiled(
-        partial(kernels.rms_norm, eps=EPS),
+        partial(kernels.rms_norm, eps=EPS, settings=OURS),
         partial(kernels.rms_norm_reference, eps=EPS),
         leaves,
         backward,
@@ -65,7 +66,7 @@ def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
         random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,))
     )
     return beside_compiled(
-        partial(kernels.layer_norm, eps=EPS),
+        partial(kernels.layer_norm, eps=EPS, settings=OURS),
         partial(kernels.layer_norm_reference, eps=EPS),
         leaves,
         backward,
@@ -84,7 +85,7 @@ def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls
         return kernels.rms_norm_reference(total, weight, EPS), total
 
     return beside_compiled(
-        partial(kernels.add_rms_norm, eps=EPS),
+        partial(kernels.add_rms_norm, eps=EPS, settings=OURS),
         reference,
         leaves,
         backward,
@@ -99,11 +100,11 @@ def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
     it."""
     leaves = random(device, rows, width, grad=True), random(device, width, grad=True)
     return beside_compiled(
-        lambda x, w: kernels.add_rms_norm(x, None, w, EPS),
+        lambda x, w, settings=OURS: kernels.add_rms_norm(x, None, w, EPS, settings),
         lambda x, w: (kernels.rms_norm_reference(x, w, EPS), x * 1),
         leaves,
         True,
-        **{"ours, two passes": lambda x, w: (kernels.rms_norm(x, w, EPS), x.view_as(x))},
+        **{"ours, two passes": lambda x, w: (kernels.rms_norm(x, w, EPS, OURS), x.view_as(x))},
     )
 
 
@@ -231,16 +232,16 @@ def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Call
     x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return norm_quantized(x, weight, bias, EPS, centred=centred)[0]
+        return norm_quantized(x, weight, bias, EPS, centred=centred, settings=OURS)[0]
 
     if centred:
         kernel, reference = (
-            partial(kernels.layer_norm, eps=EPS),
+            partial(kernels.layer_norm, eps=EPS, settings=OURS),
             partial(kernels.layer_norm_reference, eps=EPS),
         )
         return _to_float8(ours, kernel, reference, x, weight, bias)
     kernel, reference = (
-        partial(kernels.rms_norm, eps=EPS),
+        partial(kernels.rms_norm, eps=EPS, settings=OURS),
         partial(kernels.rms_norm_reference, eps=EPS),
     )
     return _to_float8(ours, kernel, reference, x, weight)

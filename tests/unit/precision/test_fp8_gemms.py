@@ -11,8 +11,6 @@ from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.gemm import (
-    PLAIN,
-    PLAIN_EXPERTS,
     Gemms,
     expert_gemms_of,
     forget_copies,
@@ -223,7 +221,7 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     for p in gpt.parameters():
         expert = spec_of(p).expert
         gemms = expert_gemms_of(p) if expert else gemms_of(p)
-        if gemms not in (PLAIN, PLAIN_EXPERTS):
+        if fp8.is_quantized(p):
             assert isinstance(gemms, fp8.BlockwiseExpertGemms if expert else Gemms)
             chosen.add(spec_of(p).name.removesuffix(".weight"))
     assert chosen == set(quantised_matrices(config))
@@ -233,10 +231,8 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     left_out |= {name for name in layers if name.startswith("layers.0.") and name.endswith(".up")}
     assert chosen == layers - left_out and chosen
     plain = dataclasses.replace(config, precision=PrecisionConfig())
-    assert all(
-        not hasattr(p, "gemms")
-        for p in GPT(plain, build_mesh(resolve(1), 0), device="meta").parameters()
-    )
+    model = GPT(plain, build_mesh(resolve(1), 0), device="meta")
+    assert not any(fp8.is_quantized(p) for p in model.parameters())
 
 
 def test_rows_past_the_last_expert_are_padding():

@@ -1,6 +1,7 @@
 """tools/bench_kernels.py without a GPU: whatever fails, crashes or hangs, the figures of the others
 are there."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -244,15 +245,17 @@ def test_a_row_is_measured_by_each_library(quick):
     """On a library that does not take the call, the row says so and the others have figures."""
     with on_cpu():
         x = torch.randn(24, 2, 4, 32, dtype=torch.float64)
-        calls = {"ours": lambda: kernels.attention(x, x, x, scale=0.2), "theirs": lambda: 0}
+        calls = {
+            "ours": functools.partial(kernels.attention, x, x, x, scale=0.2),
+            "theirs": lambda: 0,
+        }
         named = Benchmark(lambda device: calls, lambda: 1e9, "GB/s", {}, {}, {"ours": "attention"})
         found = dict(bench_kernels.measure(named, 1, 5))
         assert list(found) == ["ours", "theirs", "ours, by cudnn", "ours, by fa4"]
         assert counted()["cudnn forward"] == counted()["fa4 forward"] == 1
         assert found["ours"]["way"] == "attention_forward" and found["ours"]["key"]["queries"] == 24
-        calls["ours"] = lambda: kernels.attention(
-            x, x, x, scale=0.2, documents=torch.zeros(2, 24, dtype=torch.int32)
-        )
+        documents = torch.zeros(2, 24, dtype=torch.int32)
+        calls["ours"] = functools.partial(calls["ours"], documents=documents)
         found = dict(bench_kernels.measure(named, 1, 5))
     assert (
         found["ours, by fa4"]["unavailable"].startswith("ValueError: fa4: it does not take")
