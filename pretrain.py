@@ -27,9 +27,9 @@ from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.planning.planned_config import model_from_hf
 from megatron5d.topology.launcher import (
     Environment,
+    is_first_on_node,
     rank_0_listens,
     read_environment,
-    speaks_for_node,
 )
 from megatron5d.train.preflight.resume import architecture_faults
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         environment = read_environment()
     except ValueError as error:
-        if speaks_for_node():
+        if is_first_on_node():
             print(f"the launcher's variables are wrong: {error}", file=sys.stderr)
         return REFUSED
 

@@ -35,7 +35,7 @@ from megatron5d.checkpoint.layout import ShardedTensor, by_key, sharded_paramete
 from megatron5d.checkpoint.storage import Reader, read_tensors
 from megatron5d.checkpoint.tensor_file import DamagedFile, Save, SavedItem, TensorFile
 from megatron5d.config.errors import Refused
-from megatron5d.topology.all_ranks import first_failure, of_any_rank, on_rank_0
+from megatron5d.topology.all_ranks import first_failure, first_value, on_rank_0
 from megatron5d.topology.shard_spec import spec_of
 
 # how many tensors that do not fit are named; the configuration keys that differ say more
@@ -84,7 +84,7 @@ def agree_on_checkpoint(directory: str | None, resume: str, job: str = "") -> Pa
     Comm: where a directory and `resume` other than auto are given, also as `first_failure`.
     """
     if directory and resume != "auto":
-        job = of_any_rank(job or None) or ""
+        job = first_value(job or None) or ""
     if (directory is None and resume == "auto") or (resume == "none" and not (job and directory)):
         return None
     return agree_on_folder(lambda: find_checkpoint(directory, resume, job))

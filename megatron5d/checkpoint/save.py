@@ -21,7 +21,7 @@ from megatron5d.checkpoint.folder import RUN_FILE, Keep, commit, set_aside_later
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
 from megatron5d.checkpoint.storage import write_rank_file
 from megatron5d.checkpoint.tensor_file import Save
-from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
+from megatron5d.topology.all_ranks import first_failure, first_failure_in, on_rank_0
 from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
 
@@ -215,7 +215,7 @@ class Saver:
 
         def finish_all() -> None:
             messages = self._group.receive_all()
-            failed = failure_among(
+            failed = first_failure_in(
                 [None if each.startswith(_DONE) else each.decode() for each in messages]
             )
             if failed:

@@ -5,8 +5,8 @@ identity             all_reduce           copy_to
 all_reduce           identity             reduce_from
 all_gather           reduce_scatter       gather_from
 reduce_scatter       all_gather           reduce_scatter_to
-slice                all_gather           split_to
-all_gather           slice                join_from
+slice                all_gather           scatter_to
+all_gather           slice                gather_replicated
 
 All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the
 sequence of `[s, b, h]`. `start_shift` passes a tensor around a ring. On the meta device they
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron5d.comm.failures import finish
+from megatron5d.comm.failures import wait_for_work
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.all_ranks import gather_json
 from megatron5d.topology.axis import Axis
@@ -37,19 +37,19 @@ Op = Callable[[Tensor, Axis], Tensor]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class UnderWay:
+class CaptureTracker:
     """What a graph under capture has started and must have seen the end of before it ends
     itself."""
 
     def __init__(self) -> None:
         self._waits: list[weakref.WeakMethod] | None = None  # None = nothing is being captured
 
-    def note(self, wait: Callable[[], object]) -> None:
+    def track(self, wait: Callable[[], object]) -> None:
         """Takes note of a method that waits for what has been started."""
         if self._waits is not None:
             self._waits.append(weakref.WeakMethod(wait))
 
-    def ended(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Returns `work()`, once all that it has started has ended. Not nested."""
         self._waits = []
         try:
@@ -63,7 +63,7 @@ class UnderWay:
 
 
 # one in a process, whose threads share it: autograd runs backwards in threads of its own
-UNDER_WAY = UnderWay()
+CAPTURE = CaptureTracker()
 
 
 class Pending:
@@ -86,14 +86,14 @@ class Pending:
         self._work, self._of = work, of
         self._keep = keep  # the input must outlive the transfer
         if work is not None:
-            UNDER_WAY.note(self.wait)
+            CAPTURE.track(self.wait)
 
     def wait(self) -> Tensor:
         """Waits for the result; may be called again. Raises CollectiveError: a rank of the axis is
         dead or hangs."""
         if self._work is not None:
             assert self._of is not None
-            finish(self._work, *self._of)
+            wait_for_work(self._work, *self._of)
         self._work = self._keep = None
         return self._result
 
@@ -277,12 +277,12 @@ def reduce_scatter_to(x: Tensor, axis: Axis) -> Tensor:
     return differentiable(x, axis, reduce_scatter, all_gather)
 
 
-def split_to(x: Tensor, axis: Axis) -> Tensor:
+def scatter_to(x: Tensor, axis: Axis) -> Tensor:
     """Slices a replicated `[n, ...]` -> `[n/size, ...]`. Comm: none / all_gather."""
     return differentiable(x, axis, _own_rows, all_gather)
 
 
-def join_from(x: Tensor, axis: Axis) -> Tensor:
+def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
     """Gathers `[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather /
     none."""
     return differentiable(x, axis, all_gather, _own_rows)
@@ -299,7 +299,7 @@ class Shift:
         """Waits for the previous rank's tensor; the one sent may be overwritten from now on. Raises
         CollectiveError: a rank of the ring is dead or hangs."""
         for work in self._works:
-            finish(work, "shift", self._axis)
+            wait_for_work(work, "shift", self._axis)
         return self._received
 
 

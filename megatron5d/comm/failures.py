@@ -66,7 +66,7 @@ def _first_gone(rank: int) -> int:
         return rank
 
 
-def finish(work: Any, op: str, axis: Axis) -> None:
+def wait_for_work(work: Any, op: str, axis: Axis) -> None:
     """Waits for a collective. Raises CollectiveError: it failed."""
     try:
         axis.wait(work.wait)

@@ -38,7 +38,7 @@ class Exposure:
         end.record()
         self._events.append((begin, end))
 
-    def during(self, act: Callable[[], T]) -> T:
+    def time_call(self, act: Callable[[], T]) -> T:
         """Calls `act()` and returns its result; adds up its time."""
         with self.timed():
             return act()
@@ -88,7 +88,7 @@ class Ledger:
         traffic.num_bytes += num_elements * element_bytes
 
     @contextmanager
-    def noted(self) -> Iterator[dict[tuple[str, str], Traffic]]:
+    def recording(self) -> Iterator[dict[tuple[str, str], Traffic]]:
         """Yields what is recorded inside the context, which is not counted; nothing is timed."""
         held, self.totals, timing, self.timing = (
             self.totals,
@@ -119,7 +119,7 @@ class Ledger:
     def wait(self, axis: str, act: Callable[[], T]) -> T:
         """Runs `act()`, which waits for other ranks of an axis, and times it while `timing` is
         set."""
-        return self._waits[axis].during(act) if self.timing else act()
+        return self._waits[axis].time_call(act) if self.timing else act()
 
     def take_waits(self) -> dict[str, float]:
         """Returns the seconds waited on each axis since the last call; see `Exposure.take`."""

@@ -57,7 +57,7 @@ class SendChannel(_End):
         """Starts sending.
 
         Args:
-            x: as the peer expects it; not to be changed before `settle` or `finish`.
+            x: as the peer expects it; not to be changed before `release_first` or `finish`.
 
         Raises:
             P2PError: the peer is dead or hangs.
@@ -72,12 +72,12 @@ class SendChannel(_End):
             raise P2PError("sending to", self.peer_rank, error) from error
         self._under_way.append((work, x))
 
-    def settle(self, count: int) -> None:
+    def release_first(self, count: int) -> None:
         """Releases the first `count` messages since the last `finish`: the peer has used them."""
         while self._settled < count:
             self._wait_first()
 
-    def keep(self, most: int) -> None:
+    def release_all_but(self, most: int) -> None:
         """Releases all but the last `most` messages, once they have been sent."""
         while len(self._under_way) > most:
             self._wait_first()
@@ -131,7 +131,7 @@ class ReceiveChannel(_End):
         )
 
 
-def colours(links: Sequence[Link]) -> list[int]:
+def group_indices(links: Sequence[Link]) -> list[int]:
     """Returns a group number for every link, as few as possible: no two between the same ranks
     share one."""
     used: dict[frozenset[int], int] = {}
@@ -169,7 +169,7 @@ def open_channels(
     if axis.size == 1 or not links:
         return [None] * len(links)
     tagged = dist.get_backend(axis.group) != "nccl"
-    colour = [0] * len(links) if tagged else colours(links)
+    colour = [0] * len(links) if tagged else group_indices(links)
     # groups of their own: torch's checks count messages and collectives of a group together, and
     # ranks have unequally many messages
     groups = [

@@ -299,7 +299,7 @@ class BufferExchange:
         )
         return first.as_strided(size, stride, first.storage_offset())
 
-    def push(self, operand: Sequence[Tensor]) -> None:
+    def send_to_all(self, operand: Sequence[Tensor]) -> None:
         """Sends the same tensors to every rank, this one included, without holding up the current
         stream.
 
@@ -307,7 +307,7 @@ class BufferExchange:
         """
         rank, copy_stream = self._buffers.axis.rank, self._buffers.copy_stream
         for part in range(len(operand)):
-            self.count(part)
+            self.record_put(part)
         self._write(operand, rank)
         raise_flags([self.signals()[rank]], self.signal_addresses()[rank : rank + 1], self.epoch)
         if copy_stream is None:
@@ -326,7 +326,7 @@ class BufferExchange:
         for tensor in operand:
             tensor.record_stream(copy_stream)
 
-    def count(self, part: int) -> None:
+    def record_put(self, part: int) -> None:
         """Records in the ledger that a part is sent to every other rank."""
         axis, (shape, dtype) = self._buffers.axis, self._layout[part]
         axis.record("put", (axis.size - 1) * math.prod(shape), dtype.itemsize)

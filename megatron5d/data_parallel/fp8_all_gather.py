@@ -165,6 +165,6 @@ def _reduce_together(
     views: list[Tensor], reduce: Callable[[Tensor], Tensor], exposure: Exposure
 ) -> None:
     """Reduces several tensors, in place, with one call of `reduce`."""
-    reduced = exposure.during(partial(reduce, torch.cat([view.flatten() for view in views])))
+    reduced = exposure.time_call(partial(reduce, torch.cat([view.flatten() for view in views])))
     for view, part in zip(views, reduced.split([view.numel() for view in views])):
         view.copy_(part.view(view.shape))

@@ -183,7 +183,7 @@ class GatheredWeights:
 
     def _wait(self, index: int) -> None:
         if index in self._pending:
-            self.exposure.during(self._pending.pop(index).wait)
+            self.exposure.time_call(self._pending.pop(index).wait)
 
     def check_released(self) -> None:
         """Asserts that no bucket is still whole at the end of a step, since the update would make

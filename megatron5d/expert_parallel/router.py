@@ -33,7 +33,7 @@ from megatron5d.kernels.routing import best, route
 from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_target, run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,19 @@ class Router(nn.Module):
         spec = ShardSpec(
             f"{name}.weight",
             shape,
-            whole(shape, summed=axes, owner=tp.rank == 0),
+            unsharded(shape, summed=axes, owner=tp.rank == 0),
             init=config.init_std,
         )
         self.weight = new_parameter(shape, spec, dtype, device)
         self.linear_bias = None
         if config.router_linear_bias:
-            pieces = whole(shape[:1], summed=axes, owner=tp.rank == 0)
+            pieces = unsharded(shape[:1], summed=axes, owner=tp.rank == 0)
             spec = ShardSpec(f"{name}.linear_bias", shape[:1], pieces, decay=False)
             self.linear_bias = new_parameter(shape[:1], spec, dtype, device)
         bias = None
         if biased:
             bias = torch.zeros(config.num_experts, dtype=statistics_dtype(dtype), device=device)
-            pieces = whole(tuple(bias.shape), owner=owner)
+            pieces = unsharded(tuple(bias.shape), owner=owner)
             bias.spec = ShardSpec(f"{name}.bias", tuple(bias.shape), pieces, decay=False)  # type: ignore[attr-defined]
         self.register_buffer("bias", bias)
 

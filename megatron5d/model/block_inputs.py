@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.comm.collectives import join_from, local_slice, split_to
+from megatron5d.comm.collectives import gather_replicated, local_slice, scatter_to
 from megatron5d.config.derived import batch_schedule, samples_of_steps, window_of
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 from megatron5d.kernels.choice import Settings
@@ -198,12 +198,12 @@ class TokenShare:
         flat = x.flatten(0, 1)
         if self.sp or self.tp.size == 1:
             return flat
-        return split_to(F.pad(flat, (0, 0, 0, -flat.shape[0] % self.tp.size)), self.tp)
+        return scatter_to(F.pad(flat, (0, 0, 0, -flat.shape[0] % self.tp.size)), self.tp)
 
     def restore(self, y: Tensor, like: Tensor) -> Tensor:
         """Maps `[n, h]` -> what `take` was given, `like`. Comm: without sp all_gather tp / none."""
         if not self.sp and self.tp.size > 1:
-            y = join_from(y, self.tp)[: like.shape[0] * like.shape[1]]
+            y = gather_replicated(y, self.tp)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)
 
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:

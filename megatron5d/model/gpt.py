@@ -37,9 +37,9 @@ from megatron5d.phases.recompute import (
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
-from megatron5d.topology.grid import Shared
+from megatron5d.topology.grid import SharedRanks
 from megatron5d.topology.init_weights import initialize
-from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
+from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
 from megatron5d.topology.shard_spec import spec_of
 
 
@@ -75,7 +75,7 @@ def set_recompute(
                 module.parts = parts
 
 
-def mark_replicas(parameters: Iterable[nn.Parameter], replicas: Shared) -> None:
+def mark_replicas(parameters: Iterable[nn.Parameter], replicas: SharedRanks) -> None:
     """Notes in the specs which parameters other pipeline ranks hold too."""
     for parameter in parameters:
         spec = spec_of(parameter)
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         mesh: Mesh,
         device: torch.device | str = "cpu",
         stages: Mapping[int, StageSpec] | None = None,
-        replicas: Shared = NOTHING_SHARED,
+        replicas: SharedRanks = NO_SHARED_RANKS,
     ) -> None:
         super().__init__()
         self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
@@ -215,7 +215,7 @@ class GPT(nn.Module):
         set_recompute(phases_in(block)[:-1], shared.config.recompute, stage, place)
 
     def _balancer(
-        self, config: Config, mesh: Mesh, device: torch.device | str, replicas: Shared
+        self, config: Config, mesh: Mesh, device: torch.device | str, replicas: SharedRanks
     ) -> Balancer | None:
         """Builds the balancer of this rank's MoE layers; a rank without any takes part in its
         collectives."""

@@ -14,7 +14,7 @@ import numpy as np
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
 from megatron5d.pipeline_parallel.program import Placement
-from megatron5d.topology.grid import Shared
+from megatron5d.topology.grid import SharedRanks
 
 BALANCES = ("stages", "ranks", "late", "ends")
 """What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where
@@ -344,7 +344,7 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
 
 def shared_parameters(
     placement: Placement, specs: Sequence[StageSpec], model: ModelConfig
-) -> Shared:
+) -> SharedRanks:
     """Returns which pipeline ranks hold parameters together.
 
     Args:

@@ -244,10 +244,10 @@ class Executor:
         x = (
             task.receive_channel.take()
             if self._waits is None
-            else self._waits.during(task.receive_channel.take)
+            else self._waits.time_call(task.receive_channel.take)
         )
         for send_channel, count in task.completed_sends:
-            send_channel.settle(count)
+            send_channel.release_first(count)
         return x
 
     def _hand_on(self, task: _Task, y: Tensor, batch: MicroBatch, loss: Loss) -> None:
@@ -270,7 +270,7 @@ class Executor:
         try:
             task.send_channel.send(task.output)
             if self._most_sent is not None:
-                task.send_channel.keep(self._most_sent)
+                task.send_channel.release_all_but(self._most_sent)
         except Exception as error:
             raise self._failure(task.action, error) from error
         task.output = None

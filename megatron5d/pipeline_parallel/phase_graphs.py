@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron5d.comm.collectives import UNDER_WAY
+from megatron5d.comm.collectives import CAPTURE
 from megatron5d.comm.ledger import Ledger, Traffic
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.saved_phase import InFlight, SavedPhase, Step
@@ -231,8 +231,8 @@ class Slot(InFlight):
         weights = list(step.phase.parameters())
         # FP8 copies, which the graph makes anew: others would be those of the capture's step
         forget_copies(weights, gathered=False)
-        with ledger.noted() as traffic:
-            result, replay = self._pool.capture(lambda: UNDER_WAY.ended(lambda: work(given)))
+        with ledger.recording() as traffic:
+            result, replay = self._pool.capture(lambda: CAPTURE.run(lambda: work(given)))
         forget_copies(weights, gathered=False)
         if follows and before is not None and not step.opens and state is not None:
             given = before.result = _Passed()  # from graph to graph: no tensor need be kept for it

@@ -52,7 +52,7 @@ class Fused(Overlap):
     ) -> tuple[Tensor, Operand]:
         """Gathers inside the GEMM. Comm: tp-1 puts of the operand."""
         exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
-        exchange.push(operand)
+        exchange.send_to_all(operand)
         if gemm.is_plain:
             s, b, width = operand[0].shape
             gathered = exchange.receive_buffer(0).view(tp.size, s * b, width)
@@ -82,7 +82,7 @@ class Fused(Overlap):
         width = gemm.weight.shape[1 if gemm.backward else 0]
         shape = torch.Size((rows, operand[0].shape[1], width))
         exchange = self._buffers.exchange([(shape, operand[0].dtype)])
-        exchange.count(0)
+        exchange.record_put(0)
         buffers = [buffer.flatten(0, 1) for buffer in exchange.send_buffers(0)]
         places = (
             exchange.send_buffer_addresses(0),

@@ -32,7 +32,7 @@ from megatron5d.phases.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Gemm, overlap_of
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, unsharded
 
 
 class _LocalLinear(FirstOrderFunction):
@@ -327,5 +327,5 @@ def replicated_parameter(
         factory: dtype and device.
     """
     summed = (tp.name,) if partial_grad and tp.size > 1 else ()
-    pieces = whole(shape, summed=summed, owner=tp.rank == 0)
+    pieces = unsharded(shape, summed=summed, owner=tp.rank == 0)
     return new_parameter(shape, ShardSpec(name, shape, pieces, init=init, decay=decay), **factory)

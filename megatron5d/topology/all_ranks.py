@@ -153,14 +153,14 @@ def first_failure(fault: str | None, *, alone: bool = False) -> Failure | None:
     return None if found is None else Failure(*found)
 
 
-def failure_among(faults: Sequence[str | None]) -> Failure | None:
+def first_failure_in(faults: Sequence[str | None]) -> Failure | None:
     """Finds the `first_failure` without communication, where rank 0 knows the faults of all ranks,
     in their order."""
     failed = [rank for rank, fault in enumerate(faults) if fault]
     return Failure(failed[0], faults[failed[0]] or "", len(failed) - 1) if failed else None
 
 
-def of_any_rank(value: T | None) -> T | None:
+def first_value(value: T | None) -> T | None:
     """Returns the value of the first rank that has one, the same on every rank; None where none
     has.
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain, product
 from math import prod
 
-Shared = Mapping[str, Sequence[Sequence[int]]]
+SharedRanks = Mapping[str, Sequence[Sequence[int]]]
 """Which pipeline ranks hold parameters together: "pair" -> sets of ranks that hold the same stages, "tied" -> the set
 that holds the embedding, where that is another."""
 
@@ -173,7 +173,7 @@ def dense_grid(sizes: Sizes) -> Grid:
     return Grid(tuple(axes))
 
 
-def place_of(sizes: Sizes, rank: int) -> str:
+def describe_rank(sizes: Sizes, rank: int) -> str:
     """Returns a rank for messages: its number and its coordinates in the dense view."""
     grid = dense_grid(sizes)
     return (

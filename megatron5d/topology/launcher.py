@@ -128,7 +128,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     return Environment(whole.rank, whole.world, local, meeting)
 
 
-def speaks_for_node(variables: Mapping[str, str] = os.environ) -> bool:
+def is_first_on_node(variables: Mapping[str, str] = os.environ) -> bool:
     """Says if no launcher calls this process another than the first of its node, for what must be
     printed once."""
     locals_ = [name for launcher in LAUNCHERS for name in launcher.local_rank]

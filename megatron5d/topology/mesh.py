@@ -12,13 +12,13 @@ from megatron5d.topology.axis import Axis, Recorder
 from megatron5d.topology.grid import (
     DENSE_GROUPS,
     EXPERT_GROUPS,
-    Shared,
+    SharedRanks,
     Sizes,
     dense_grid,
     expert_grid,
 )
 
-NOTHING_SHARED: Shared = MappingProxyType({})
+NO_SHARED_RANKS: SharedRanks = MappingProxyType({})
 _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", "edp_replicate")
 
 
@@ -77,7 +77,7 @@ def groups_of(
     return ranks_of
 
 
-def shared_groups_of(sizes: Sizes, rank: int, shared: Shared) -> dict[str, tuple[int, ...]]:
+def shared_groups_of(sizes: Sizes, rank: int, shared: SharedRanks) -> dict[str, tuple[int, ...]]:
     """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of all that share
     with it.
 
@@ -126,7 +126,7 @@ def build_mesh(
     rank: int = 0,
     *,
     num_kv_heads: int | None = None,
-    shared: Shared = NOTHING_SHARED,
+    shared: SharedRanks = NO_SHARED_RANKS,
     recorder: Recorder | None = None,
     timeout_s: float | None = None,
 ) -> Mesh:
@@ -171,7 +171,7 @@ def planned_mesh(
     rank: int = 0,
     *,
     num_kv_heads: int | None = None,
-    shared: Shared = NOTHING_SHARED,
+    shared: SharedRanks = NO_SHARED_RANKS,
     recorder: Recorder | None = None,
 ) -> Mesh:
     """Returns the axes of any rank of any world, without process groups: for models on the meta

@@ -54,7 +54,7 @@ def start_process(
     allow_open_files()
     if environment.world > 1 and environment.meeting != MET:
         if store is None:
-            allow_connections(environment)
+            check_connections(environment)
             store = meet(environment).store
         store.set_timeout(timedelta(seconds=timeout_s))
         if device.type == "cpu":
@@ -113,13 +113,13 @@ def allow_open_files() -> float:
     return math.inf if hard == resource.RLIM_INFINITY else hard
 
 
-def files_left_for_data(world: int) -> float:
+def file_limit_for_data(world: int) -> float:
     """Files that a process may have open besides those of its own and its connections (those of
     rank 0, the most)."""
     return allow_open_files() - (world + _OTHER_FILES if world > 1 else _OWN_FILES)
 
 
-def allow_connections(environment: Environment) -> None:
+def check_connections(environment: Environment) -> None:
     """Refuses a run in which rank 0 cannot keep a connection to every other rank.
 
     Where the limit is too low, the operating system would refuse connections without any message.

@@ -69,7 +69,9 @@ class ShardSpec:
     head_rows: tuple[int, ...] = ()
 
 
-def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:
+def unsharded(
+    shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True
+) -> tuple[Piece]:
     """Returns the only piece of a tensor that this rank holds entirely; the arguments are those of
     `Piece`."""
     return (Piece((0,) * len(shape), shape, 0, summed, owner),)

@@ -18,7 +18,7 @@ from megatron5d.config.convert import from_dict, leaves, to_dict, value_of
 from megatron5d.config.errors import REFUSED, ConfigError, Fault, message
 from megatron5d.config.schema import Config
 from megatron5d.topology.launcher import MET, Environment
-from megatron5d.topology.process import allow_connections, choose_device
+from megatron5d.topology.process import check_connections, choose_device
 from megatron5d.topology.rendezvous import Hello, Troubled, meet
 
 Check = Callable[[Config, int], Sequence[Fault]]
@@ -63,7 +63,7 @@ class ConfigAgreement:
         self._config = config
         try:
             choose_device(self.environment.local_rank)
-            allow_connections(self.environment)
+            check_connections(self.environment)
         except ValueError as error:
             self._refuse([Fault("device", (), str(error), "see above", local=True)])
         try:

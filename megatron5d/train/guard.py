@@ -22,7 +22,7 @@ from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import Config, OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.pipeline_parallel.executor import PipelineError
-from megatron5d.topology.grid import place_of
+from megatron5d.topology.grid import describe_rank
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.monitoring.writers import harmless
@@ -117,12 +117,14 @@ class Guard:
         faults = []
         if num_loss:
             of = f"{num_loss} of {world.size} ranks"
-            faults.append(f"the loss of {of} is not finite, first of {place_of(sizes, in_loss)}")
+            faults.append(
+                f"the loss of {of} is not finite, first of {describe_rank(sizes, in_loss)}"
+            )
         if num_grads:
             name = broadcast_text(in_grads, names[0] if names else "", world, share.device)
             held = f"{num_grads} rank{'' if num_grads == 1 else 's'}"
             faults.append(
-                f"gradients on {held} are not finite, first on {place_of(sizes, in_grads)} that of {name}"
+                f"gradients on {held} are not finite, first on {describe_rank(sizes, in_grads)} that of {name}"
             )
         return "; ".join(faults) or "every gradient is finite, and their squares overflow"
 

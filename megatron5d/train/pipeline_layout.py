@@ -15,7 +15,7 @@ from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.partition import StageSpec, layers_per_stage, shared_parameters, stage_specs
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule
-from megatron5d.topology.grid import Shared
+from megatron5d.topology.grid import SharedRanks
 
 Programs = Callable[[int], Program]
 """Number of micro-batches of a step -> verified Program."""
@@ -28,7 +28,7 @@ class PipelineLayout:
     program_of: Programs  # number of micro-batches of a step -> verified Program
     placement: Placement
     specs: tuple[StageSpec, ...]
-    shared: Shared  # which pipeline ranks hold parameters together
+    shared: SharedRanks  # which pipeline ranks hold parameters together
     note: str = ""  # what the schedule is expected to cost, for the log of rank 0
 
     @property

@@ -27,8 +27,8 @@ from megatron5d.data_parallel.weight_gather import GatheredWeights
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.planning.time.work import Elements, Matrix, Unit
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.grid import Shared
-from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
+from megatron5d.topology.grid import SharedRanks
+from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
 
 Transfers = Mapping[tuple[str, str], float]
 """(axis, operation) -> bytes that this rank sends."""
@@ -44,7 +44,7 @@ class Sharding:
         shared: which pipeline ranks hold parameters together.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, shared: Shared = NOTHING_SHARED) -> None:
+    def __init__(self, config: Config, mesh: Mesh, shared: SharedRanks = NO_SHARED_RANKS) -> None:
         parallel, dtype = config.parallel, config.precision.dtype
         self.zero, self.mesh = parallel.zero, mesh
         pair = "pair" if "pair" in shared else ""

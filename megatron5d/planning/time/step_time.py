@@ -42,7 +42,7 @@ from megatron5d.planning.time.dp_traffic import (
     rounds,
 )
 from megatron5d.planning.time.work import Unit, Work, message_bytes, together
-from megatron5d.topology.mesh import NOTHING_SHARED, Mesh
+from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
 from megatron5d.train.pipeline_layout import PipelineLayout
 
 
@@ -214,7 +214,7 @@ class Prices:
         self.messages = message_bytes(config, layout.specs) if layout else []
         self.groups = {name: cluster.group(axis.ranks) for name, axis in mesh.items()}
         self.neighbours = cluster.group(mesh["pp"].ranks[:2])
-        self.sharding = Sharding(config, mesh, layout.shared if layout else NOTHING_SHARED)
+        self.sharding = Sharding(config, mesh, layout.shared if layout else NO_SHARED_RANKS)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
         """Returns seconds of GEMMs, of attention, and of what passes through memory."""

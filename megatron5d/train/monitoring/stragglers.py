@@ -21,8 +21,8 @@ from megatron5d.topology.grid import (
     EXPERT_GROUPS,
     Sizes,
     dense_grid,
+    describe_rank,
     expert_grid,
-    place_of,
 )
 from megatron5d.train.build import Run
 
@@ -191,7 +191,7 @@ class SlowRanks:
     def _who(self, rank: int) -> str:
         device = self._run.process.device
         here = f"{socket.gethostname()} ({device})"
-        return f"{place_of(self._run.mesh.sizes, rank)} on {broadcast_text(rank, here, self._world, device)}"
+        return f"{describe_rank(self._run.mesh.sizes, rank)} on {broadcast_text(rank, here, self._world, device)}"
 
     def _beat(self) -> None:
         """Runs as a thread: adds up the time in which this process did not run at all."""

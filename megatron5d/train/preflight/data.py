@@ -15,7 +15,7 @@ from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
 from megatron5d.data.samples import split_range
-from megatron5d.topology.process import files_left_for_data
+from megatron5d.topology.process import file_limit_for_data
 from megatron5d.train.data import end_of_document, read_sources, tokens_of_part
 
 STRETCHES = 8  # of a file, at equal distances, in which ids are compared with the vocabulary
@@ -36,7 +36,7 @@ def data_faults(config: Config, world: int) -> list[Fault]:
         sources = read_sources(config)
     except ValueError:
         sources = []  # an illegal split, which a check reports
-    if (needed := OPEN_FILES * len(sources)) > (left := files_left_for_data(world)):
+    if (needed := OPEN_FILES * len(sources)) > (left := file_limit_for_data(world)):
         return [
             Fault(
                 "data-open-files",

@@ -58,14 +58,14 @@ def test_plain_collectives():
 
 
 @pytest.mark.parametrize(
-    "name", ["copy_to", "reduce_from", "gather_from", "reduce_scatter_to", "split_to"]
+    "name", ["copy_to", "reduce_from", "gather_from", "reduce_scatter_to", "scatter_to"]
 )
 def test_the_backward_is_the_transpose(name):
     """<forward(x), y> summed over ranks equals <x, backward(y)> summed over ranks, where inputs
     count as they act."""
 
     def run(rank, axis):
-        x = tensor_of(rank if name not in ("copy_to", "split_to") else 0).requires_grad_()
+        x = tensor_of(rank if name not in ("copy_to", "scatter_to") else 0).requires_grad_()
         y = getattr(c, name)(x, axis)
         replicated = name == "reduce_from"
         g = torch.randn(
@@ -76,7 +76,7 @@ def test_the_backward_is_the_transpose(name):
         (dx,) = torch.autograd.grad(y, x, g)
         share = 1 / axis.size if replicated else 1  # the same output stands on every rank
         # the same input stands on every rank
-        inner = 1 / axis.size if name in ("copy_to", "split_to") else 1
+        inner = 1 / axis.size if name in ("copy_to", "scatter_to") else 1
         return (y.detach() * g).sum().item() * share, (x.detach() * dx).sum().item() * inner
 
     results = [value for value, _ in on_axis(run)]
@@ -104,7 +104,7 @@ def test_inputs_are_let_go_of():
         alive, pending = weakref.ref(x), c.start_all_gather(x, axis)
         del x
         pending.wait()
-        return alive() is None, c.split_to(tensor_of(0), axis).untyped_storage().nbytes()
+        return alive() is None, c.scatter_to(tensor_of(0), axis).untyped_storage().nbytes()
 
     assert [found for found, _ in on_axis(run)] == [(True, 8 // WORLD * 3 * 8)] * WORLD
 
@@ -120,6 +120,6 @@ def test_a_text_is_cut_to_what_fits():
 def test_an_axis_of_one_needs_no_process_group():
     axis = build_mesh(resolve(1))["tp"]
     x = tensor_of(0)
-    for name in ("copy_to", "reduce_from", "gather_from", "reduce_scatter_to", "split_to"):
+    for name in ("copy_to", "reduce_from", "gather_from", "reduce_scatter_to", "scatter_to"):
         assert getattr(c, name)(x, axis) is x
     assert c.all_reduce(x, axis) is x

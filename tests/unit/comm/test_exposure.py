@@ -47,7 +47,7 @@ def spend(stream, seconds):
 
 def test_what_the_stream_has_not_done_yet_counts_in_the_next_call(stream):
     exposure = Exposure("cuda")
-    assert [exposure.during(spend(stream, seconds)) for seconds in (1.0, 2.0, 4.0)] == [
+    assert [exposure.time_call(spend(stream, seconds)) for seconds in (1.0, 2.0, 4.0)] == [
         1.0,
         2.0,
         4.0,
@@ -62,14 +62,14 @@ def test_events_are_made_once_and_recorded_twice_a_wait(stream):
     exposure = Exposure("cuda")
     for _ in range(3):
         for _ in range(5):
-            exposure.during(spend(stream, 1.0))
+            exposure.time_call(spend(stream, 1.0))
         stream.reached = stream.now
         exposure.take()
-    exposure.during(spend(stream, 1.0))
+    exposure.time_call(spend(stream, 1.0))
     exposure.clear()
     assert (stream.made, stream.recorded) == (2 * 5, 2 * 16) and exposure.take() == 0.0
     for _ in range(5):
-        exposure.during(spend(stream, 1.0))
+        exposure.time_call(spend(stream, 1.0))
     assert stream.made == 2 * 5, "events that were forgotten are used again, too"
 
 

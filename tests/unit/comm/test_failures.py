@@ -111,7 +111,7 @@ def test_what_fails_at_once_names_its_axis():
         CollectiveError,
         match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$",
     ):
-        failures.finish(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
+        failures.wait_for_work(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
 
 
 def test_one_rank_looks_for_all_of_a_long_line(monkeypatch):

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, colours, open_channels
+from megatron5d.comm.p2p import (
+    ReceiveChannel,
+    SendChannel,
+    TensorMeta,
+    group_indices,
+    open_channels,
+)
 from megatron5d.topology.axis import Axis
 
 pytestmark = pytest.mark.usefixtures("over_gloo")
@@ -80,7 +86,7 @@ def test_what_the_peer_has_used_is_let_go_of_in_every_step():
                     end.take()
                 else:
                     end.send(torch.zeros(3))
-                    end.settle(count - 1)  # all but the newest
+                    end.release_first(count - 1)  # all but the newest
                     kept.append(len(end._under_way))
             end.finish()
         return kept
@@ -128,7 +134,7 @@ def test_a_dead_peer_is_named():
     )
 )
 def test_colours_keep_the_channels_of_two_ranks_apart_with_as_few_groups_as_can_be(links):
-    found = list(zip(map(frozenset, links), colours(links)))
+    found = list(zip(map(frozenset, links), group_indices(links)))
     assert len(set(found)) == len(found)
     most = max((sum(set(link) == pair for link in links) for pair in map(set, links)), default=0)
-    assert max(colours(links), default=-1) + 1 == most
+    assert max(group_indices(links), default=-1) + 1 == most

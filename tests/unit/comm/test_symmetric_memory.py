@@ -45,7 +45,7 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
         exchange = buffer.exchange([(part.shape, part.dtype) for part in mine])
         if rank == slow and epoch % 2:
             time.sleep(pause_s)
-        exchange.push(mine)
+        exchange.send_to_all(mine)
         for step in range(world):
             source = (rank - step) % world
             if rank == slow and not epoch % 2:
@@ -123,7 +123,7 @@ def test_a_rank_that_never_sends_is_named():
             "of the whole, torch's collectives would give up first"
         )
         if rank == 0:
-            exchange.push([torch.zeros(2)])
+            exchange.send_to_all([torch.zeros(2)])
             with pytest.raises(TimeoutError, match=NAMED):
                 exchange.wait(1)
             buffer.patience.note.fill_((1 << 32) + 2)  # as a kernel says the same
@@ -182,7 +182,7 @@ def test_shared_memory_that_is_full_on_one_rank_is_refused_everywhere(monkeypatc
 def test_memory_is_counted_without_memory():
     buffer = SymmetricBuffers(Axis("tp", (0, 1), 0), torch.device("meta"), 120.0)
     exchange = buffer.exchange([(torch.Size([100, 4]), torch.bfloat16)])
-    exchange.push([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
+    exchange.send_to_all([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
     assert exchange.wait(1)[0].shape == (100, 4)
     assert (
         buffer.buffer_bytes == 1024

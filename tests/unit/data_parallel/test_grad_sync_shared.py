@@ -14,13 +14,13 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.phases.wgrad import grad_buffer
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
 
 
 class Unit(nn.Module):
     def __init__(self, name: str, shared: str, size: int = 5) -> None:
         super().__init__()
-        spec = replace(ShardSpec(name, (size,), whole((size,))), shared=shared)
+        spec = replace(ShardSpec(name, (size,), unsharded((size,))), shared=shared)
         self.weight = new_parameter((size,), spec, dtype=torch.float64, device="cpu")
         self.weight.data.zero_()
 

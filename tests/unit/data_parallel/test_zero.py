@@ -25,7 +25,7 @@ from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
 from megatron5d.train import build
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
@@ -335,7 +335,7 @@ def test_what_the_gradients_buffers_held_counts_for_nothing(model, monkeypatch):
 def test_whole_weights_and_gradients_are_never_there_together():
     shard = Axis("dp_shard_cp", (0, 1), 0)
     parameter = new_parameter(
-        (50, 32), ShardSpec("weight", (50, 32), whole((50, 32))), torch.float32, "cpu"
+        (50, 32), ShardSpec("weight", (50, 32), unsharded((50, 32))), torch.float32, "cpu"
     )
     with MemoryWatch() as watch:
         bucket = Bucket([parameter], shard, Axis("dp_replicate"), torch.float32, zero=3)
@@ -351,7 +351,7 @@ def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
 
     def on_rank(rank, world):
         unit = nn.Linear(7, 5, bias=False)
-        unit.weight.spec = ShardSpec("weight", (5, 7), whole((5, 7)))
+        unit.weight.spec = ShardSpec("weight", (5, 7), unsharded((5, 7)))
         sync = GradSync([[unit]], build_mesh(resolve(world), rank), 2, torch.float32)
         sync.register([unit])
         sync.start_step({unit: 3})

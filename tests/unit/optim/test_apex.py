@@ -12,7 +12,7 @@ from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim import adamw
 from megatron5d.optim.adamw import AdamW, FusedAdamW
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -71,7 +71,7 @@ def bucket_of(dtype):
     generator, made = torch.Generator().manual_seed(0), []
     for name, shape in (("a", (7, 5)), ("b", (3,))):
         p = new_parameter(
-            shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), dtype, "cpu"
+            shape, ShardSpec(name, shape, unsharded(shape), decay=len(shape) > 1), dtype, "cpu"
         )
         p.data.copy_(torch.randn(shape, generator=generator))
         made.append(p)

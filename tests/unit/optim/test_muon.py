@@ -22,7 +22,7 @@ from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.parity.run import short_run
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, unsharded
 from megatron5d.train.build import build_sync, sizes_of
 
 MUON = OptimConfig(name="muon", weight_decay=0.0)
@@ -73,7 +73,7 @@ def test_layers_matrices_are_muons_and_the_rest_is_not():
 
 
 def one_bucket(dtype=torch.float32, shape=(64, 128)) -> Bucket:
-    spec = ShardSpec("layers.0.mlp.up.weight", shape, whole(shape), stack=(16, 48))
+    spec = ShardSpec("layers.0.mlp.up.weight", shape, unsharded(shape), stack=(16, 48))
     return Bucket([new_parameter(shape, spec, dtype, "cpu")], Axis("dp"), Axis("dp"), torch.float32)
 
 
@@ -129,7 +129,7 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
 def test_both_optimisers_take_weights_that_were_loaded_and_the_number_of_updates(
     dtype, offload, take
 ):
-    norm = new_parameter((24,), ShardSpec("norm.weight", (24,), whole((24,))), dtype, "cpu")
+    norm = new_parameter((24,), ShardSpec("norm.weight", (24,), unsharded((24,))), dtype, "cpu")
     buckets = [Bucket([norm], Axis("dp"), Axis("dp"), torch.float32), one_bucket(dtype)]
     config = replace(MUON, offload=offload)
     optimizer = build_optimizer(buckets, config, build_mesh(sizes_of(Config(), 1)))

@@ -12,7 +12,7 @@ from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.optimizer import clip_coefficient, global_square_sum
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, unsharded
 
 BASE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 
@@ -65,7 +65,10 @@ def parameters():
     made = []
     for name, shape in (("a", (7, 5)), ("b", (3,)), ("c", (2, 2)), ("d", (9, 4))):
         p = new_parameter(
-            shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), torch.float32, "cpu"
+            shape,
+            ShardSpec(name, shape, unsharded(shape), decay=len(shape) > 1),
+            torch.float32,
+            "cpu",
         )
         p.data.copy_(torch.randn(shape, generator=generator))
         made.append(p)
@@ -206,7 +209,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
 
 def test_the_norm_of_many_elements_is_as_exact_as_float32():
     """Summed in one go, float32 loses a thousandth of ten million squares on a CPU."""
-    spec = ShardSpec("weight", (2500, 4000), whole((2500, 4000)))
+    spec = ShardSpec("weight", (2500, 4000), unsharded((2500, 4000)))
     bucket = Bucket(
         [new_parameter(spec.shape, spec, torch.float32, "cpu")],
         Axis("dp_shard_cp"),

@@ -14,7 +14,7 @@ from megatron5d.optim import sharded_state as rounding
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.sharded_state import global_index, round_stochastically, store_rounded
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, unsharded
 
 
 def test_up_or_down_with_the_chances_that_keep_the_mean():
@@ -71,7 +71,7 @@ def test_slices_and_copies_round_alike(monkeypatch):
 
 def test_small_updates_are_not_lost():
     """Twenty updates of 1e-4 on weights of 1, whose neighbour below is 4e-3 away."""
-    spec = ShardSpec("layers.0.mlp.up.weight", (64, 128), whole((64, 128)))
+    spec = ShardSpec("layers.0.mlp.up.weight", (64, 128), unsharded((64, 128)))
     weight = new_parameter((64, 128), spec, torch.bfloat16, "cpu")
     weight.data.fill_(1.0)
     bucket = Bucket([weight], Axis("dp"), Axis("dp"), torch.bfloat16)

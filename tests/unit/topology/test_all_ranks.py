@@ -10,8 +10,8 @@ from ranks import run_ranks
 
 from megatron5d.topology.all_ranks import (
     Failure,
-    failure_among,
     first_failure,
+    first_failure_in,
     gather_json,
     on_every_rank,
     on_rank_0,
@@ -24,8 +24,8 @@ def test_the_first_failure_is_told_on_all_with_the_number_of_others():
     faults = [None, "no room", "a longer text of another rank"]
     told = run_ranks(lambda rank, world: (first_failure(None), first_failure(faults[rank])), 3)
     assert told == [(None, Failure(1, "no room", 1))] * 3
-    assert str(told[0][1]) == str(failure_among(faults)) == "rank 1: no room (and 1 more rank)"
-    assert failure_among([None]) is None
+    assert str(told[0][1]) == str(first_failure_in(faults)) == "rank 1: no room (and 1 more rank)"
+    assert first_failure_in([None]) is None
 
 
 def failing(value, error):

@@ -170,13 +170,13 @@ def test_rank_0_has_room_for_a_connection_to_each_of_the_others(monkeypatch):
     asked = []
     monkeypatch.setattr(process.resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(process.resource, "setrlimit", lambda _, limits: asked.append(limits))
-    process.allow_connections(Environment(0, 3000, 0, "env://"))
-    process.allow_connections(Environment(7, 16384, 7, "env://"))
+    process.check_connections(Environment(0, 3000, 0, "env://"))
+    process.check_connections(Environment(7, 16384, 7, "env://"))
     assert asked == [(4096, 4096)] * 2
     with pytest.raises(
         ValueError, match="each of 16384 ranks, .* open 4096 files .*nearest that fit: 16640 files"
     ):
-        process.allow_connections(Environment(0, 16384, 0, "env://"))
+        process.check_connections(Environment(0, 16384, 0, "env://"))
 
 
 def test_rank_0_leaves_last():

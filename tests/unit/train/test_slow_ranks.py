@@ -290,7 +290,7 @@ def test_what_it_costs(tmp_path, slow_rank):
             setattr(owner, name, lambda *args: (counts.update([what]), before(*args))[1])
 
         counting(slow_ranks, "all_reduce", "compared")
-        counting(Exposure, "during", "timed")
+        counting(Exposure, "time_call", "timed")
         counting(Ledger, "record", "sent")
         plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
         return counts
