@@ -25,7 +25,7 @@ from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import enter_branch, leave_branch
 from megatron5d.phases.phase import MicroBatch, Phase
-from megatron5d.phases.recompute import KEEP_ALL, Source, computed_from
+from megatron5d.phases.recompute import KEEP_ALL, Source, recompute_from
 from megatron5d.phases.wgrad import Defer
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.mesh import Mesh
@@ -218,7 +218,7 @@ class MoEExperts(Phase):
         rows, weights, dispatch = dispatch.receive(handle, weights)  # [r, h], [r]
         if source is not None:
             # all_to_all ep and all_gather etp once more
-            computed_from(source, dispatch.redispatch, rows)
+            recompute_from(source, dispatch.redispatch, rows)
         y = self.experts(rows, weights, dispatch.offsets, defer)  # [r, h], partial over etp
         return MoEState(x, dispatch.start_combine(y), None, shared, dispatch, None)
 

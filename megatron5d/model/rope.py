@@ -116,7 +116,7 @@ class RotaryTables:
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of a micro-batch, `[s/cp, b, dr/2]`; a stage's phases get the same
         tensors."""
-        return batch.once(self, lambda: self.of(batch.positions))
+        return batch.cached(self, lambda: self.of(batch.positions))
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Computes cos and sin `[s/cp, b, dr/2]` of global positions, int64 `[b, s/cp]`."""

@@ -1,4 +1,4 @@
-"""What a stage runs: phases (`Phase`), the data they read (`MicroBatch`), and callbacks (`PhaseHooks`).
+"""What a stage runs (`Phase`), the data it reads (`MicroBatch`), and callbacks (`PhaseHooks`).
 
 Data parallelism uses the callbacks to gather weights and reduce gradients in time.
 """
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from megatron5d.phases.recompute import ActivationPolicy
 
 KINDS = ("forward", "recompute", "backward", "wgrad")
-"""Passes of a phase: F; its repetition where a backward recomputes it; the gradient of its input (in B and I); its
-weight gradients. Those are computed in W, or in B together with the gradient of the input: then `wgrad` has no
-beginning, and ends when `backward` ends."""
+"""Passes of a phase: F; its repetition where a backward recomputes it; the gradient of its input (B
+and I); its weight gradients. Those are computed in W, or in B together with the gradient of the
+input: then `wgrad` has no beginning, and ends when `backward` ends."""
 
 
 class Phase(nn.Module):
@@ -64,8 +64,8 @@ class PhaseHooks(Protocol):
     def after(self, phase: Phase, kind: str) -> None:
         """Runs after the pass.
 
-        After `wgrad` all weight gradients of this phase and micro-batch are summed. The weights
-        stay gathered from `recompute` to the end of `backward`, and are released after other passes.
+        After `wgrad` all weight gradients of this phase and micro-batch are summed. Weights stay
+        gathered from `recompute` to the end of `backward`; other passes release them at their end.
         """
 
 
@@ -120,8 +120,7 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> Tensor:
-        """Number of predictions that count, an fp32 scalar: this micro-batch's share of the loss's
-        denominator."""
+        """Number of predictions that count: this micro-batch's share of the loss's denominator."""
         return self.loss_mask.sum()
 
     @property
@@ -136,34 +135,33 @@ class MicroBatch:
         count = torch.full((), self.tokens.numel(), dtype=torch.float64, device=self.tokens.device)
         return count if self.padding is None else count - self.padding.sum()
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns `make()`, called once for each key: what phases compute from the micro-batch
-        alone, and share.
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The result of `make()`, called once per key; phases share what depends on the batch only.
 
-        A stage keeps a copy of the micro-batch, without such results, so they live until its
+        A stage keeps a copy of the micro-batch with an empty cache, so results live until its
         backward.
         """
-        made = self.__dict__.setdefault("_made", {})
-        if key not in made:
-            made[key] = make()
-        return made[key]
+        cache = self.__dict__.setdefault("_cache", {})
+        if key not in cache:
+            cache[key] = make()
+        return cache[key]
 
     def __copy__(self) -> MicroBatch:
         twin = object.__new__(MicroBatch)
         twin.__dict__.update(self.__dict__)
-        twin.__dict__.pop("_made", None)
+        twin.__dict__.pop("_cache", None)
         return twin
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> MicroBatch:
-        """Returns the same micro-batch on another device."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same micro-batch on another device."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """Returns the same micro-batch in page-locked memory, from which copies to a GPU overlap
-        with compute."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        """The same micro-batch in page-locked memory: copies to a GPU then overlap with compute."""
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change) -> MicroBatch:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items()}
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return dataclasses.replace(self, **changed)

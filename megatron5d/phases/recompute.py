@@ -1,27 +1,28 @@
 """Selective recomputation and offloading of the activations that a phase keeps for its backward.
 
 A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither
-its outputs nor what it computes in between. Its outputs are marked: an operation that needs one in
-its own backward (a GEMM needs its input for its weight gradient) saves the mark instead. The first
-one to read the value recomputes the part, with a graph that the part's own backward then uses. So
-every recomputed part runs, and communicates, once more per micro-batch, in B or I and never in W.
+its outputs nor its intermediate results. Its outputs carry their origin: an operation that needs
+one in its own backward (a GEMM needs its input for its weight gradient) saves a placeholder
+instead. The first placeholder to be read recomputes the part, with a graph that the part's own
+backward then uses. So every recomputed part runs, and communicates, once more per micro-batch, in B
+or I and never in W.
 
-What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs.
-t = s/cp·b tokens, u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as
-everywhere, a·d, g·d and f over tp:
+What each part would save per micro-batch and layer, in elements of the model's dtype, and what is
+recomputed instead. t = s/cp·b tokens, u = t/tp with sp (else t), r rows of this rank's experts; h,
+a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
 
-    part         not kept                                      recomputed
-    norm         u·h a norm, and its statistics in fp32        the norms
-    qkv          q, k, v: t·(a+2g)·d (MLA t·a·(2(dn+dr)+dv))   the projection (MLA: up-projections), rope; all_gather tp
-    attention    its output: t·a·dv, and t·a in fp32           softmax(q·kᵀ)·v; its communication over cp
-    activation   t·f dense or shared, r·f routed               swiglu or gelu
-    mlp          t·3f (gelu 2f) dense or shared                the up GEMM, the activation; all_gather tp
-    experts      r·3f (gelu 2f)                                the grouped up GEMM, the activation
-    permute      r·h, the rows that the experts read           sorting; all_to_all ep, all_gather etp
+    part        not kept                                     recomputed
+    norm        u·h a norm, and its statistics in fp32       the norms
+    qkv         q, k, v: t·(a+2g)·d; MLA t·a·(2(dn+dr)+dv)   projection (MLA: up-projections),
+                                                             rope; all_gather tp
+    attention   its output: t·a·dv, and t·a in fp32          softmax(q·kᵀ)·v; communication over cp
+    activation  t·f dense or shared, r·f routed              swiglu or gelu
+    mlp         t·3f (gelu 2f) dense or shared               up GEMM, activation; all_gather tp
+    experts     r·3f (gelu 2f)                               grouped up GEMM, activation
+    permute     r·h, the rows that the experts read          sorting; all_to_all ep, all_gather etp
 
 Source: selective recomputation Korthikanti et al. 2022 (arXiv:2205.05198), section 5; DeepSeek-V3
-    (arXiv:2412.19437),
-section 3.2.3 recomputes norms and MLA's up-projections.
+    (arXiv:2412.19437), section 3.2.3, recomputes norms and MLA's up-projections.
 """
 
 from __future__ import annotations
@@ -49,16 +50,20 @@ def run_backward(
     *,
     accumulate: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Runs a backward as torch.autograd does in the end, without its checks, which import sympy and
-    check edges twice.
+    """Runs a backward through torch's autograd engine, on the calling thread.
 
-    On the calling thread: the engine would hand a graph on a GPU to a thread of its own, and a
-    phase is so short that the way there and back takes the host a fifth of its time.
+    It skips the checks of torch.autograd, which import sympy and check edges twice. The engine
+    would pass a graph on a GPU to a thread of its own, and a phase is so short that switching
+    threads takes a fifth of the host's time.
 
     Args:
         roots: tensors or edges where `gradients` enter the graph.
-        inputs: leaves or edges whose gradients are returned; None for those that are not reached.
-        accumulate: gradients are added up in the leaves' `.grad` instead.
+        gradients: one for each root.
+        inputs: leaves or edges whose gradients are returned.
+        accumulate: add up gradients in the leaves' `.grad` instead.
+
+    Returns:
+        The gradient of each input; None for inputs that the backward does not reach.
     """
     before = torch._C._is_multithreading_enabled()
     torch._C._set_multithreading_enabled(False)
@@ -77,18 +82,17 @@ def run_backward(
 
 
 class RecomputedParts:
-    """Which parts of a layer are recomputed, as in `recompute.parts`. Layers run each of their
-    parts through it."""
+    """The parts to recompute, named in `recompute.parts`; layers run all their parts through it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)
-        self._rerunning = False  # inside a part that is recomputed, no other is
+        self._is_rerunning = False  # inside a recomputed part no other part is recomputed
 
     def run(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Runs a part, which will be recomputed if `name` is among the names and there will be a
-        backward.
+        """Runs a part, which is recomputed if `names` has it and there will be a backward.
 
         Args:
+            name: of the part.
             fn: returns one tensor or a tuple, none of them an input; a closure over parameters and
                 everything else.
             inputs: the tensors that the part saves.
@@ -96,30 +100,28 @@ class RecomputedParts:
         Returns:
             `fn(*inputs)`.
         """
-        if name not in self.names or self._rerunning or not torch.is_grad_enabled():
+        if name not in self.names or self._is_rerunning or not torch.is_grad_enabled():
             return fn(*inputs)
         return _Part.apply(self, fn, *inputs)
 
     def source(self, name: str, x: Tensor) -> Source | None:
-        """Returns what a part that ends in a later phase is recomputed from (`computed_from`); None
-        if it is kept."""
+        """What a part that ends in a later phase is recomputed from; None if it is kept."""
         if name not in self.names or not torch.is_grad_enabled():
             return None
-        return _mark_of(x) or x.detach()
+        return _placeholder_of(x) or x.detach()
 
     def keeps(self, name: str) -> bool:
-        """Says whether a part is not recomputed, so that its inputs may be overwritten in its
-        backward."""
+        """Whether a part is not recomputed, so that its backward may overwrite its inputs."""
         return name not in self.names
 
     def rerun(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
         """Runs `fn(*inputs)` with a graph, in which no part is recomputed."""
-        self._rerunning = True
+        self._is_rerunning = True
         try:
             with torch.enable_grad():
                 return fn(*inputs)
         finally:
-            self._rerunning = False
+            self._is_rerunning = False
 
 
 KEEP_ALL = RecomputedParts()
@@ -136,109 +138,121 @@ class _Part(FirstOrderFunction):
     @staticmethod
     def forward(ctx, parts: RecomputedParts, fn, *inputs):
         ctx.parts, ctx.fn, ctx.leaves, ctx.outputs = parts, fn, None, None
-        ctx.asks = [x.requires_grad for x in inputs]
+        ctx.inputs_require_grad = [x.requires_grad for x in inputs]
         ctx.save_for_backward(*inputs)
         y = fn(*inputs)
-        for index, output in enumerate(_plain(y if isinstance(y, tuple) else (y,))):
-            output.untyped_storage().made_by = (ctx, index)  # type: ignore[attr-defined]
+        for index, output in enumerate(_plain_tensors(y if isinstance(y, tuple) else (y,))):
+            _set_origin(output.untyped_storage(), ctx, index)
         return y
 
     @staticmethod
     def backward(ctx, *grads):
         pairs = [
             (y, grad)
-            for y, grad in zip(_outputs_again(ctx), grads)
+            for y, grad in zip(_recomputed_outputs(ctx), grads)
             if grad is not None and y.requires_grad
         ]
-        roots, given = tuple(y for y, _ in pairs), tuple(grad for _, grad in pairs)
-        run_backward(roots, given, accumulate=True)
+        roots, gradients = tuple(y for y, _ in pairs), tuple(grad for _, grad in pairs)
+        run_backward(roots, gradients, accumulate=True)
         leaves = ctx.leaves
         ctx.fn = ctx.leaves = ctx.outputs = None
         return None, None, *(leaf.grad for leaf in leaves)
 
 
-def _outputs_again(ctx) -> tuple[Tensor, ...]:
-    """Returns the outputs of a part, recomputed at the first call."""
+def _recomputed_outputs(ctx) -> tuple[Tensor, ...]:
+    """Outputs of a part, recomputed at the first call."""
     if ctx.outputs is None:
         ctx.leaves = [
-            x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)
+            x.detach().requires_grad_(requires_grad)
+            for x, requires_grad in zip(ctx.saved_tensors, ctx.inputs_require_grad)
         ]
         y = ctx.parts.rerun(ctx.fn, ctx.leaves)
         ctx.outputs = y if isinstance(y, tuple) else (y,)
     return ctx.outputs
 
 
-def _inner(tensor: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
+def _set_origin(storage: torch.UntypedStorage, source: Any, index: int) -> None:
+    """Notes that a storage holds an output of a recomputed part, or of something derived from it.
+
+    A view shares the storage of its base, and so its origin.
+    """
+    storage.origin = source, index  # type: ignore[attr-defined]
+
+
+def _inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
-def _plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Lists plain tensors, those inside wrapper subclasses among them."""
-    return [each for tensor in tensors for each in (_inner(tensor).values() or (tensor,))]
+def _plain_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, each wrapper subclass replaced by the tensors inside it."""
+    return [plain for tensor in tensors for plain in (_inner_tensors(tensor).values() or (tensor,))]
 
 
-class _Mark:
-    """Saved instead of a tensor that is a view of a recomputed part's output, or of what was
-    derived from one."""
+class _Placeholder:
+    """Saved instead of a tensor that is a view of a recomputed output."""
 
     __slots__ = ("source", "index", "geometry")
 
-    def __init__(self, made_by: tuple[Any, int], tensor: Tensor) -> None:
-        self.source, self.index = made_by
+    def __init__(self, origin: tuple[Any, int], tensor: Tensor) -> None:
+        self.source, self.index = origin
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def value(self) -> Tensor:
         outputs = (
-            self.source.outputs_again()
+            self.source.recomputed_outputs()
             if isinstance(self.source, _Derived)
-            else _outputs_again(self.source)
+            else _recomputed_outputs(self.source)
         )
-        return _plain(outputs)[self.index].detach().as_strided(*self.geometry)
+        return _plain_tensors(outputs)[self.index].detach().as_strided(*self.geometry)
 
 
 class _Wrapper:
-    """Saved instead of a wrapper subclass whose inner tensors are marked or wait on the host."""
+    """Saved instead of a wrapper subclass whose inner tensors are placeholders or host copies."""
 
-    def __init__(self, tensor: Any, inner: Mapping[str, Kept]) -> None:
-        self.made_from = type(tensor), tensor.__tensor_flatten__()[1], tensor.shape, tensor.stride()
+    def __init__(self, tensor: Any, inner: Mapping[str, Saved]) -> None:
+        context = tensor.__tensor_flatten__()[1]
+        self.constructor = type(tensor), context, tensor.shape, tensor.stride()
         self.inner = inner
 
     def value(self) -> Tensor:
-        kind, context, *geometry = self.made_from
-        return kind.__tensor_unflatten__(
-            {name: _unpack(kept) for name, kept in self.inner.items()}, context, *geometry
+        subclass, context, *geometry = self.constructor
+        return subclass.__tensor_unflatten__(
+            {name: _unpack(saved) for name, saved in self.inner.items()}, context, *geometry
         )
 
 
-Source: TypeAlias = Tensor | _Mark | _Wrapper
-Kept: TypeAlias = Source | HostCopy
+Source: TypeAlias = Tensor | _Placeholder | _Wrapper
+Saved: TypeAlias = Source | HostCopy
 
 
-def _unpack(kept: Kept) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.value()
+def _unpack(saved: Saved) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.value()
 
 
-def _mark_of(tensor: Tensor) -> _Mark | _Wrapper | None:
-    """Returns what is saved instead of a tensor that is recomputed; None for others."""
-    if inner := _inner(tensor):
-        marks = {name: mark for name, each in inner.items() if (mark := _mark_of(each)) is not None}
-        return _Wrapper(tensor, marks) if len(marks) == len(inner) else None
-    made_by = getattr(tensor.untyped_storage(), "made_by", None)
-    return None if made_by is None else _Mark(made_by, tensor)
+def _placeholder_of(tensor: Tensor) -> _Placeholder | _Wrapper | None:
+    """What is saved instead of a tensor that is recomputed; None for other tensors."""
+    if inner := _inner_tensors(tensor):
+        placeholders = {
+            name: placeholder
+            for name, plain in inner.items()
+            if (placeholder := _placeholder_of(plain)) is not None
+        }
+        return _Wrapper(tensor, placeholders) if len(placeholders) == len(inner) else None
+    origin = getattr(tensor.untyped_storage(), "origin", None)
+    return None if origin is None else _Placeholder(origin, tensor)
 
 
 class _Derived:
-    """The results of a function of a tensor, such as a recomputed part's output, which are
-    recomputed from it."""
+    """Results of a function of a recomputed tensor, which are recomputed from it."""
 
     def __init__(self, source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         self.source, self.fn = source, fn
         self.outputs: tuple[Tensor, ...] | None = None
 
-    def outputs_again(self) -> tuple[Tensor, ...]:
+    def recomputed_outputs(self) -> tuple[Tensor, ...]:
         if self.outputs is None:
             with torch.no_grad():
                 self.outputs = self.fn(_unpack(self.source))
@@ -246,44 +260,41 @@ class _Derived:
 
 
 def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns `fn(x)`; if x is an output of a recomputed part, its results are recomputed as well,
-    not saved.
+    """Runs `fn(x)`; if x is recomputed, the results are recomputed from it instead of saved.
 
     Args:
         x: for example the input of a GEMM.
         fn: has no gradient. Its results, such as FP8 values and scales, are what the GEMM saves. If
             it communicates, it does so again.
     """
-    mark, results = _mark_of(x), fn(x)
-    if mark is not None:
-        derived = _Derived(mark, fn)
+    placeholder, results = _placeholder_of(x), fn(x)
+    if placeholder is not None:
+        derived = _Derived(placeholder, fn)
         for index, result in enumerate(results):
             storage = result.untyped_storage()
-            if not hasattr(storage, "made_by"):  # x itself, or a view of it, has
-                storage.made_by = (derived, index)  # type: ignore[attr-defined]
+            if not hasattr(storage, "origin"):  # x itself, or a view of it, has one
+                _set_origin(storage, derived, index)
     return results
 
 
-def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> None:
-    """Has `y` recomputed as `fn(source)` where a backward needs it. Its gradient is not affected.
+def recompute_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> None:
+    """Recomputes `y` as `fn(source)` where a backward needs it; its gradient is not affected.
 
     Args:
         source: from `RecomputedParts.source`.
         fn: has no gradient. If it communicates, it does so again.
         y: the only tensor in its storage.
     """
-    y.untyped_storage().made_by = (_Derived(source, lambda x: (fn(x),)), 0)  # type: ignore[attr-defined]
+    _set_origin(y.untyped_storage(), _Derived(source, lambda x: (fn(x),)), 0)
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """The activations that a phase keeps for its backward, and where
-    (`phase.activation_policy`)."""
+    """Which activations a phase keeps for its backward, and where."""
 
-    # of its layer, those that are recomputed (recompute.mode=selective) neighbouring phases of one
-    # group keep only the input of the first, and are recomputed as a whole
-    parts: RecomputedParts = KEEP_ALL
-    # (recompute.mode=full); None = this phase is not
+    parts: RecomputedParts = KEEP_ALL  # of its layer (recompute.mode=selective)
+    # Adjacent phases of one group keep only the input of the first, and the whole group is
+    # recomputed (recompute.mode=full); None = this phase is not
     group: int | None = None
     # saved floating-point tensors of at least this many bytes are offloaded to the host; None =
     # none
@@ -292,13 +303,12 @@ class ActivationPolicy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the phase's graph keeps what autograd saves, as it is."""
+        """Whether the phase's graph keeps what autograd saves, unchanged and on the device."""
         return not self.parts.names and self.host_bytes is None
 
     @contextmanager
     def saving(self, weights: Iterable[Tensor]) -> Iterator[list[HostCopy]]:
-        """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors
-        offloaded.
+        """Wraps a phase's forward, so that autograd saves placeholders and host copies.
 
         Args:
             weights: of the phase, which are not offloaded.
@@ -306,7 +316,7 @@ class ActivationPolicy:
         Yields:
             The copies on the host; the list is complete when the context ends.
         """
-        found: list[HostCopy] = []
+        host_copies: list[HostCopy] = []
         # holds the tensors, so that no id of a storage is used again
         copies: dict[Any, tuple[HostCopy, Tensor]] = {}
         # ids of storages: on the meta device all of them have the same address
@@ -314,12 +324,12 @@ class ActivationPolicy:
         if self.host_bytes is not None:
             weight_storages = {id(weight.untyped_storage()) for weight in weights}
 
-        def place(tensor: Tensor) -> Tensor | HostCopy:
-            storage, least = tensor.untyped_storage(), self.host_bytes
-            size = tensor.numel() * tensor.element_size()
+        def offload(tensor: Tensor) -> Tensor | HostCopy:
+            storage, min_bytes = tensor.untyped_storage(), self.host_bytes
+            num_bytes = tensor.numel() * tensor.element_size()
             if (
-                least is None
-                or size < least
+                min_bytes is None
+                or num_bytes < min_bytes
                 or not tensor.is_floating_point()
                 or id(storage) in weight_storages
             ):
@@ -327,17 +337,22 @@ class ActivationPolicy:
             key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
             if key not in copies:
                 copies[key] = HostCopy(tensor), tensor
-                found.append(copies[key][0])
+                host_copies.append(copies[key][0])
             return copies[key][0]
 
-        # does not call itself: the cycle would keep the copies until gc finds it
-        def pack(tensor: Tensor) -> Kept:
-            if inner := _inner(tensor):
+        # Not recursive: a closure that refers to itself is a cycle, which would keep the copies
+        # until the garbage collector runs.
+        def pack(tensor: Tensor) -> Saved:
+            if inner := _inner_tensors(tensor):
                 return _Wrapper(
-                    tensor, {name: _mark_of(each) or place(each) for name, each in inner.items()}
+                    tensor,
+                    {
+                        name: _placeholder_of(plain) or offload(plain)
+                        for name, plain in inner.items()
+                    },
                 )
-            return _mark_of(tensor) or place(tensor)
+            return _placeholder_of(tensor) or offload(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
-            yield found
+            yield host_copies
         copies.clear()

@@ -1,15 +1,16 @@
-"""Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the
-parameter.
+"""Adds weight gradients to a parameter's main gradient, which usually has a wider dtype.
 
 In training a parameter carries `.main_grad`, a view of its unit's flat buffer
 (data_parallel/bucket.py), and under ZeRO-2 and 3 `.allocate_main_grad`, which allocates that
-buffer. While its `.holds_grad` is False, the main gradient is the last step's or has no values, and
-the next gradient is written over it instead of added to zeros. All access goes through
-`grad_target`, or through `grad_buffer`, which fills it with zeros first. Layers that compute their
-own weight gradient pass the addition to `defer`. `hand_over` does the same with what autograd
-computes, so that W adds up all weight gradients and I none. A parameter without a main gradient
-(inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is `.frozen` no weight
-gradient is computed, and what autograd leaves is dropped.
+buffer. While its `.holds_grad` is False, the main gradient is the last step's or undefined, and the
+next gradient overwrites it, which saves zeroing the buffer. All access goes through `grad_target`,
+or through `grad_buffer`, which zeroes such a buffer first.
+
+Layers that compute their own weight gradient pass the addition to `defer`.
+`defer_autograd_grad` does the same with gradients that autograd computes, so that W adds all weight
+gradients and I none. A parameter without a main gradient (inference, unit tests) uses `.grad`, as
+usual in torch. A parameter that is `.frozen` gets no weight gradient; one that autograd computes
+for it is dropped.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from megatron5d.kernels import accumulate_weight_grad
 
 Closure = Callable[[], None]
 Defer = Callable[[Closure], None]
-"""Takes the weight-gradient half of a backward, and runs it now (B) or later (W)."""
+"""Takes the weight-gradient half of a backward, and runs it at once (B) or later (W)."""
 
 
 def run_now(closure: Closure) -> None:
@@ -31,16 +32,15 @@ def run_now(closure: Closure) -> None:
 
 
 def grad_buffer(parameter: Tensor) -> Tensor:
-    """Returns the tensor in which a parameter's gradient is accumulated; allocated and zeroed if
-    missing."""
+    """The tensor that accumulates a parameter's gradient, allocated and zeroed if missing."""
     target, accumulate = grad_target(parameter)
     return target if accumulate else target.zero_()
 
 
 def grad_target(parameter: Tensor) -> tuple[Tensor, bool]:
-    """Returns the tensor for a gradient of a parameter, and whether that is added there.
+    """The tensor for a parameter's gradient, and whether the gradient is added to it.
 
-    Else it is written over all of the tensor, whose values are undefined.
+    If not, the gradient must overwrite the entire tensor, whose values are undefined.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -57,8 +57,7 @@ def grad_target(parameter: Tensor) -> tuple[Tensor, bool]:
 
 
 def defer_weight_grad(weight: Tensor, defer: Defer, closure: Closure) -> None:
-    """Passes the weight-gradient half of a backward to `defer`, unless the parameter is frozen and
-    needs none."""
+    """Passes the weight-gradient half of a backward to `defer`, unless the weight is frozen."""
     if not getattr(weight, "frozen", False):
         defer(closure)
 
@@ -75,13 +74,13 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
     accumulate_weight_grad(main_grad, dy.flatten(0, -2), x.flatten(0, -2), accumulate=accumulate)
 
 
-def hand_over(parameter: Tensor, grad: Tensor, defer: Defer) -> None:
-    """Adds what autograd has computed to a parameter's gradient, through `defer`."""
+def defer_autograd_grad(parameter: Tensor, grad: Tensor, defer: Defer) -> None:
+    """Adds a gradient that autograd has computed to the parameter's gradient, through `defer`."""
     defer_weight_grad(parameter, defer, partial(_add, parameter, grad))
 
 
-def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
-    """Moves what autograd has left in `.grad` to the main gradient, through `defer`.
+def defer_autograd_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
+    """Moves the gradients in `.grad` to the main gradients, through `defer`.
 
     Args:
         parameters: of a phase whose backward has run; those without a main gradient keep their
@@ -94,7 +93,7 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
             hasattr(parameter, "main_grad") or getattr(parameter, "frozen", False)
         ):
             parameter.grad = None
-            hand_over(parameter, grad, defer)
+            defer_autograd_grad(parameter, grad, defer)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron5d.comm.collectives import CAPTURE
 from megatron5d.comm.ledger import Ledger, Traffic
 from megatron5d.phases.phase import MicroBatch, Phase
-from megatron5d.phases.saved_phase import InFlight, SavedPhase, Step
+from megatron5d.phases.saved_phase import SavedMicroBatch, SavedPhase, Step
 from megatron5d.precision.gemm import forget_copies
 
 Replay = Callable[[], None]
@@ -133,7 +133,7 @@ class PhaseGraphs:
         if self.captures:
             torch.cuda.empty_cache()
 
-    def open(self, phases: Sequence[Phase], batch: MicroBatch, split: bool) -> InFlight:
+    def open(self, phases: Sequence[Phase], batch: MicroBatch, split: bool) -> SavedMicroBatch:
         """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
 
         Args:
@@ -142,11 +142,11 @@ class PhaseGraphs:
             split: its backward runs as I and W.
         """
         if batch.context is not None and batch.context.documents is not None:
-            return InFlight(batch, len(phases))
+            return SavedMicroBatch(batch, len(phases))
         form = (split, *_form(batch))
         self._met.add(form)
         if form not in self._warm:
-            return InFlight(batch, len(phases))
+            return SavedMicroBatch(batch, len(phases))
         free = self._free[form]
         if not free:
             return Slot(self, batch, len(phases), free)
@@ -155,7 +155,7 @@ class PhaseGraphs:
         return slot
 
 
-class Slot(InFlight):
+class Slot(SavedMicroBatch):
     """The memory and the graphs of one micro-batch in flight.
 
     Args:
@@ -183,22 +183,22 @@ class Slot(InFlight):
         _fill(self.given, tuple(vars(batch).values()))
         self._uncaptured = copy(self.batch)
 
-    def read_by(self, phase: Phase) -> MicroBatch | None:
+    def batch_for(self, phase: Phase) -> MicroBatch | None:
         return self.batch if phase.capturable else self._uncaptured
 
     def open(self, step: Step) -> SavedPhase:
         if not step.phase.capturable:
             return super().open(step)
-        if self.phases[step.place] is None:
-            self.phases[step.place] = _GraphedPhase(self, step)
-        return self.of(step)
+        if self.phases[step.position] is None:
+            self.phases[step.position] = _GraphedPhase(self, step)
+        return self.saved_phase(step)
 
     def evaluate(self, step: Step, x: Any) -> Any:
         if not step.phase.capturable:
             return super().evaluate(step, x)
         return self.run("evaluate", step, lambda x: super(Slot, self).evaluate(step, x), x)
 
-    def end(self, op: str, state: Any) -> Any:
+    def finish(self, op: str, state: Any) -> Any:
         """Returns what leaves the stage in memory of its own, which is read when the slot may hold
         another one's."""
         if op in "BW":
@@ -210,9 +210,9 @@ class Slot(InFlight):
 
     def run(self, kind: str, step: Step, work: Callable[[Any], Any], state: Any) -> Any:
         """Replays `work(state)`; captures it the first time."""
-        run = self._runs.get((kind, step.place))
+        run = self._runs.get((kind, step.position))
         if run is None:
-            run = self._runs[kind, step.place] = self._capture(step, work, state)
+            run = self._runs[kind, step.position] = self._capture(step, work, state)
         elif state is not run.given:
             _fill(run.given, state)
         run.replay()
@@ -234,7 +234,7 @@ class Slot(InFlight):
         with ledger.recording() as traffic:
             result, replay = self._pool.capture(lambda: CAPTURE.run(lambda: work(given)))
         forget_copies(weights, gathered=False)
-        if follows and before is not None and not step.opens and state is not None:
+        if follows and before is not None and not step.starts_group and state is not None:
             given = before.result = _Passed()  # from graph to graph: no tensor need be kept for it
         return _Run(given, result, replay, traffic)
 
@@ -281,7 +281,7 @@ class _GraphedPhase(SavedPhase):
         return grad
 
     def run_wgrad(self) -> None:
-        self._defers = self._defers or bool(self.weight_grads.waiting)
+        self._defers = self._defers or bool(self.weight_grads.closures)
         if self._defers:
             self._allocate()
             last = self._slot._last

@@ -29,7 +29,7 @@ from megatron5d.model.gpt import GPT, is_recomputed
 from megatron5d.model.partition import StageSpec, whole_model
 from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
-from megatron5d.phases.offload import WATCH
+from megatron5d.phases.offload import COPY_CALLBACK
 from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Pass, Stage
 from megatron5d.phases.wgrad import grad_buffer
@@ -380,11 +380,11 @@ def _run_alone(
         said = before(model)
         with _Counter(ledger) as counter:
             count_products(model, counter)
-            watched = WATCH.set(counter.copied)
+            watched = COPY_CALLBACK.set(counter.copied)
             try:
                 passes = _passes(config, model, batch, counter, backs)
             finally:
-                WATCH.reset(watched)
+                COPY_CALLBACK.reset(watched)
     return (
         model,
         [kind for stage, spec in specs.items() for kind in _kinds(config, stage, spec, blocks)],

@@ -265,7 +265,7 @@ def test_offloaded_inputs_of_recomputed_layers():
     stage, batch = stage_of(away)
     with MemoryWatch() as watch:
         stage.forward(0, None, batch)
-        copies = list(stage._in_flight[0].inputs.values())
+        copies = list(stage._in_flight[0].group_inputs.values())
         left = watch.live_bytes - sum(copy.num_bytes for copy in copies)
     assert kept - left == len(copies) * S * B * 32 * 8 and len(copies) == 2
     stage.backward(0, GRAD)
@@ -304,4 +304,4 @@ def test_rotary_tables_are_made_once_a_microbatch(mode, monkeypatch):
     stage.backward_weight(1)
     assert not made and all(each() is None for each in left)
     stage.evaluate(None, batch)
-    assert len(made) == 2 and "_made" not in vars(batch)
+    assert len(made) == 2 and "_cache" not in vars(batch)
