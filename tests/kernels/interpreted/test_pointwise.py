@@ -235,7 +235,7 @@ def test_rope_of_a_projection_where_it_is_not_allowed():
     k = torch.randn(5, 2, 1, 8)
     with pytest.raises(ValueError, match="leaf"):
         kernels.apply_rope_to_ends(x, k, angle.cos(), angle.sin())
-    with pytest.raises(ValueError, match="is rotated whole"):
+    with pytest.raises(ValueError, match="rotating all of k requires heads of the rotary dim, 6"):
         kernels.apply_rope_to_ends(x * 1, k, angle.cos()[..., :3], angle.sin()[..., :3])
-    with pytest.raises(ValueError, match="2 heads of q and 1 each of k and v are not the 3"):
+    with pytest.raises(ValueError, match="2 heads of q and 1 each of k and v require 4"):
         rotate(x * 1, (2, 1))
