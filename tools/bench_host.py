@@ -76,6 +76,7 @@ from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 from megatron5d.tensor_parallel.linear import local_linear
 from megatron5d.tools import bench_train
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
 
 Sides = dict[str, Callable[[], object]]
@@ -135,7 +136,7 @@ def our_layer(
     model = GPT(config, build_mesh(sizes_of(config, world)), device)
     model.initialize(0)
     for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        state_of(parameter).main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     replayed = PhaseGraphs(Ledger()) if graphs else None
     stage = Stage(phases_in(model.layers["0"]), graphs=replayed)
     batch = make_micro_batch(

@@ -3,7 +3,7 @@
 Each bucket is gathered and reduced by one collective.
 
     weights    | p0 | p1 | ... | pad |     dtype of the model; each parameter is a view
-    grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
+    grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's main gradient is a view
 
 Both buffers are divided into n = `shard.size` equal slices, of which each rank owns one. A rank
 receives the reduced gradient of its slice in `grad_slice`, keeps the optimiser state for it,
@@ -50,7 +50,7 @@ from megatron5d.data_parallel.temporary_buffer import TemporaryBuffer
 from megatron5d.phases.wgrad import grad_buffer
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import Piece, ShardSpec, has_memory, spec_of
+from megatron5d.topology.shard_spec import Piece, ShardSpec, has_memory, spec_of, state_of
 
 _ALIGNMENT = 16  # elements: each parameter starts at a multiple of this, for aligned vector loads
 
@@ -112,14 +112,14 @@ class Bucket:
     """The flat buffers of one unit.
 
     Args:
-        parameters: of the unit; they become views of the weights and get a `.main_grad`. Their
+        parameters: of the unit; they become views of the weights and get a main gradient. Their
             values are copied in. Parameters built `without_memory` have none yet: they are zero,
             and are initialised in `weight_slice`.
         shard: the ranks that own one slice each.
         replicate: the ranks that own the same slice.
         zero: ZeRO stage, 0 ... 3.
         gather_format: in which ZeRO-3 gathers the weights; None = in their dtype.
-        frozen: the parameters are never updated: they become `.frozen` and have no main gradient.
+        frozen: the parameters are never updated: they have no main gradient.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class Bucket:
             )
         for parameter in self.parameters:
             if frozen:
-                parameter.frozen = True  # type: ignore[attr-defined]
+                state_of(parameter).frozen = True
             elif self.shards_grads:
-                parameter.allocate_main_grad = self.allocate_grads  # type: ignore[attr-defined]
+                state_of(parameter).allocate_main_grad = self.allocate_grads
         if self._whole_grads is not None:
             self._whole_grads.free()
         self._adds_to_zeros = False  # the first gradient of a step
@@ -202,7 +202,7 @@ class Bucket:
     def _bind_grads(self, flat: Tensor) -> None:
         self.grads = flat
         for parameter, view in self._views(flat):
-            parameter.main_grad = view  # type: ignore[attr-defined]
+            state_of(parameter).main_grad = view
 
     def _copy_in(self, values: Sequence[Tensor]) -> None:
         """Copies in the values of parameters that have memory."""
@@ -312,13 +312,13 @@ class Bucket:
         """Has the next gradient of each parameter written over its main gradient
         (phases/wgrad.py)."""
         for parameter in () if self.frozen else self.parameters:
-            parameter.holds_grad = False  # type: ignore[attr-defined]
+            state_of(parameter).holds_grad = False
 
     def settle_grads(self) -> None:
         """Sets the main gradients of parameters that have got none to zero; called before any is
         read."""
         for parameter in self.parameters if self.holds_grads else ():
-            if not getattr(parameter, "holds_grad", True):
+            if not state_of(parameter).holds_grad:
                 grad_buffer(parameter)  # fills it with zeros
 
     def allocate_grads(self) -> None:

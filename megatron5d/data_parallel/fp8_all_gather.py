@@ -33,6 +33,7 @@ from megatron5d.precision.fp8_tensor import (
     stored_pair,
 )
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard_spec import state_of
 
 
 class Fp8ShardedWeights:
@@ -96,7 +97,7 @@ class Fp8ShardedWeights:
 
     def gemms(self) -> list:
         """Returns each parameter's recipe (precision/fp8_recipes.py)."""
-        return [parameter.gemms for parameter in self._parameters]  # type: ignore[attr-defined]
+        return [state_of(parameter).gemms for parameter in self._parameters]
 
     def quantize(self, maxima: Sequence[Tensor]) -> None:
         """Quantises the slice anew.

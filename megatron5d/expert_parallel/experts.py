@@ -20,7 +20,7 @@ from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer, defer_weight_grad
 from megatron5d.precision.gemm import expert_gemms_of
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, spec_of
 
 
 class _GroupedLinear(FirstOrderFunction):
@@ -143,5 +143,5 @@ class Experts(nn.Module):
         return self.parts.run("activation", activate, inner, weights)  # [r, f/etp]
 
     def extra_repr(self) -> str:
-        shape = self.up.spec.shape  # type: ignore[attr-defined]
+        shape = spec_of(self.up).shape
         return f"{self.num_local} of {shape[0]} experts cut over {self.ep}, inner dim cut over {self.etp}"

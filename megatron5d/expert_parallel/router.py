@@ -33,7 +33,7 @@ from megatron5d.kernels.routing import best, route
 from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_target, run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, state_of, unsharded
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class Router(nn.Module):
         if biased:
             bias = torch.zeros(config.num_experts, dtype=statistics_dtype(dtype), device=device)
             pieces = unsharded(tuple(bias.shape), owner=owner)
-            bias.spec = ShardSpec(f"{name}.bias", tuple(bias.shape), pieces, decay=False)  # type: ignore[attr-defined]
+            spec = ShardSpec(f"{name}.bias", tuple(bias.shape), pieces, decay=False)
+            state_of(bias).spec = spec
         self.register_buffer("bias", bias)
 
     def logits(self, x: Tensor, defer: Defer = run_now) -> Tensor:

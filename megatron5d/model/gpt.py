@@ -40,7 +40,7 @@ from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.grid import SharedRanks
 from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
-from megatron5d.topology.shard_spec import spec_of
+from megatron5d.topology.shard_spec import spec_of, state_of
 
 
 def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
@@ -86,7 +86,7 @@ def mark_replicas(parameters: Iterable[nn.Parameter], replicas: SharedRanks) -> 
             if "pair" in replicas
             else ""
         )
-        parameter.spec = replace(spec, shared=shared)  # type: ignore[attr-defined]
+        state_of(parameter).spec = replace(spec, shared=shared)
 
 
 def recipes(config: Config, mesh: Mesh, settings: Settings) -> tuple[Gemms, ExpertGemms]:
@@ -115,20 +115,20 @@ def recipes(config: Config, mesh: Mesh, settings: Settings) -> tuple[Gemms, Expe
 def choose_gemms(
     parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh, settings: Settings
 ) -> None:
-    """Sets `.gemms` of experts, and of the weights that FP8 GEMMs read; others have the default."""
+    """Sets the GEMMs of experts, and of weights that are multiplied in FP8."""
     quantized = {f"{name}.weight" for name in quantised_matrices(config)}
     plain_experts = ExpertGemms(settings)
     linear, experts = recipes(config, mesh, settings) if quantized else (PLAIN, plain_experts)
     for parameter in parameters:
         spec = spec_of(parameter)
         if spec.name in quantized:
-            parameter.gemms = experts if spec.expert else linear  # type: ignore[attr-defined]
+            state_of(parameter).gemms = experts if spec.expert else linear
         elif spec.expert:
-            parameter.gemms = plain_experts  # type: ignore[attr-defined]
+            state_of(parameter).gemms = plain_experts
 
 
 def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
-    """Sets `.overlap` of the weights as `parallel.tp_overlap` says, and returns it.
+    """Sets the overlap of the weights as `parallel.tp_overlap` says, and returns it.
 
     Raises ValueError: on every rank, if `fused` is not possible here.
     """
@@ -142,7 +142,7 @@ def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mes
 
         overlap = Fused(tp, parameters[0].device, config.parallel.timeout_s)
     for parameter in parameters:
-        parameter.overlap = overlap  # type: ignore[attr-defined]
+        state_of(parameter).overlap = overlap
     return overlap
 
 
@@ -265,5 +265,5 @@ class GPT(nn.Module):
         (buffers)."""
         return [
             *self.parameters(),
-            *(buffer for buffer in self.buffers() if hasattr(buffer, "spec")),
+            *(buffer for buffer in self.buffers() if state_of(buffer).spec is not None),
         ]

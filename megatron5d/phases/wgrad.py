@@ -1,16 +1,16 @@
 """Adds weight gradients to a parameter's main gradient, which usually has a wider dtype.
 
-In training a parameter carries `.main_grad`, a view of its unit's flat buffer
-(data_parallel/bucket.py), and under ZeRO-2 and 3 `.allocate_main_grad`, which allocates that
-buffer. While its `.holds_grad` is False, the main gradient is the last step's or undefined, and the
-next gradient overwrites it, which saves zeroing the buffer. All access goes through `grad_target`,
-or through `grad_buffer`, which zeroes such a buffer first.
+All that the code records about a parameter is its `ParameterState` (topology/shard_spec.py), with
+the main gradient, a view of the bucket's flat buffer (data_parallel/bucket.py), and under ZeRO-2
+and 3 the function that allocates that buffer. While `holds_grad` is False, the main gradient is the
+last step's or undefined, and the next gradient overwrites it, which saves zeroing the buffer. All
+access goes through `grad_target`, or through `grad_buffer`, which zeroes such a buffer first.
 
 Layers that compute their own weight gradient pass the addition to `defer`.
 `defer_autograd_grad` does the same with gradients that autograd computes, so that W adds all weight
 gradients and I none. A parameter without a main gradient (inference, unit tests) uses `.grad`, as
-usual in torch. A parameter that is `.frozen` gets no weight gradient; one that autograd computes
-for it is dropped.
+usual in torch. A frozen parameter gets no weight gradient; one that autograd computes for it is
+dropped.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import accumulate_weight_grad
+from megatron5d.topology.shard_spec import state_of
 
 Closure = Callable[[], None]
 Defer = Callable[[Closure], None]
@@ -42,14 +43,12 @@ def grad_target(parameter: Tensor) -> tuple[Tensor, bool]:
 
     If not, the gradient must overwrite the entire tensor, whose values are undefined.
     """
-    main_grad = getattr(parameter, "main_grad", None)
+    state = state_of(parameter)
+    main_grad = state.main_grad
     if main_grad is not None:
-        allocate = getattr(parameter, "allocate_main_grad", None)
-        if allocate is not None:
-            allocate()
-        accumulate = getattr(parameter, "holds_grad", True)
-        if not accumulate:
-            parameter.holds_grad = True  # type: ignore[attr-defined]
+        if state.allocate_main_grad is not None:
+            state.allocate_main_grad()
+        accumulate, state.holds_grad = state.holds_grad, True
         return main_grad, accumulate
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -58,7 +57,7 @@ def grad_target(parameter: Tensor) -> tuple[Tensor, bool]:
 
 def defer_weight_grad(weight: Tensor, defer: Defer, closure: Closure) -> None:
     """Passes the weight-gradient half of a backward to `defer`, unless the weight is frozen."""
-    if not getattr(weight, "frozen", False):
+    if not state_of(weight).frozen:
         defer(closure)
 
 
@@ -89,9 +88,10 @@ def defer_autograd_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
     """
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and (
-            hasattr(parameter, "main_grad") or getattr(parameter, "frozen", False)
-        ):
+        if grad is None:
+            continue
+        state = state_of(parameter)
+        if state.main_grad is not None or state.frozen:
             parameter.grad = None
             defer_autograd_grad(parameter, grad, defer)
 

@@ -33,6 +33,7 @@ from megatron5d.comm.ledger import Ledger, Traffic
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.saved_phase import SavedMicroBatch, SavedPhase, Step
 from megatron5d.precision.gemm import forget_copies
+from megatron5d.topology.shard_spec import state_of
 
 Replay = Callable[[], None]
 Form = tuple[Any, ...]
@@ -263,7 +264,7 @@ class _GraphedPhase(SavedPhase):
     def __init__(self, slot: Slot, step: Step) -> None:
         super().__init__(step.phase, slot.batch)
         self._slot, self._step, self._defers = slot, step, False
-        found = {getattr(each, "allocate_main_grad", None) for each in step.phase.parameters()}
+        found = {state_of(each).allocate_main_grad for each in step.phase.parameters()}
         # of its buckets
         self._allocate_grads = [allocate for allocate in found if allocate is not None]
 

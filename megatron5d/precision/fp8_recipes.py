@@ -61,7 +61,7 @@ from megatron5d.precision.fp8_tensor import (
     stack_of,
 )
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
-from megatron5d.topology.shard_spec import spec_of
+from megatron5d.topology.shard_spec import spec_of, state_of
 
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a float32 tensor to its maximum over some ranks."""
@@ -69,13 +69,13 @@ Reduce = Callable[[Tensor], Tensor]
 
 def is_quantized(weight: Tensor) -> bool:
     """Says whether a weight is multiplied in FP8."""
-    return isinstance(getattr(weight, "gemms", None), Fp8Recipe)
+    return isinstance(state_of(weight).gemms, Fp8Recipe)
 
 
 def quantized_copies(weight: Tensor) -> QuantizedPair:
     """Returns the FP8 copies of a weight for which `is_quantized`, made if they are missing."""
     experts = (stack_of(weight)[0],) if spec_of(weight).expert else ()
-    return weight.gemms.copies(weight, *experts)  # type: ignore[attr-defined]
+    return state_of(weight).gemms.copies(weight, *experts)
 
 
 def _flat(x: Operand) -> tuple[Tensor, Tensor]:

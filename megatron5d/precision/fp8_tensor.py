@@ -45,7 +45,7 @@ from megatron5d.kernels.fp8.quantize import (
     quantize_rows,
     transpose_values,
 )
-from megatron5d.topology.shard_spec import spec_of
+from megatron5d.topology.shard_spec import spec_of, state_of
 
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
 
@@ -194,6 +194,7 @@ class QuantizedPair:
         self, plain: Quantized, transposed: Quantized | None = None, *, is_gathered: bool = False
     ) -> None:
         self.plain, self._transposed, self.is_gathered = plain, transposed, is_gathered
+        self.made_from: tuple[int, int] | None = None  # `_version_of` the weight
 
     @property
     def transposed(self) -> Quantized:
@@ -220,7 +221,7 @@ class QuantizedPair:
         ]
 
 
-def _state(weight: Tensor) -> tuple[int, int]:
+def _version_of(weight: Tensor) -> tuple[int, int]:
     """Returns what changes when a weight is changed through torch."""
     return weight.data_ptr(), weight._version
 
@@ -232,15 +233,17 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
     A change through the parameter itself is noticed. Code that writes its memory otherwise
     (optimiser, gathering) must call `forget_copies`.
     """
-    held = getattr(weight, "quantized", None)
-    if held is None or held[0] != _state(weight):
-        hold_quantized(weight, make())
-    return weight.quantized[1]  # type: ignore[attr-defined]
+    pair = state_of(weight).fp8_copies
+    if not isinstance(pair, QuantizedPair) or pair.made_from != _version_of(weight):
+        pair = make()
+        hold_quantized(weight, pair)
+    return pair
 
 
 def hold_quantized(weight: Tensor, pair: QuantizedPair) -> None:
     """Sets a weight's FP8 copies, which are valid until it changes."""
-    weight.quantized = _state(weight), pair  # type: ignore[attr-defined]
+    pair.made_from = _version_of(weight)
+    state_of(weight).fp8_copies = pair
 
 
 def stack_of(parameter: Tensor) -> tuple[int, int, int]:
@@ -265,7 +268,7 @@ def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair
     """
     stack = stack_of(weight)
     shape = stack if spec_of(weight).expert else stack[1:]
-    plain = weight.gemms.stored(values.view(E4M3).view(shape), scales)  # type: ignore[attr-defined]
+    plain = state_of(weight).gemms.stored(values.view(E4M3).view(shape), scales)
     return QuantizedPair(plain, is_gathered=True)
 
 

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer, as an object that its weight carries (`weight.gemms`).
+"""The three GEMMs of a linear layer, as an object in its weight's state (`gemms_of`).
 
     forward        y  = x·Wᵀ
     input_grad     dx = dy·W
@@ -6,8 +6,8 @@
 
 An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors
 with the tokens in their leading dims, opaque to layers. Here it is the tensor itself; in
-fp8_recipes.py it is FP8 values and their scales. model/gpt.py sets `weight.gemms`; a weight without
-it is multiplied in its own dtype.
+fp8_recipes.py it is FP8 values and their scales. model/gpt.py sets `ParameterState.gemms`; a weight
+without it is multiplied in its own dtype.
 
 The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a
 format that only the GEMM can read.
@@ -25,6 +25,7 @@ from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
 from megatron5d.phases.wgrad import add_weight_grad, grad_target
+from megatron5d.topology.shard_spec import state_of
 
 Operand = tuple[Tensor, ...]
 
@@ -147,13 +148,13 @@ PLAIN_EXPERTS = ExpertGemms()
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
     """Returns the GEMMs of a weight; PLAIN if other weights with the same input have different
     ones."""
-    gemms = getattr(weight, "gemms", PLAIN)
+    gemms = state_of(weight).gemms or PLAIN
     return PLAIN if others and any(gemms_of(other) is not gemms for other in others) else gemms
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
     """Returns the GEMMs of a stack of experts."""
-    return getattr(parameter, "gemms", PLAIN_EXPERTS)
+    return state_of(parameter).gemms or PLAIN_EXPERTS
 
 
 def forget_copies(parameters: Iterable[Tensor], gathered: bool = True) -> None:
@@ -163,10 +164,10 @@ def forget_copies(parameters: Iterable[Tensor], gathered: bool = True) -> None:
     Of copies that were `gathered` (ZeRO-3 in FP8) False drops the transpose alone.
     """
     for parameter in parameters:
-        if not hasattr(parameter, "quantized"):
+        state = state_of(parameter)
+        if state.fp8_copies is None:
             continue
-        _, pair = parameter.quantized
-        if pair.is_gathered and not gathered:
-            pair.forget_transposed()
+        if state.fp8_copies.is_gathered and not gathered:
+            state.fp8_copies.forget_transposed()
         else:
-            del parameter.quantized
+            state.fp8_copies = None

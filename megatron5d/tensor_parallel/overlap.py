@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron5d.comm.collectives import all_gather, reduce_scatter, start_shift
 from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard_spec import state_of
 
 
 @dataclass(frozen=True)
@@ -132,4 +133,4 @@ NO_OVERLAP = Overlap()
 
 def overlap_of(weight: Tensor) -> Overlap:
     """Returns how this weight's GEMMs and their collectives are combined; model/gpt.py sets it."""
-    return getattr(weight, "overlap", NO_OVERLAP)
+    return state_of(weight).overlap or NO_OVERLAP

@@ -1,4 +1,4 @@
-"""Where a parameter lies in the whole model: nothing else decides sharding.
+"""The part of the global tensor that a parameter holds: nothing else decides sharding.
 
 A local parameter is a stack of pieces along its dim 0. Each piece is a rectangle of one global tensor:
 
@@ -9,14 +9,18 @@ A local parameter is a stack of pieces along its dim 0. Each piece is a rectangl
 
 Rows that no piece covers are padding: they are zero, receive no gradient and are never saved.
 Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion
-all read this.
+all read this. `ParameterState` is everything that the code records about a parameter, its ShardSpec
+among it.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import torch
 
@@ -77,6 +81,45 @@ def unsharded(
     return (Piece((0,) * len(shape), shape, 0, summed, owner),)
 
 
+class Fp8Copies(Protocol):
+    """FP8 copies of a weight: `QuantizedPair` in precision/fp8_tensor.py."""
+
+    is_gathered: bool  # they are views of what ZeRO-3 has gathered
+
+    def forget_transposed(self) -> None:
+        """Drops the transposed copy; it is made again when it is read."""
+
+
+@dataclass(slots=True, eq=False)
+class ParameterState:
+    """What the code records about one parameter; `state_of` returns it, nothing else is attached.
+
+    `main_grad` to `frozen` are set by data_parallel/bucket.py and read by phases/wgrad.py; `gemms`
+    and `overlap` are set by model/gpt.py.
+    """
+
+    spec: ShardSpec | None = None  # set by `new_parameter`
+    # view of the bucket's buffer in which gradients are summed; None = `.grad`, as usual in torch
+    main_grad: torch.Tensor | None = None
+    allocate_main_grad: Callable[[], None] | None = None  # allocates that buffer (ZeRO-2 and 3)
+    # False: `main_grad` has last step's values or none; the next gradient overwrites it
+    holds_grad: bool = True
+    frozen: bool = False  # never updated, so that no weight gradient is computed
+    # `Gemms`, of experts `ExpertGemms` (precision/gemm.py); None = in the weight's own dtype
+    gemms: Any = None
+    # `Overlap` of GEMMs and collectives (tensor_parallel/overlap.py); None = one after the other
+    overlap: Any = None
+    fp8_copies: Fp8Copies | None = None  # kept from the first use until the weight changes
+
+
+def state_of(parameter: torch.Tensor) -> ParameterState:
+    """State of a parameter or buffer; an empty one is attached to a tensor that has none."""
+    state = getattr(parameter, "state", None)
+    if state is None:
+        state = parameter.state = ParameterState()  # type: ignore[attr-defined]
+    return state
+
+
 _WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
 
 
@@ -104,8 +147,7 @@ def has_memory(parameter: torch.Tensor) -> bool:
 def new_parameter(
     local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device
 ) -> torch.nn.Parameter:
-    """Makes a local parameter that carries its spec as `.spec`; its pieces are not initialised, its
-    padding is 0."""
+    """Makes a local parameter with a spec; its pieces are not initialized, its padding is 0."""
     if _WITHOUT_MEMORY.get():
         # one expanded element; torch does not let a parameter change from the meta device to
         # another
@@ -114,13 +156,15 @@ def new_parameter(
         padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
         values = (torch.zeros if padded else torch.empty)(local_shape, dtype=dtype, device=device)
     parameter = torch.nn.Parameter(values)
-    parameter.spec = spec  # type: ignore[attr-defined]
+    state_of(parameter).spec = spec
     return parameter
 
 
 def spec_of(parameter: torch.Tensor) -> ShardSpec:
-    """Returns the spec of a parameter that `new_parameter` made."""
-    return parameter.spec  # type: ignore[attr-defined]
+    """Spec of a parameter that `new_parameter` made."""
+    spec = state_of(parameter).spec
+    assert spec is not None, "not made by new_parameter"
+    return spec
 
 
 def rectangles(

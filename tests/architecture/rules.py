@@ -39,20 +39,20 @@ LAYERS = {
     "kernels": 1,
     "megatron5d/config": 1,
     "megatron5d/topology": 2,
-    "megatron5d/phases": 2,
-    "megatron5d/comm": 3,
-    "megatron5d/precision": 3,
-    "megatron5d/checkpoint": 3,
-    **dict.fromkeys(PARALLEL, 4),
-    "megatron5d/model": 5,
-    "megatron5d/data": 5,
-    "megatron5d/optim": 5,
-    "megatron5d/train": 6,
-    "megatron5d/planning": 7,
-    "megatron5d/parity": 8,  # trains what pretrain.py would train, on the layout that is planned
-    "pretrain.py": 8,
-    "tools": 9,  # programs: they may use all of the package, and nothing may use them
-    "launch": 9,
+    "megatron5d/phases": 3,
+    "megatron5d/comm": 4,
+    "megatron5d/precision": 4,
+    "megatron5d/checkpoint": 4,
+    **dict.fromkeys(PARALLEL, 5),
+    "megatron5d/model": 6,
+    "megatron5d/data": 6,
+    "megatron5d/optim": 6,
+    "megatron5d/train": 7,
+    "megatron5d/planning": 8,
+    "megatron5d/parity": 9,  # trains what pretrain.py would train, on the layout that is planned
+    "pretrain.py": 9,
+    "tools": 10,  # programs: they may use all of the package, and nothing may use them
+    "launch": 10,
 }
 TOP_LEVEL = {
     *(".ci", ".git", ".github", ".gitignore", ".mypy.ini", ".pre-commit-config.yaml"),
@@ -173,7 +173,7 @@ def formatting_has_no_exceptions(source: Source) -> list[str]:
 
 
 def imports_point_down(source: Source) -> list[str]:
-    """A file imports lower layers or its own package; layer 4's five packages not each other."""
+    """A file imports lower layers or its own package; layer 5's five packages not each other."""
     broken = []
     for file in source.product:
         layer = LAYERS.get(file.package)

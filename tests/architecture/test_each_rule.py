@@ -79,7 +79,7 @@ PLANTED = [
             "megatron5d/topology/grid.py": "def f():\n    from megatron5d.model.gpt import GPT\n",
             "megatron5d/model/gpt.py": "",
         },
-        "megatron5d/topology/grid.py:2: megatron5d/topology (layer 2) imports megatron5d.model.gpt (layer 5)",
+        "megatron5d/topology/grid.py:2: megatron5d/topology (layer 2) imports megatron5d.model.gpt (layer 6)",
     ),
     (
         "imports_point_down",
@@ -95,7 +95,7 @@ PLANTED = [
     (
         "imports_point_down",
         {"megatron5d/model/a.py": "from pretrain import main"},
-        "imports pretrain (layer 8)",
+        "imports pretrain (layer 9)",
     ),
     (
         "no_circles",

@@ -241,11 +241,12 @@ from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.gpt import GPT
 from megatron5d.phases.stage import Stage
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
 config = load_config(["model=qwen3_30b_a3b", "model.num_layers=1", "model.num_experts=16", "precision.dtype=bf16"])
 model = GPT(config, build_mesh(sizes_of(config, 1)), torch.device("cuda"))
 for parameter in model.parameters():
-    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    state_of(parameter).main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 phases = list(model.layers["0"].children())[1:]
 stage, batch = Stage(phases), make_micro_batch(torch.zeros(1, 1025, dtype=torch.int64)).to("cuda")
 x, dy = torch.randn(2, 1024, 1, config.model.hidden_size, device="cuda", dtype=torch.bfloat16)

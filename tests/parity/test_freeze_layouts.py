@@ -24,6 +24,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
@@ -158,7 +159,11 @@ def what_is_held(rank, world, config):
     sync, optimizer, _ = build_trainer(config, mesh, model, pipeline_layout(config, world))
     stateful = {segment.spec.name for state in optimizer.slices for segment in state.segments}
     return [
-        (parameter.spec.name, bucket.resident_grads.numel(), parameter.spec.name in stateful)
+        (
+            spec_of(parameter).name,
+            bucket.resident_grads.numel(),
+            spec_of(parameter).name in stateful,
+        )
         for bucket in sync.buckets
         for parameter in bucket.parameters
     ]

@@ -29,6 +29,7 @@ from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Stage
 from megatron5d.phases.wgrad import defer_weight_grad, grad_buffer, run_now
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.topology.shard_spec import state_of
 from megatron5d.train import build
 
 STEPS = 3
@@ -205,10 +206,12 @@ class AddsAtOnce(Phase):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((1,), 3.0, dtype=torch.float64))
-        bind = lambda flat: setattr(self.weight, "main_grad", flat)  # noqa: E731
-        self.grads = TemporaryBuffer(1, torch.float64, torch.device("cpu"), bind)
+        self.grads = TemporaryBuffer(1, torch.float64, torch.device("cpu"), self.bind)
         self.grads.free()
-        self.weight.allocate_main_grad = self.allocate
+        state_of(self.weight).allocate_main_grad = self.allocate
+
+    def bind(self, flat):
+        state_of(self.weight).main_grad = flat
 
     def allocate(self):
         if not self.grads.is_held:
@@ -235,5 +238,5 @@ def test_gradients_that_a_backward_adds_at_once():
             action = stage.begin(op, 0, given, batch, split=True)
             while action.advance():
                 pass
-        assert phase.weight.main_grad.item() == 2 * 4 * (step + 1)
+        assert state_of(phase.weight).main_grad.item() == 2 * 4 * (step + 1)
         phase.grads.free()

@@ -14,6 +14,7 @@ from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
+from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import build_run
 from megatron5d.train.pipeline_layout import pipeline_layout
 from pretrain import plan_and_train
@@ -75,9 +76,9 @@ def begun(config, world):
             for segment in state.segments
         ]
         biases = {
-            each.spec.name: each.clone()
+            spec_of(each).name: each.clone()
             for each in run.model.weights()
-            if each.spec.name.endswith("router.bias")
+            if spec_of(each).name.endswith("router.bias")
         }
         return run.notes, held, biases, run.progress.step
 

@@ -26,6 +26,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.parity.run import owned_slices
 from megatron5d.topology.process import Process
+from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train import loop
 from megatron5d.train.build import build_run
 from megatron5d.train.pipeline_layout import pipeline_layout
@@ -145,9 +146,9 @@ def _held_after_loading(rank, world, config):
             )
     with loaded.sync.weights.whole():
         whole = [
-            (p.spec.name, piece, p.detach().clone())
+            (spec_of(p).name, piece, p.detach().clone())
             for p in loaded.model.parameters()
-            for piece in p.spec.pieces
+            for piece in spec_of(p).pieces
         ]
     return loaded.progress.step, owned_slices(loaded.sync, "weight_slice"), moments, whole
 

@@ -43,7 +43,7 @@ from megatron5d.planning.time.work import message_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
-from megatron5d.topology.shard_spec import without_memory
+from megatron5d.topology.shard_spec import state_of, without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, micro_batch_counts
 
@@ -269,7 +269,7 @@ def _signature(unit: list[Phase]) -> tuple:
     return tuple(
         (
             tuple(type(module) for module in phase.modules()),
-            tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
+            tuple(type(state_of(parameter).gemms) for parameter in phase.parameters()),
             _keeping(phase),
             None if group is None else groups.index(group),
             # prediction blocks: each adds a term to the sums that it passes on

@@ -38,6 +38,7 @@ from megatron5d.planning.memory.rank_memory import Peak
 from megatron5d.planning.memory.repeat import Repeat
 from megatron5d.planning.memory.trace import BOUNDARY, MemoryWatch, StageTrace, Step
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
+from megatron5d.topology.shard_spec import state_of
 
 
 class Replay(MemoryWatch):
@@ -116,7 +117,7 @@ class Replay(MemoryWatch):
                 makes = makes or weight in self._unused
                 self._unused.discard(weight)
                 continue
-            makes = makes or not hasattr(weight, "quantized")
+            makes = makes or state_of(weight).fp8_copies is None
             pair = quantized_copies(weight)
             if backward and not pair.has_transposed:
                 makes = pair.transposed is not None  # it is made when it is read

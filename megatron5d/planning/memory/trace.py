@@ -28,6 +28,7 @@ from megatron5d.phases.stage import Pass, Stage
 from megatron5d.planning.memory.meta_outputs import operation_of
 from megatron5d.precision.fp8_recipes import quantized_copies
 from megatron5d.precision.gemm import forget_copies
+from megatron5d.topology.shard_spec import state_of
 
 BOUNDARY = "input"  # kind of the input and output of a stage
 
@@ -237,7 +238,7 @@ class Tracer:
         self._sync = sync
         for index, bucket in enumerate([] if sync is None else sync.buckets):
             for parameter in bucket.parameters if bucket.shards_grads else ():
-                parameter.allocate_main_grad = partial(self._begin_grads, index)  # type: ignore[attr-defined]
+                state_of(parameter).allocate_main_grad = partial(self._begin_grads, index)
 
     def trace(
         self,

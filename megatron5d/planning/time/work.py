@@ -18,7 +18,7 @@ from megatron5d.model.partition import StageSpec
 from megatron5d.phases.phase import Phase
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
-from megatron5d.topology.shard_spec import spec_of
+from megatron5d.topology.shard_spec import spec_of, state_of
 from megatron5d.train.pipeline_layout import boundary_form
 
 Sent = Mapping[tuple[str, str], Traffic]
@@ -252,7 +252,7 @@ def count_products(model: nn.Module, counter: Counts) -> None:
             for name in ("forward", "input_grad", "weight_grad"):
                 count = _count_grouped if expert else _count_linear
                 setattr(counting, name, count(counter, getattr(gemms, name), name))
-        parameter.gemms = copies[id(gemms)]  # type: ignore[attr-defined]
+        state_of(parameter).gemms = copies[id(gemms)]
 
 
 def _count_linear(counter: Counts, gemm, name: str):

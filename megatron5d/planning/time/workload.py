@@ -47,7 +47,7 @@ from megatron5d.planning.time.work import (
 )
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.mesh import planned_mesh
-from megatron5d.topology.shard_spec import spec_of, without_memory
+from megatron5d.topology.shard_spec import spec_of, state_of, without_memory
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.preflight.parameters import parameter_names
@@ -314,7 +314,7 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
         borrowed = frozenset(spec_of(p).name for p in read & counted)
         own, fixed = (
             read - counted,
-            {parameter for parameter in read if getattr(parameter, "frozen", False)},
+            {parameter for parameter in read if state_of(parameter).frozen},
         )
         counted |= own
         works = {
@@ -374,7 +374,7 @@ def _run_alone(
             model = GPT(config, mesh, "meta", specs)
         for parameter in model.parameters():
             if spec_of(parameter).name in frozen:
-                parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
+                state_of(parameter).frozen = True  # as data_parallel/bucket.py does
         set_load(model, target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, world // dense)
         said = before(model)
@@ -427,7 +427,7 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter, backs: str) ->
     # the first pass makes what stays: FP8 copies of weights, symmetric memory, weights' gradients
     rehearse = config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused"
     for parameter in model.parameters():
-        if not (rehearse or getattr(parameter, "frozen", False)):
+        if not (rehearse or state_of(parameter).frozen):
             grad_buffer(parameter)
     for back in [*("B" if rehearse else ""), *(backs or [""])]:
         stage = Stage(phases)

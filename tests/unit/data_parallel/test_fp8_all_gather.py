@@ -24,6 +24,7 @@ from megatron5d.precision import fp8_tensor
 from megatron5d.precision.fp8_tensor import block_maxima, blocks_in, quantize_slice
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import spec_of, state_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
@@ -110,11 +111,13 @@ def on_rank(rank, world):
             owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.format)
             with sync.weights.whole():
                 weights = {
-                    p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()
+                    spec_of(p).name: p.detach().float().numpy().copy() for p in model.parameters()
                 }
-            names = {p.spec.name for p in model.parameters() if id(p) in narrow}
+            names = {spec_of(p).name for p in model.parameters() if id(p) in narrow}
             trainer.evaluate(batches)
-            copies = [p.spec.name for p in model.parameters() if hasattr(p, "quantized")]
+            copies = [
+                spec_of(p).name for p in model.parameters() if state_of(p).fp8_copies is not None
+            ]
             found.append((losses, weights, sum(sent), names, owned, any(held), copies))
     return found
 

@@ -11,6 +11,7 @@ from standing_ranks import run_on_standing_ranks
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import build_sync, sizes_of
 
 
@@ -23,9 +24,9 @@ def dtypes(rank, world, config):
     found = {bucket.grads.dtype for bucket in sync.buckets} | {
         bucket.grad_slice.dtype for bucket in sync.buckets
     }
-    return found | {parameter.main_grad.dtype for parameter in model.parameters()}, sync.buckets[
-        0
-    ].weights.dtype
+    return found | {
+        state_of(parameter).main_grad.dtype for parameter in model.parameters()
+    }, sync.buckets[0].weights.dtype
 
 
 @pytest.mark.parametrize("zero", range(4))

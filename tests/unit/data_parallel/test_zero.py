@@ -25,7 +25,7 @@ from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, state_of, unsharded
 from megatron5d.train import build
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
@@ -321,7 +321,7 @@ def test_what_the_gradients_buffers_held_counts_for_nothing(model, monkeypatch):
                 for _ in range(2):
                     for bucket in here.sync.buckets if poisoned and zero < 2 else ():
                         for parameter in bucket.parameters:
-                            parameter.main_grad.fill_(math.nan)
+                            state_of(parameter).main_grad.fill_(math.nan)
                     results.append(here.step())
                 found.append(
                     [(each.losses["loss"], each.grad_norm, each.skipped) for each in results]
@@ -351,7 +351,7 @@ def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
 
     def on_rank(rank, world):
         unit = nn.Linear(7, 5, bias=False)
-        unit.weight.spec = ShardSpec("weight", (5, 7), unsharded((5, 7)))
+        state_of(unit.weight).spec = ShardSpec("weight", (5, 7), unsharded((5, 7)))
         sync = GradSync([[unit]], build_mesh(resolve(world), rank), 2, torch.float32)
         sync.register([unit])
         sync.start_step({unit: 3})

@@ -16,6 +16,7 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import spec_of
 
 E, K, H, F, N = 8, 2, 12, 6, 10  # N tokens a rank
 CONFIG = ModelConfig(hidden_size=H, num_experts=E, top_k=K, moe_ffn_hidden_size=F, num_layers=1)
@@ -54,7 +55,7 @@ def inputs(rank, crowd):
 def experts_of(mesh_ep, mesh_etp):
     made = Experts(CONFIG, "layers.0.experts", mesh_ep, mesh_etp, dtype=torch.float64, device="cpu")
     for parameter in made.parameters():
-        parameter.spec.__dict__["init"] = 0.5
+        spec_of(parameter).__dict__["init"] = 0.5
         initialize(parameter, 3)
     return made
 
@@ -73,7 +74,9 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1, room=None):
     y = state.combine(state.start_combine(experts(rows, row_weights, state.offsets, run_now)))
     y.backward(dy)
     empty = [torch.zeros_like(p) for p in experts.parameters()]
-    grads = [(p.spec, g if p.grad is None else p.grad) for p, g in zip(experts.parameters(), empty)]
+    grads = [
+        (spec_of(p), g if p.grad is None else p.grad) for p, g in zip(experts.parameters(), empty)
+    ]
     return y.detach(), x.grad, weights.grad, grads, rows.shape[0], ledger.bytes_by_axis()
 
 

@@ -13,6 +13,7 @@ from megatron5d.model.flops import core_flops, flops_per_token, parameter_count
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import spec_of
 
 S = 16
 
@@ -26,7 +27,7 @@ def built(model: str):
 def test_parameters_are_those_of_the_built_model(model):
     config, gpt = built(model)
     padding = (
-        sum(p.shape[0] - p.spec.shape[0] for p in gpt.parameters() if p.dim() == 2)
+        sum(p.shape[0] - spec_of(p).shape[0] for p in gpt.parameters() if p.dim() == 2)
         * config.hidden_size
     )
     assert parameter_count(config) == sum(p.numel() for p in gpt.parameters()) - padding
@@ -51,7 +52,7 @@ def test_flops_are_those_that_the_reference_computes(model):
     query sees."""
     config, gpt = built(model)
     gpt.initialize(1)
-    weights = {p.spec.name: p.detach()[: p.spec.shape[0]] for p in gpt.parameters()}
+    weights = {spec_of(p).name: p.detach()[: spec_of(p).shape[0]] for p in gpt.parameters()}
     with FlopCounterMode(display=False) as counter:
         reference_gpt.logits(weights, config, torch.zeros(1, S, dtype=torch.int64))
     mla = config.attention == "mla"

@@ -16,7 +16,7 @@ from megatron5d.checkpoint.hf.weights import hf_entries, load_hf_weights
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.topology.shard_spec import ShardSpec, unsharded
+from megatron5d.topology.shard_spec import ShardSpec, state_of, unsharded
 
 transformers = pytest.importorskip("transformers")
 
@@ -403,6 +403,6 @@ def test_a_bias_that_balancing_alone_uses_starts_at_zero(folder):
     """A folder without biases feeds a run with moe.balance=[bias]."""
     config = read_model_config(folder)
     bias = torch.ones(4)
-    bias.spec = ShardSpec("layers.0.router.bias", (4,), unsharded((4,)))
+    state_of(bias).spec = ShardSpec("layers.0.router.bias", (4,), unsharded((4,)))
     assert load_hf_weights([bias], config, folder) == []
     assert torch.equal(bias, torch.zeros(4))

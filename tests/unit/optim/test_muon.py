@@ -22,7 +22,7 @@ from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.parity.run import short_run
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, unsharded
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, state_of, unsharded
 from megatron5d.train.build import build_sync, sizes_of
 
 MUON = OptimConfig(name="muon", weight_decay=0.0)
@@ -160,7 +160,7 @@ def test_without_masters_small_updates_are_not_lost():
     other = optimizer_of(exact, MUON)
     for _ in range(30):
         for each, part in ((bucket, optimizer), (exact, other)):
-            each.parameters[0].main_grad.copy_(gradient)
+            state_of(each.parameters[0]).main_grad.copy_(gradient)
             part.step(1e-3)
     moved, wanted = weight.detach().float() - 1, exact.parameters[0].detach() - 1
     assert wanted.abs().mean() > 1e-3

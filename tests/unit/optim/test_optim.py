@@ -12,7 +12,7 @@ from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.optimizer import clip_coefficient, global_square_sum
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, unsharded
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, state_of, unsharded
 
 BASE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 
@@ -113,7 +113,7 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
         oracle.step()
         for bucket, optimizer in zip(buckets, optimizers):
             for p, grad in zip(bucket.parameters, grads):
-                p.main_grad.copy_(grad)
+                state_of(p).main_grad.copy_(grad)
             optimizer.step(lr=0.1)
     joined = torch.cat([bucket.weight_slice for bucket in buckets])
     for p, offset in zip(truth, buckets[0].offsets):
@@ -127,7 +127,7 @@ def test_one_pass_clips_updates_and_rounds():
         narrow = []
         for wide in parameters():
             narrow.append(torch.nn.Parameter(wide.detach().bfloat16()))
-            narrow[-1].spec = spec_of(wide)
+            state_of(narrow[-1]).spec = spec_of(wide)
         bucket = Bucket(narrow, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
         for step in range(3):
@@ -150,7 +150,7 @@ def test_one_pass_is_as_exact_as_its_masters():
     for how in ("torch", "kernel"):
         wide = [torch.nn.Parameter(each.detach().double()) for each in parameters()]
         for each, like in zip(wide, parameters()):
-            each.spec = spec_of(like)
+            state_of(each).spec = spec_of(like)
         bucket = Bucket(wide, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float64)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
         bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0)))
@@ -167,7 +167,7 @@ def test_a_new_optimiser_goes_on_where_another_stopped(how, seed):
     for stop in (0, 2):
         narrow = [torch.nn.Parameter(wide.detach().bfloat16()) for wide in parameters()]
         for each, like in zip(narrow, parameters()):
-            each.spec = spec_of(like)
+            state_of(each).spec = spec_of(like)
         bucket = Bucket(narrow, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
         optimizer = AdamW([bucket], OptimConfig(implementation=how), seed)
         for step in range(3):
@@ -228,7 +228,7 @@ def test_clipping_in_the_update_is_clipping_before_it(dtype):
     for before in (False, True):
         wide = [torch.nn.Parameter(each.detach().to(dtype)) for each in parameters()]
         for each, like in zip(wide, parameters()):
-            each.spec = spec_of(like)
+            state_of(each).spec = spec_of(like)
         bucket = Bucket(wide, Axis("dp_shard_cp"), Axis("dp_replicate"), dtype)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, eps=0.5, implementation="torch"))
         for step in range(3):

@@ -28,6 +28,7 @@ from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.rank_memory import RankMemory
 from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import boundary_form, pipeline_layout
 
@@ -233,8 +234,8 @@ def _copies(model) -> int:
     parts = [
         part
         for each in model.parameters()
-        if hasattr(each, "quantized")
-        for part in each.quantized[1].parts
+        if state_of(each).fp8_copies is not None
+        for part in state_of(each).fp8_copies.parts
     ]
     storages = [part.untyped_storage() for part in parts]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

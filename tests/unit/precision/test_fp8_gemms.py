@@ -20,7 +20,7 @@ from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelL
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard_spec import spec_of
+from megatron5d.topology.shard_spec import spec_of, state_of
 
 
 def quantised(block, largest, dtype, powers_of_two):
@@ -81,16 +81,18 @@ def test_a_linear_layer_is_the_emulation(recipe, powers_of_two, split, kind):
     else:
         layer = RowParallelLinear(208, 144, "down", Axis("tp"), **size)
     layer.weight.data.normal_().mul_(torch.logspace(-2, 2, 208))
-    layer.weight.gemms = recipe_of(recipe, powers_of_two)[0]
-    layer.weight.main_grad = torch.randn(144, 208)
-    before = layer.weight.main_grad.clone()
+    state_of(layer.weight).gemms = recipe_of(recipe, powers_of_two)[0]
+    state_of(layer.weight).main_grad = torch.randn(144, 208)
+    before = state_of(layer.weight).main_grad.clone()
     x = (torch.randn(50, 3, 208) * torch.logspace(2, -2, 208)).bfloat16().requires_grad_()
     dy = torch.randn(50, 3, 144).bfloat16()
     kept, waiting = [], []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x, waiting.append if split else lambda closure: closure())
     y.backward(dy)
-    assert len(waiting) == split and (torch.equal(layer.weight.main_grad, before) == split)
+    assert len(waiting) == split and (
+        torch.equal(state_of(layer.weight).main_grad, before) == split
+    )
     for closure in waiting:
         closure()
     want = by_hand(
@@ -98,7 +100,9 @@ def test_a_linear_layer_is_the_emulation(recipe, powers_of_two, split, kind):
     )
     assert torch.equal(y.detach().flatten(0, 1), want[0].bfloat16())
     assert torch.equal(x.grad.flatten(0, 1), want[1].bfloat16())
-    torch.testing.assert_close(layer.weight.main_grad, before + want[2], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(
+        state_of(layer.weight).main_grad, before + want[2], rtol=1e-5, atol=1e-3
+    )
     # FP8 values and their scales
     assert sum(t.numel() * t.element_size() for t in kept) <= 50 * 3 * (208 + 8)
 
@@ -112,8 +116,8 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
     offsets = torch.tensor([0, *counts]).cumsum(0)
     for parameter in experts.parameters():
         parameter.data.normal_()
-        parameter.gemms = recipe_of(recipe, powers_of_two)[1]
-        parameter.main_grad = torch.zeros_like(parameter)
+        state_of(parameter).gemms = recipe_of(recipe, powers_of_two)[1]
+        state_of(parameter).main_grad = torch.zeros_like(parameter)
     x, dy = torch.randn(157, 144).requires_grad_(), torch.randn(157, 144)
     weights, waiting = torch.rand(157).requires_grad_(), []
     experts(x, weights, offsets, waiting.append).backward(dy)
@@ -121,7 +125,10 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
         closure()
     for e, (first, last) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
         if first == last:
-            assert not experts.up.main_grad[e].any() and not experts.down.main_grad[e].any()
+            assert (
+                not state_of(experts.up).main_grad[e].any()
+                and not state_of(experts.down).main_grad[e].any()
+            )
             continue
         rows = slice(first, last)
         inner = by_hand(
@@ -143,9 +150,9 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
         )
         # a gelu that differs in the last bit may move a value to its neighbour
         close = {"rtol": 1e-3, "atol": 1e-3}
-        torch.testing.assert_close(experts.down.main_grad[e], ddown, **close)
+        torch.testing.assert_close(state_of(experts.down).main_grad[e], ddown, **close)
         torch.testing.assert_close(x.grad[rows], dx, **close)
-        torch.testing.assert_close(experts.up.main_grad[e], dup, **close)
+        torch.testing.assert_close(state_of(experts.up).main_grad[e], dup, **close)
         torch.testing.assert_close(weights.grad[rows], dmine, **close)
 
 
@@ -160,8 +167,8 @@ def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
     experts = Experts(config, "experts", Axis("ep"), Axis("etp"), dtype=torch.float32, device="cpu")
     for parameter in experts.parameters():
         parameter.data.normal_()
-        parameter.gemms = recipe_of(recipe, powers_of_two)[1]
-        parameter.main_grad = torch.zeros_like(parameter)
+        state_of(parameter).gemms = recipe_of(recipe, powers_of_two)[1]
+        state_of(parameter).main_grad = torch.zeros_like(parameter)
     x, weights, waiting = torch.randn(0, 144).requires_grad_(), torch.rand(0).requires_grad_(), []
     experts(x, weights, torch.zeros(4, dtype=torch.int64), waiting.append).backward(
         torch.randn(0, 144)
@@ -169,7 +176,7 @@ def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
     for closure in waiting:
         closure()
     assert x.grad.shape == (0, 144) and weights.grad.shape == (0,)
-    assert not any(parameter.main_grad.any() for parameter in experts.parameters())
+    assert not any(state_of(parameter).main_grad.any() for parameter in experts.parameters())
 
 
 def test_weights_are_quantised_once_until_they_change():

@@ -21,6 +21,7 @@ from megatron5d.precision.fp8_tensor import Fp8Tensor
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms, gemms_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
 
 
@@ -98,7 +99,7 @@ def test_gemms_of_one_input_agree_or_take_it_wide():
         [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)],
     )
     for weight in weights[:2]:
-        weight.gemms = gemms
+        state_of(weight).gemms = gemms
     assert gemms_of(*weights[:2]) is gemms and gemms_of(*weights) is PLAIN
 
 

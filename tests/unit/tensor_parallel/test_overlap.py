@@ -13,6 +13,7 @@ from megatron5d.tensor_parallel.fused_overlap import Fused
 from megatron5d.tensor_parallel.overlap import Chunked, Gemm, Overlap
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard_spec import state_of
 
 S, H, F = 12, 128, 256
 GEMMS = {
@@ -30,7 +31,7 @@ def every_way(rank: int, world: int, recipe: str):
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(F, H, dtype=torch.float64, generator=generator))
     gemms, found = GEMMS[recipe], []
-    weight.gemms = gemms
+    state_of(weight).gemms = gemms
     fused = Fused(tp, torch.device("cpu"), 120.0)
     for overlap in (Overlap(), Chunked(), fused, fused):
         ledger.clear()

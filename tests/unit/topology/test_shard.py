@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import initialize, normal, stream_key
-from megatron5d.topology.shard_spec import rectangles
+from megatron5d.topology.shard_spec import rectangles, spec_of
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -56,7 +56,7 @@ def test_shards_are_cut_from_one_whole_that_no_layout_changes(kind, size):
     for rank in range(size):
         layer = build(rank, size, kind)
         initialize(layer.weight, seed=3)
-        for piece in layer.weight.spec.pieces:
+        for piece in spec_of(layer.weight).pieces:
             index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
             assert torch.equal(
                 layer.weight[piece.row : piece.row + piece.shape[0]], one.weight[index]
