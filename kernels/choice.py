@@ -140,14 +140,14 @@ class GroupedRequest(NamedTuple):
 
 
 class NormRequest(NamedTuple):
-    """RMSNorm, or with `centred` LayerNorm, of rows of `width`."""
+    """RMSNorm, or with `centered` LayerNorm, of rows of `width`."""
 
     capability: int
     backward: bool
     dtype: torch.dtype
     weight_dtype: torch.dtype
     width: int
-    centred: bool
+    centered: bool
 
     @property
     def way(self) -> str:
@@ -155,7 +155,7 @@ class NormRequest(NamedTuple):
 
     @property
     def key(self) -> dict[str, int]:
-        return {"centred": int(self.centred), "width": self.width}
+        return {"centred": int(self.centered), "width": self.width}
 
 
 def capability_of(x: Tensor) -> int:
@@ -241,11 +241,11 @@ def order_of(request: Request) -> list[str] | None:
 
 
 def norm(
-    x: Tensor, weight: Tensor, centred: bool, settings: Settings, backward: bool = False
+    x: Tensor, weight: Tensor, centered: bool, settings: Settings, backward: bool = False
 ) -> ModuleType | None:
     """Returns the file of the library that computes the norm of x; None = ours."""
     if not (capability := capability_of(x)) or not x.numel():
         return None
     return provider(
-        NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centred), settings
+        NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centered), settings
     )

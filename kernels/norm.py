@@ -1,19 +1,15 @@
-"""RMSNorm and LayerNorm over the last dim; with the residual stream, whose sum and gradient cost no
-pass of their own.
+"""RMSNorm and LayerNorm over the last dim, optionally fused with the sum of the residual stream.
 
-RMSNorm     y = w · x / sqrt(mean(x²) + eps)                      Zhang & Sennrich, arXiv:1910.07467, eq. 4
-LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & Hinton, arXiv:1607.06450, eq. 4
+RMSNorm     y = w · x / sqrt(mean(x²) + eps)                    Zhang & Sennrich, arXiv:1910.07467
+LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b        Ba, Kiros & Hinton, arXiv:1607.06450
+            (eq. 4 in both papers)
 
-With n = the normalised row and g = w · dy:
-    dx = (g - n mean(g n)) / sqrt(...)       and for LayerNorm also minus mean(g)
+With n = the normalized row and g = w · dy:
+    dx = (g - n mean(g n)) / sqrt(...)       LayerNorm: also minus mean(g)
     dw = sum over rows of dy n,   db = sum over rows of dy
-and the gradient of x (or x + residual) itself is added to dx before it is stored. The backward is
-bound by memory: each program walks many rows and keeps its share of dw in registers, so that x and
-dy are read once; the shares of all programs are summed at the end.
-
-Rows too wide for the registers of a program (those with a CHUNK in the tables) are walked twice,
-the second time from the second-level cache, through which the backward also adds up its float32
-share of dw. It takes two rows at a time where the cache holds the rows of all programs.
+The gradient that reaches x (or x + residual) through the residual stream is added to dx before dx
+is stored. The backward is bound by memory bandwidth: each program processes many rows and keeps its
+partial sum of dw in registers, so x and dy are read once. The partial sums are added up at the end.
 """
 
 from collections.abc import Sequence
@@ -33,36 +29,27 @@ from megatron5d.kernels.dispatch import (
     tl,
 )
 from megatron5d.kernels.plain_norm import norm_in_torch, norm_reference
+from megatron5d.kernels.wide_norm import _wide_backward_kernel, _wide_forward_kernel, store_sum
 
 
 @jit
-def stored_sum(x, added, total_at, live):
-    """Stores x + added and returns it as rounded: the backward reads it back, and the statistics
-    are of it."""
-    total = (x + added).to(total_at.dtype.element_ty)
-    tl.store(total_at, total, live)
-    return total.to(tl.float32)
-
-
-@jit
-def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constexpr):
-    """Centres and scales whole rows of float32; their mean and 1 / scale are stored at
-    `statistics`."""
-    if CENTRED:
+def normalize(x, mask, width, eps, mean_ptr, rstd_ptr, row_mask, CENTERED: tl.constexpr):
+    """Normalizes whole float32 rows and stores their statistics."""
+    if CENTERED:
         mean = tl.sum(x, 1) / width
-        x = tl.where(live, x - mean[:, None], 0.0)
-        tl.store(statistics[0], mean, row_is_live)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
-    tl.store(statistics[1], scale, row_is_live)
-    return x * scale[:, None]
+        x = tl.where(mask, x - mean[:, None], 0.0)
+        tl.store(mean_ptr, mean, row_mask)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(rstd_ptr, rstd, row_mask)
+    return x * rstd[:, None]
 
 
 @jit
-def scaled(x, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS: tl.constexpr):
+def scale_and_shift(x, weight_ptr, bias_ptr, column, column_mask, HAS_BIAS: tl.constexpr):
     """Multiplies rows by the weight and adds the bias."""
-    y = x * load_float32(weight_ptr + column, column_is_live)[None, :]
+    y = x * load_float32(weight_ptr + column, column_mask)[None, :]
     if HAS_BIAS:
-        y += load_float32(bias_ptr + column, column_is_live)[None, :]
+        y += load_float32(bias_ptr + column, column_mask)[None, :]
     return y
 
 
@@ -73,290 +60,165 @@ def _forward_kernel(
     weight_ptr,
     bias_ptr,
     y_ptr,
-    total_ptr,
+    sum_ptr,
     mean_ptr,
-    scale_ptr,
+    rstd_ptr,
     num_rows,
     width,
     x_stride,
     residual_stride,
     eps,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Processes ROWS whole rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    row_is_live = row < num_rows
-    column_is_live = column < width
-    live = row_is_live[:, None] & column_is_live[None, :]
-    x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
+    row_mask, column_mask = row < num_rows, column < width
+    mask = row_mask[:, None] & column_mask[None, :]
+    rows, columns = row[:, None], column[None, :]
+    x = load_float32(x_ptr + rows * x_stride + columns, mask)
     if HAS_RESIDUAL:
-        added = load_float32(residual_ptr + row[:, None] * residual_stride + column[None, :], live)
-        x = stored_sum(x, added, total_ptr + row[:, None] * width + column[None, :], live)
-    statistics = mean_ptr + row, scale_ptr + row
-    y = normalised(x, live, width, eps, statistics, row_is_live, CENTRED)
-    y = scaled(y, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS)
-    tl.store(y_ptr + row[:, None] * width + column[None, :], y, live)
+        residual = load_float32(residual_ptr + rows * residual_stride + columns, mask)
+        x = store_sum(x, residual, sum_ptr + rows * width + columns, mask)
+    y = normalize(x, mask, width, eps, mean_ptr + row, rstd_ptr + row, row_mask, CENTERED)
+    y = scale_and_shift(y, weight_ptr, bias_ptr, column, column_mask, HAS_BIAS)
+    tl.store(y_ptr + rows * width + columns, y, mask)
 
 
 @jit
 def _backward_kernel(
     dy_ptr,
-    dtotal_ptr,
+    dstream_ptr,
     x_ptr,
     weight_ptr,
     mean_ptr,
-    scale_ptr,
+    rstd_ptr,
     dx_ptr,
     dweight_ptr,
     dbias_ptr,
     num_rows,
     width,
     dy_stride,
-    dtotal_stride,
+    dstream_stride,
     x_stride,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
+    HAS_DSTREAM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Processes many rows, ROWS at a time, and stores one partial sum of dw and db."""
     column = tl.arange(0, WIDTH)
-    column_is_live = column < width
-    weight = load_float32(weight_ptr + column, column_is_live)[None, :]
+    column_mask = column < width
+    columns = column[None, :]
+    weight = load_float32(weight_ptr + column, column_mask)[None, :]
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     dbias = tl.zeros((ROWS, WIDTH), tl.float32)
-    # In more than one stage, the next rows are on their way while these are worked on.
+    # With more than one stage, the next rows are loaded while these are processed.
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES
     ):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        row_is_live = row < num_rows
-        live = row_is_live[:, None] & column_is_live[None, :]
-        x = load_float32(x_ptr + row[:, None] * x_stride + column[None, :], live)
-        dy = load_float32(dy_ptr + row[:, None] * dy_stride + column[None, :], live)
-        scale = load_float32(scale_ptr + row, row_is_live)[:, None]
-        if CENTRED:
-            x = tl.where(live, x - load_float32(mean_ptr + row, row_is_live)[:, None], 0.0)
-        normal = x * scale
+        row_mask = row < num_rows
+        mask = row_mask[:, None] & column_mask[None, :]
+        rows = row[:, None]
+        x = load_float32(x_ptr + rows * x_stride + columns, mask)
+        dy = load_float32(dy_ptr + rows * dy_stride + columns, mask)
+        rstd = load_float32(rstd_ptr + row, row_mask)[:, None]
+        if CENTERED:
+            x = tl.where(mask, x - load_float32(mean_ptr + row, row_mask)[:, None], 0.0)
+        normal = x * rstd
         g = dy * weight
         dx = g - normal * (tl.sum(g * normal, 1) / width)[:, None]
-        if CENTRED:
+        if CENTERED:
             dx -= (tl.sum(g, 1) / width)[:, None]
-        dx *= scale
-        if HAS_DTOTAL:
-            dx += load_float32(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live)
-        tl.store(dx_ptr + row[:, None] * width + column[None, :], dx, live)
+        dx *= rstd
+        if HAS_DSTREAM:
+            dx += load_float32(dstream_ptr + rows * dstream_stride + columns, mask)
+        tl.store(dx_ptr + rows * width + columns, dx, mask)
         dweight += dy * normal
         if HAS_BIAS:
             dbias += dy
-    mine = tl.program_id(0).to(tl.int64) * width + column
-    tl.store(dweight_ptr + mine, tl.sum(dweight, 0), column_is_live)
+    part = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(dweight_ptr + part, tl.sum(dweight, 0), column_mask)
     if HAS_BIAS:
-        tl.store(dbias_ptr + mine, tl.sum(dbias, 0), column_is_live)
+        tl.store(dbias_ptr + part, tl.sum(dbias, 0), column_mask)
 
 
-@jit
-def _wide_forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    total_ptr,
-    mean_ptr,
-    scale_ptr,
-    width,
-    x_stride,
-    residual_stride,
-    eps,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Processes one row a program.
-
-    LayerNorm keeps, for each lane, the mean of what it has seen and the squares about it, and joins
-    the lanes at the
-    end: one walk finds both, without the cancellation of mean(x²) - mean(x)² (Chan, Golub & LeVeque
-        1983, sec. 2).
-    """
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, CHUNK)
-    lane_mean = tl.zeros((CHUNK,), tl.float32)
-    squares = tl.zeros((CHUNK,), tl.float32)
-    for start in range(0, width, CHUNK):
-        column = start + lane
-        live = column < width
-        x = load_float32(x_ptr + row * x_stride + column, live)
-        if HAS_RESIDUAL:
-            added = load_float32(residual_ptr + row * residual_stride + column, live)
-            x = stored_sum(x, added, total_ptr + row * width + column, live)
-        if CENTRED:
-            step = x - lane_mean
-            grown = lane_mean + step / (start // CHUNK + 1)
-            squares += tl.where(live, step * (x - grown), 0.0)
-            lane_mean = tl.where(live, grown, lane_mean)
-        else:
-            squares += x * x
-    mean = 0.0
-    if CENTRED:
-        count = (width - lane + CHUNK - 1) // CHUNK  # columns that the lane has seen
-        mean = tl.sum(lane_mean * count, 0) / width
-        squares += count * (lane_mean - mean) * (lane_mean - mean)
-        tl.store(mean_ptr + row, mean)
-    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + eps)
-    tl.store(scale_ptr + row, scale)
-    again_ptr = x_ptr + row * x_stride
-    if HAS_RESIDUAL:
-        again_ptr = total_ptr + row * width
-        tl.debug_barrier()  # what other threads of the program have stored is read
-    for start in range(0, width, CHUNK):
-        column = start + lane
-        live = column < width
-        x = load_float32(again_ptr + column, live)
-        y = (x - mean) * scale * load_float32(weight_ptr + column, live)
-        if HAS_BIAS:
-            y += load_float32(bias_ptr + column, live)
-        tl.store(y_ptr + row * width + column, y, live)
-
-
-@jit
-def _wide_backward_kernel(
-    dy_ptr,
-    dtotal_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    scale_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    num_rows,
-    width,
-    dy_stride,
-    dtotal_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Walks many rows, some at a time, and keeps the program's share of dw and db in memory."""
-    mine = tl.program_id(0).to(tl.int64) * width
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        row = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-        row_is_live = row < num_rows
-        scale = load_float32(scale_ptr + row, row_is_live)
-        mean = load_float32(mean_ptr + row, row_is_live) if CENTRED else 0.0
-        g_normal = tl.zeros((ROWS, CHUNK), tl.float32)
-        g_total = tl.zeros((ROWS, CHUNK), tl.float32)
-        for start in range(0, width, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            column_is_live = column < width
-            live = row_is_live & column_is_live[None, :]
-            x = load_float32(x_ptr + row * x_stride + column[None, :], live)
-            g = load_float32(dy_ptr + row * dy_stride + column[None, :], live)
-            g *= load_float32(weight_ptr + column, column_is_live)[None, :]
-            g_normal += g * ((x - mean) * scale)
-            g_total += g
-        mean_g_normal = tl.sum(g_normal, 1)[:, None] / width
-        mean_g = tl.sum(g_total, 1)[:, None] / width if CENTRED else 0.0
-        for start in range(0, width, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            column_is_live = column < width
-            live = row_is_live & column_is_live[None, :]
-            x = load_float32(x_ptr + row * x_stride + column[None, :], live)
-            dy = load_float32(dy_ptr + row * dy_stride + column[None, :], live)
-            weight = load_float32(weight_ptr + column, column_is_live)[None, :]
-            normal = (x - mean) * scale
-            dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
-            if HAS_DTOTAL:
-                dx += load_float32(dtotal_ptr + row * dtotal_stride + column[None, :], live)
-            tl.store(dx_ptr + row * width + column[None, :], dx, live)
-            dweight = load_float32(dweight_ptr + mine + column, column_is_live)
-            tl.store(dweight_ptr + mine + column, dweight + tl.sum(dy * normal, 0), column_is_live)
-            if HAS_BIAS:
-                dbias = load_float32(dbias_ptr + mine + column, column_is_live)
-                tl.store(dbias_ptr + mine + column, dbias + tl.sum(dy, 0), column_is_live)
-
-
-def _tile(operation: str, x: Tensor) -> dict:
-    """Selects ROWS, WIDTH and warps for rows of this width, narrow ones share a program; CHUNK for
-    wide rows."""
+def _launch_config(operation: str, x: Tensor) -> dict:
+    """Launch options for rows of this width: ROWS and WIDTH, or CHUNK for wide rows."""
     config = tuning.select(operation, x.device, width=x.shape[-1])
-    if "CHUNK" in config:
-        return config
-    config["WIDTH"] = next_power_of_2(x.shape[-1])
-    config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
+    if "CHUNK" not in config:
+        config["WIDTH"] = next_power_of_2(x.shape[-1])
+        config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
     return config
 
 
-def launch_forward(
+def norm_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 /
-    scale of each row."""
-    if (library := choice.norm(x, weight, centred, settings)) is not None:
-        return library.forward(x, residual, weight, bias, eps, centred)
+    """Computes the norm of x + residual, without a gradient.
+
+    Returns:
+        The norm `[..., h]`, the sum `[rows, h]`, and of each row mean (only if `centered`) and rstd
+        (1 / standard deviation or root mean square), both `[rows]`.
+    """
+    if (library := choice.norm(x, weight, centered, settings)) is not None:
+        return library.forward(x, residual, weight, bias, eps, centered)
     shape, x = x.shape, rows_of(x)
     num_rows, width = x.shape
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(scale) if centred else scale
-    total, added = x, x
+    y = x.new_empty(shape)
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if centered else rstd
+    total, residual_rows = x, x
     if residual is not None:
-        added, total = (
-            rows_of(residual),
-            torch.empty(num_rows, width, dtype=x.dtype, device=x.device),
-        )
-    tile = _tile("norm_forward", x)
-    pointers = (x, added, weight, weight if bias is None else bias, y, total, mean, scale)
-    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
-    sizes = (width, x.stride(0), added.stride(0), eps)
-    if "CHUNK" in tile:
-        _wide_forward_kernel[(num_rows,)](*pointers, *sizes, **flags, **tile)
+        total, residual_rows = x.new_empty(x.shape), rows_of(residual)
+    config = _launch_config("norm_forward", x)
+    pointers = (x, residual_rows, weight, weight if bias is None else bias, y, total, mean, rstd)
+    sizes = (width, x.stride(0), residual_rows.stride(0), eps)
+    config |= {"CENTERED": centered, "HAS_BIAS": bias is not None}
+    config["HAS_RESIDUAL"] = residual is not None
+    if "CHUNK" in config:
+        _wide_forward_kernel[(num_rows,)](*pointers, *sizes, **config)
     else:
-        _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](
-            *pointers, num_rows, *sizes, **flags, **tile
-        )
-    return y, total, mean, scale
+        grid = (cdiv(num_rows, config["ROWS"]),)
+        _forward_kernel[grid](*pointers, num_rows, *sizes, **config)
+    return y, total, mean, rstd
 
 
 class _Norm(FirstOrderFunction):
     """(x, residual) -> (norm of x + residual, x + residual); without a residual the second is x."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, centred, settings):
-        y, total, *statistics = launch_forward(x, residual, weight, bias, eps, centred, settings)
+    def forward(ctx, x, residual, weight, bias, eps, centered, settings):
+        y, total, *statistics = norm_forward(x, residual, weight, bias, eps, centered, settings)
         ctx.save_for_backward(total, weight, bias, *statistics)
-        ctx.eps, ctx.centred, ctx.settings = eps, centred, settings
+        ctx.eps, ctx.centered, ctx.settings = eps, centered, settings
         ctx.has_residual = residual is not None
-        # where one of the two results is not used, nothing is read in its place
+        # An unused output must not cost a tensor of zeros, nor the time to read it.
         ctx.set_materialize_grads(False)
         return y, x if residual is None else total.view(x.shape)
 
     @staticmethod
-    def backward(ctx, dy, dtotal):
+    def backward(ctx, dy, dstream):
         if dy is None:
-            return dtotal, dtotal if ctx.has_residual else None, None, None, None, None, None
+            return dstream, dstream if ctx.has_residual else None, *[None] * 5
         x, weight, bias, *statistics = ctx.saved_tensors
-        dx, *others = norm_backward(
-            dy, x, weight, bias, ctx.eps, statistics, dtotal, ctx.settings, centred=ctx.centred
+        dx, dweight, dbias = norm_backward(
+            dy, x, weight, bias, ctx.eps, statistics, dstream, ctx.settings, centered=ctx.centered
         )
-        return dx, dx if ctx.has_residual else None, *others, None, None, None
+        return dx, dx if ctx.has_residual else None, dweight, dbias, None, None, None
 
 
 def norm_backward(
@@ -366,52 +228,63 @@ def norm_backward(
     bias: Tensor | None,
     eps: float,
     statistics: Sequence[Tensor],
-    dtotal: Tensor | None = None,
+    dstream: Tensor | None = None,
     settings: Settings = AUTO,
     *,
-    centred: bool,
+    centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Computes the gradients of `rms_norm`, or with `centred` of `layer_norm`.
+    """Computes the gradients of `rms_norm`, or with `centered` of `layer_norm`.
 
     Args:
         dy, x: `[..., h]`.
         weight: `[h]`.
         bias: `[h]` or None.
         eps: added to the mean of squares.
-        statistics: mean and 1 / scale of each row of x, `[rows]`; the plain path makes them again.
-        dtotal: `[..., h]`, the gradient of x beside its norm.
+        statistics: mean and rstd of each row of x, `[rows]`; the plain path recomputes them.
+        dstream: `[..., h]`, the gradient that reaches x other than through its norm.
         settings: as in `rms_norm`.
-        centred: the norm is LayerNorm.
+        centered: the norm is LayerNorm.
 
     Returns:
         dx `[..., h]`, dw and db `[h]` (None without a bias), in the dtypes of x, weight and bias.
     """
-    if (library := choice.norm(x, weight, centred, settings, backward=True)) is not None:
-        return library.backward(dy, x, weight, bias, statistics, dtotal, centred)
-    if not dispatch.runs_triton(x):
-        leaves = (x, weight) if bias is None else (x, weight, bias)
-        dx, dweight, *rest = dispatch.gradients_of(
-            lambda *leaves: norm_reference(*leaves, eps=eps, centred=centred), dy, *leaves
-        )
-        return dx if dtotal is None else dx + dtotal, dweight, rest[0] if rest else None
+    if (library := choice.norm(x, weight, centered, settings, backward=True)) is not None:
+        return library.backward(dy, x, weight, bias, statistics, dstream, centered)
+    if dispatch.runs_triton(x):
+        return _launch_backward(dy, x, weight, bias, statistics, dstream, centered)
+    leaves = (x, weight) if bias is None else (x, weight, bias)
+    dx, *grads = dispatch.gradients_of(
+        lambda *leaves: norm_reference(*leaves, eps=eps, centered=centered), dy, *leaves
+    )
+    return dx if dstream is None else dx + dstream, grads[0], None if bias is None else grads[1]
+
+
+def _launch_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: Sequence[Tensor],
+    dstream: Tensor | None,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     shape, dy, x = dy.shape, rows_of(dy), rows_of(x)
     num_rows, width = x.shape
-    tile = _tile("norm_backward", x)
-    waves = tile.pop("PROGRAMS_PER_PROCESSOR")
-    programs = min(cdiv(num_rows, tile["ROWS"]), waves * dispatch.num_processors(x.device))
-    dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    # wide rows' are added to from the first row on
-    shares = torch.zeros if "CHUNK" in tile else torch.empty
-    dweight = shares(programs, width, dtype=torch.float32, device=x.device)
-    dbias = (
-        dweight if bias is None else shares(programs, width, dtype=torch.float32, device=x.device)
-    )
-    arrived = dy if dtotal is None else rows_of(dtotal)
-    strides = (dy.stride(0), arrived.stride(0), x.stride(0))
-    pointers = (dy, arrived, x, weight.contiguous(), *statistics, dx, dweight, dbias)
-    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_DTOTAL": dtotal is not None}
-    kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
-    kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, **tile)
+    config = _launch_config("norm_backward", x)
+    waves = config.pop("PROGRAMS_PER_PROCESSOR")
+    programs = min(cdiv(num_rows, config["ROWS"]), waves * dispatch.num_processors(x.device))
+    dx = x.new_empty(x.shape)
+    # The kernel for wide rows adds to its partial sums, the other one stores them once.
+    new_parts = x.new_zeros if "CHUNK" in config else x.new_empty
+    dweight = new_parts((programs, width), dtype=torch.float32)
+    dbias = dweight if bias is None else new_parts(dweight.shape, dtype=torch.float32)
+    dstream_rows = dy if dstream is None else rows_of(dstream)
+    pointers = (dy, dstream_rows, x, weight.contiguous(), *statistics, dx, dweight, dbias)
+    strides = (dy.stride(0), dstream_rows.stride(0), x.stride(0))
+    config |= {"CENTERED": centered, "HAS_BIAS": bias is not None}
+    config["HAS_DSTREAM"] = dstream is not None
+    kernel = _wide_backward_kernel if "CHUNK" in config else _backward_kernel
+    kernel[(programs,)](*pointers, num_rows, width, *strides, **config)
     bias_grad = None if bias is None else dbias.sum(0).to(bias.dtype)
     return dx.view(shape), dweight.sum(0).to(weight.dtype), bias_grad
 
@@ -432,18 +305,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO) -
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    settings: Settings = AUTO,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, settings: Settings = AUTO
 ) -> tuple[Tensor, Tensor]:
-    """Returns the RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
+    """Computes the RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
 
     Args:
         x: `[..., h]`, any floating dtype.
-        residual: as `x`; None = x is the stream already, and comes back as it is: a branch that
-            begins with a norm continues with both, and their gradients meet in the norm's backward.
+        residual: as `x`. None: x is the residual stream itself and is returned unchanged. A branch
+            that begins with a norm uses both results, so that their gradients are added in the
+            norm's backward.
         weight: `[h]`, any floating dtype.
         eps: added to the mean of squares.
 
@@ -456,13 +326,14 @@ def add_rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, settings: Settings = AUTO
 ) -> Tensor:
-    """Centres each row and scales it to unit variance, then by `weight`, plus `bias`.
+    """Centers each row and scales it to unit variance, then by `weight`, and adds `bias`.
 
     Args:
         x: `[..., h]`, any floating dtype.
         weight: `[h]`, any floating dtype.
         bias: `[h]` or None.
         eps: added to the variance.
+        settings: as in `rms_norm`.
 
     Returns:
         `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
@@ -478,7 +349,7 @@ def add_layer_norm(
     eps: float,
     settings: Settings = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
+    """Computes the LayerNorm of `x + residual`, and that sum, as `add_rms_norm` does."""
     return _add_norm(x, residual, weight, bias, eps, True, settings)
 
 
@@ -488,10 +359,10 @@ def _add_norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centred, settings)):
-        return norm_in_torch(x if residual is None else x + residual, weight, bias, eps, centred)
+    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centered, settings)):
+        return norm_in_torch(x if residual is None else x + residual, weight, bias, eps, centered)
     bias = None if bias is None else bias.contiguous()
-    return _Norm.apply(x, residual, weight.contiguous(), bias, eps, centred, settings)
+    return _Norm.apply(x, residual, weight.contiguous(), bias, eps, centered, settings)

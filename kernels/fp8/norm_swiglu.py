@@ -26,7 +26,7 @@ from megatron5d.kernels.fp8.quantize import (
     quantize_rows,
     quantized,
 )
-from megatron5d.kernels.norm import launch_forward, normalised, scaled
+from megatron5d.kernels.norm import norm_forward, normalize, scale_and_shift
 from megatron5d.kernels.plain_norm import norm_reference
 
 # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
@@ -122,12 +122,12 @@ def _norm_kernel(
     values_ptr,
     scales_ptr,
     mean_ptr,
-    inverse_ptr,
+    rstd_ptr,
     rows,
     width,
     stride,
     eps,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
@@ -138,24 +138,20 @@ def _norm_kernel(
     """Normalises whole rows, then quantises them group by group."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    live = (row < rows)[:, None] & (column < width)[None, :]
-    x = load_float32(x_ptr + row[:, None] * stride + column[None, :], live)
-    statistics = mean_ptr + row, inverse_ptr + row
-    y = normalised(x, live, width, eps, statistics, row < rows, CENTRED)
-    y = scaled(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    x = load_float32(x_ptr + row[:, None] * stride + column[None, :], mask)
+    y = normalize(x, mask, width, eps, mean_ptr + row, rstd_ptr + row, row < rows, CENTERED)
+    y = scale_and_shift(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
-    groups = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
-    amax = largest(groups, 2)[:, :, None]
-    values, scale = quantized(groups, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    blocks = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
+    amax = largest(blocks, 2)[:, :, None]
+    values, scale = quantized(blocks, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
     values = tl.reshape(values, (ROWS, WIDTH))
-    tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)
-    count, group = tl.cdiv(width, GROUP), tl.arange(0, WIDTH // GROUP)
-    known = (row < rows)[:, None] & (group < count)[None, :]
-    tl.store(
-        scales_ptr + row[:, None] * count + group[None, :],
-        tl.reshape(scale, (ROWS, WIDTH // GROUP)),
-        known,
-    )
+    tl.store(values_ptr + row[:, None] * width + column[None, :], values, mask)
+    groups, group = tl.cdiv(width, GROUP), tl.arange(0, WIDTH // GROUP)
+    scale = tl.reshape(scale, (ROWS, WIDTH // GROUP))
+    group_mask = (row < rows)[:, None] & (group < groups)[None, :]
+    tl.store(scales_ptr + row[:, None] * groups + group[None, :], scale, group_mask)
 
 
 def _outputs(
@@ -252,11 +248,11 @@ def norm_quantized(
     eps: float,
     dtype: torch.dtype = E4M3,
     *,
-    centred: bool,
+    centered: bool,
     powers_of_two: bool = False,
     settings: Settings = AUTO,
 ) -> tuple[Quantized, tuple[Tensor, Tensor]]:
-    """Computes `quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not
+    """Computes `quantize_rows(rms_norm(x))`, or with `centered` of `layer_norm`, in one pass; not
     differentiable.
 
     Args:
@@ -265,42 +261,42 @@ def norm_quantized(
         bias: `[h]` or None.
         eps: added to the mean of squares.
         dtype: float8_e4m3fn or float8_e5m2.
-        centred: the norm is LayerNorm.
+        centered: the norm is LayerNorm.
         powers_of_two: round the scales up to powers of two.
         settings: which library may compute the norm of rows too wide for one pass.
 
     Returns:
         values `[rows, h]` with scales `[rows, ceil(h/128)]`, and what the backward of the norm
-        needs: mean (without `centred`, nothing) and 1 / scale `[rows]`, float32 (float64 for
+        needs: mean (without `centered`, nothing) and 1 / scale `[rows]`, float32 (float64 for
         float64).
     """
     x = rows_of(x)
     rows, width = x.shape
     if not dispatch.runs_triton(x):
         wide = x.to(dispatch.statistics_dtype(x.dtype))
-        mean = wide.mean(-1) if centred else None
+        mean = wide.mean(-1) if centered else None
         squares = (wide if mean is None else wide - mean[:, None]).square()
-        inverse = torch.rsqrt(squares.mean(-1) + eps)
-        y = norm_reference(x, weight, bias, eps=eps, centred=centred)
+        rstd = torch.rsqrt(squares.mean(-1) + eps)
+        y = norm_reference(x, weight, bias, eps=eps, centered=centered)
         return quantize_reference(y, 1, dtype, powers_of_two), (
-            inverse if mean is None else mean,
-            inverse,
+            rstd if mean is None else mean,
+            rstd,
         )
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if width > MAX_WIDTH:
-        y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred, settings)
-        return quantize_rows(y, dtype, powers_of_two=powers_of_two), (mean, inverse)
+        y, _, mean, rstd = norm_forward(x, None, weight, bias, eps, centered, settings)
+        return quantize_rows(y, dtype, powers_of_two=powers_of_two), (mean, rstd)
     values, scales = _outputs(rows, width, dtype, x.device)
-    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(inverse) if centred else inverse
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if centered else rstd
     config = tuning.select("fp8_rms_norm", x.device, width=width)
     config["WIDTH"] = max(GROUP, next_power_of_2(width))
     config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
-    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "POWERS_OF_TWO": powers_of_two}
-    pointers = (x, weight, weight if bias is None else bias, values, scales, mean, inverse)
+    flags = {"CENTERED": centered, "HAS_BIAS": bias is not None, "POWERS_OF_TWO": powers_of_two}
+    pointers = (x, weight, weight if bias is None else bias, values, scales, mean, rstd)
     sizes = (rows, width, x.stride(0), eps)
     grid = (cdiv(rows, config["ROWS"]),)
     _norm_kernel[grid](
         *pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config
     )
-    return Quantized(values, scales, 1), (mean, inverse)
+    return Quantized(values, scales, 1), (mean, rstd)

@@ -195,9 +195,9 @@ def _quantize_blocks_kernel(
     first_row, first_column = row_group * GROUP, column_group * GROUP
     slices = row_slices(x_ptr, x_stride, first_row, first_column, rows, columns, GROUP)
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
-    wide = ()
+    wide: tl.tuple = ()
     for j in tl.static_range(16):
-        wide += (slices[j].to(tl.float32),)  # type: ignore[assignment]
+        wide += (slices[j].to(tl.float32),)
     if GIVEN:
         amax = tl.load(amax_ptr)
     else:
@@ -205,10 +205,10 @@ def _quantize_blocks_kernel(
     scale, factor = scale_and_factor(amax, LARGEST, POWERS_OF_TWO)
     values_ptr += (matrix * rows + first_row) * columns + first_column
     column, columns_left = tl.arange(0, GROUP)[None, :], (columns - first_column).to(tl.int32)
-    scaled = ()
+    scaled: tl.tuple = ()
     for j in tl.static_range(16):
         row = 16 * tl.arange(0, GROUP // 16)[:, None] + j
-        scaled += (wide[j] * factor,)  # type: ignore[assignment]
+        scaled += (wide[j] * factor,)
         live = (row < rows - first_row) & (column < columns_left)
         tl.store(values_ptr + row * columns + column, scaled[j].to(DTYPE), live)
     transposed_ptr += matrix * columns * transposed_stride + first_row
@@ -349,15 +349,15 @@ def scaled_anew(
 ):
     """Scales a tile in slices, with a scale for each of its rows, anew along its columns; returns
     the new ones too."""
-    wide = ()
+    wide: tl.tuple = ()
     for j in tl.static_range(16):
         row = 16 * tl.arange(0, GROUP // 16) + j
         factor = load_float32(scales_ptr + row * scales_stride, row < rows)
-        wide += (slices[j].to(tl.float32) * factor[:, None],)  # type: ignore[assignment]
+        wide += (slices[j].to(tl.float32) * factor[:, None],)
     scale, factor = scale_and_factor(largest(largest_of(wide), 0)[None, :], LARGEST, POWERS_OF_TWO)
-    scaled = ()
+    scaled: tl.tuple = ()
     for j in tl.static_range(16):
-        scaled += (wide[j] * factor,)  # type: ignore[assignment]
+        scaled += (wide[j] * factor,)
     return scaled, scale
 
 

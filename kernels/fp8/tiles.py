@@ -17,7 +17,7 @@ def row_slices(x_ptr, stride, first_row, first_column, rows, columns, GROUP: tl.
     rows, columns = (rows - first_row).to(tl.int32), (columns - first_column).to(tl.int32)
     column = tl.arange(0, GROUP)[None, :]
     row = 16 * tl.arange(0, GROUP // 16)[:, None]
-    slices = ()
+    slices: tl.tuple = ()
     for j in tl.static_range(16):
         slices += (
             tl.load(
@@ -25,7 +25,7 @@ def row_slices(x_ptr, stride, first_row, first_column, rows, columns, GROUP: tl.
                 (row + j < rows) & (column < columns),
                 other=0.0,
             ),
-        )  # type: ignore[assignment]
+        )
     return slices
 
 
@@ -62,10 +62,10 @@ def store_transposed(
         stride: bytes from one row of the transpose to the next, a multiple of 16.
         count: bytes that may be stored in each row, a multiple of 16.
     """
-    parts = ()
+    parts: tl.tuple = ()
     for j in tl.static_range(4):
-        parts += (joined(slices[j], slices[4 + j], slices[8 + j], slices[12 + j]),)  # type: ignore[assignment]
-    every = joined(parts[0], parts[1], parts[2], parts[3])  # type: ignore[misc]
+        parts += (joined(slices[j], slices[4 + j], slices[8 + j], slices[12 + j]),)
+    every = joined(parts[0], parts[1], parts[2], parts[3])
     tile = tl.reshape(every, (GROUP // 16, GROUP, 16)).to(DTYPE)
     tile = tl.permute(tile, (1, 0, 2)).reshape(GROUP, GROUP)
     out_ptr += first_column * stride

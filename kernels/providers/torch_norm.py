@@ -24,12 +24,12 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns what `launch_forward` does: the norm, the stream as rows, mean and 1 / scale of each
     row."""
     total, width = x if residual is None else x + residual, list(weight.shape)
-    if centred:
+    if centered:
         y, mean, scale = torch.ops.aten.native_layer_norm(total, width, weight, bias, eps)
     else:
         y, scale = torch.ops.aten._fused_rms_norm(total, width, weight, eps)
@@ -44,7 +44,7 @@ def backward(
     bias: Tensor | None,
     statistics: tuple[Tensor, Tensor],
     dtotal: Tensor | None,
-    centred: bool,
+    centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     width, rows, (mean, scale) = (
         list(weight.shape),
@@ -52,7 +52,7 @@ def backward(
         (each[:, None] for each in statistics),
     )
     dbias = None
-    if centred:
+    if centered:
         wanted = [True, True, bias is not None]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             rows, rows_of(x), width, mean, scale, weight, bias, wanted

@@ -138,14 +138,14 @@ class SwigluFp8(FirstOrderFunction):
 
 
 class NormFp8(FirstOrderFunction):
-    """`add_rms_norm`, or with `centred` `add_layer_norm`, of x alone: the norm as such an
+    """`add_rms_norm`, or with `centered` `add_layer_norm`, of x alone: the norm as such an
     Fp8Tensor, and x."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps: float, centred: bool, powers_of_two: bool, settings):
-        options = {"centred": centred, "powers_of_two": powers_of_two, "settings": settings}
+    def forward(ctx, x, weight, bias, eps: float, centered: bool, powers_of_two: bool, settings):
+        options = {"centered": centered, "powers_of_two": powers_of_two, "settings": settings}
         q, statistics = norm_quantized(x, weight, bias, eps, **options)
-        ctx.eps, ctx.centred, ctx.settings = eps, centred, settings
+        ctx.eps, ctx.centered, ctx.settings = eps, centered, settings
         ctx.save_for_backward(x, weight, bias, *statistics)
         ctx.set_materialize_grads(False)
         return _fp8_tensor(q, x.shape, x.dtype), x
@@ -156,7 +156,7 @@ class NormFp8(FirstOrderFunction):
             return dx, None, None, None, None, None, None
         x, weight, bias, *statistics = ctx.saved_tensors
         inputs = (dy, x, weight, bias, ctx.eps, statistics, dx, ctx.settings)
-        return *norm_backward(*inputs, centred=ctx.centred), None, None, None, None
+        return *norm_backward(*inputs, centered=ctx.centered), None, None, None, None
 
 
 _MANTISSA_BITS = 23  # of float32; the bits above them are the exponent

@@ -239,10 +239,10 @@ def _fp8_fused() -> None:
     swiglu_backward_quantized(meta(4096, 2048), meta(4096, 2 * 2048), powers_of_two=True)
     for width in (2048, 7168, 16384):
         norm_quantized(
-            meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True
+            meta(4096, width), meta(width), None, 1e-5, centered=False, powers_of_two=True
         )
         norm_quantized(
-            meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True
+            meta(4096, width), meta(width), meta(width), 1e-5, centered=True, powers_of_two=True
         )
 
 

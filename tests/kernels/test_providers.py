@@ -184,19 +184,19 @@ def test_grouped_by_torch():
         assert counted() == {"grouped_mm": 2}
 
 
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_norms_by_torch(centred, with_residual):
+def test_norms_by_torch(centered, with_residual):
     x, residual = (torch.randn(3, 4, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(32, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    leaves = [x, *([residual] if with_residual else []), weight, *([bias] if centred else [])]
+    leaves = [x, *([residual] if with_residual else []), weight, *([bias] if centered else [])]
     total = x + residual if with_residual else x * 1
-    want = norm_reference(total, weight, bias if centred else None, eps=1e-5, centred=centred)
+    want = norm_reference(total, weight, bias if centered else None, eps=1e-5, centered=centered)
     dy, dtotal = torch.randn_like(want), torch.randn_like(want)
     want_grads = torch.autograd.grad((want, total), leaves, (dy, dtotal))
     with on_cpu(norm="torch", strict=True) as settings:
         added = residual if with_residual else None
-        if centred:
+        if centered:
             got = kernels.add_layer_norm(x, added, weight, bias, 1e-5, settings)
         else:
             got = kernels.add_rms_norm(x, added, weight, 1e-5, settings)

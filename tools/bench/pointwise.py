@@ -227,14 +227,14 @@ def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
     return {"ours": lambda: swiglu_backward_quantized(dy, gate_up), "ours, three kernels": apart}
 
 
-def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Calls:
+def norm_to_float8(device: str, *, centered: bool, rows: int, width: int) -> Calls:
     """Computes RMSNorm, or LayerNorm with a bias; nothing wide is written."""
     x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return norm_quantized(x, weight, bias, EPS, centred=centred, settings=OURS)[0]
+        return norm_quantized(x, weight, bias, EPS, centered=centered, settings=OURS)[0]
 
-    if centred:
+    if centered:
         kernel, reference = (
             partial(kernels.layer_norm, eps=EPS, settings=OURS),
             partial(kernels.layer_norm_reference, eps=EPS),
@@ -278,8 +278,8 @@ POINTWISE = {
     "float8 transposed 16384x4096": _row(transposed, 2, ROWS),
     "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
     "SwiGLU backward to float8 8192x14336": _row(swiglu_backward_to_float8, 10, FEED_FORWARD),
-    "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=False), 3, ROWS),
-    "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=True), 3, ROWS),
+    "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centered=False), 3, ROWS),
+    "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centered=True), 3, ROWS),
     "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS, "norm"),
     "RMSNorm backward 16384x4096": _row(partial(rms_norm, backward=True), 6, ROWS),
     "RMSNorm forward 4096x18432": _row(partial(rms_norm, backward=False), 4, WIDE, "norm"),

@@ -86,9 +86,9 @@ def requests_of(config: Config, capability: int) -> list[Request]:
                 capability, dtype, tokens * m.top_k, m.num_experts // p.ep, n, m.hidden_size
             )
         )
-    centred = m.norm == "layernorm"
+    centered = m.norm == "layernorm"
     return found + [
-        NormRequest(capability, way, dtype, dtype, m.hidden_size, centred) for way in (False, True)
+        NormRequest(capability, way, dtype, dtype, m.hidden_size, centered) for way in (False, True)
     ]
 
 

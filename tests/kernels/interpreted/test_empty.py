@@ -113,8 +113,10 @@ def test_fp8():
     assert fp8_matmul(rows, blocks).shape == (0, 130)
     assert fp8_transpose(rows).values.shape == (256, 0)
     assert swiglu_quantized(torch.zeros(0, 512)).values.shape == (0, 256)
-    for centred in (False, True):
-        assert norm_quantized(x, torch.ones(256), None, 1e-5, centred=centred)[0].values.shape == (
+    for centered in (False, True):
+        assert norm_quantized(x, torch.ones(256), None, 1e-5, centered=centered)[
+            0
+        ].values.shape == (
             0,
             256,
         )

@@ -216,7 +216,7 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
         assert torch.equal(got.scales, want.scales) and torch.equal(
             got.values.float(), want.values.float()
         )
-        got, (_, inverse) = norm_quantized(x, weight, None, 1e-5, centred=False, **how)
+        got, (_, inverse) = norm_quantized(x, weight, None, 1e-5, centered=False, **how)
         plain = kernels.rms_norm_reference(x, weight, 1e-5)
         want = quantize_rows(kernels.rms_norm(x, weight, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(
@@ -224,7 +224,7 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
         )
         near(got, quantize_reference(plain, 1, **how))
         torch.testing.assert_close(inverse, torch.rsqrt(x.float().square().mean(1) + 1e-5))
-        got, statistics = norm_quantized(x, weight, bias, 1e-5, centred=True, **how)
+        got, statistics = norm_quantized(x, weight, bias, 1e-5, centered=True, **how)
         want = quantize_rows(kernels.layer_norm(x, weight, bias, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(
             got.values.float(), want.values.float()
@@ -270,16 +270,16 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
     assert torch.equal(kernels.activation_backward(dy, gate_up.detach(), None, "swiglu")[0], wanted)
     with torch.no_grad():
         biases = {False: None, True: bias}
-        ours, centred = (
+        ours, centered = (
             kernels.norm_backward(
                 dy,
                 x,
                 weight,
                 b,
                 1e-5,
-                norm_quantized(x, weight, b, 1e-5, centred=c)[1],
+                norm_quantized(x, weight, b, 1e-5, centered=c)[1],
                 dx,
-                centred=c,
+                centered=c,
             )
             for c, b in biases.items()
         )
@@ -290,7 +290,7 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
     wanted = torch.autograd.grad(
         kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx]
     )
-    torch.testing.assert_close(centred, wanted)
+    torch.testing.assert_close(centered, wanted)
 
 
 def near(got, want):

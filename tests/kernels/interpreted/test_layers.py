@@ -107,7 +107,7 @@ MODELS = {
         "shared_ffn_hidden_size": 16,
     },
     "latent": {"attention": "mla", "q_lora_rank": 32, "kv_lora_rank": 32},
-    "centred": {"norm": "layernorm"},
+    "centered": {"norm": "layernorm"},
 }
 
 

@@ -58,13 +58,13 @@ def test_layer_norm(shape, has_bias):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("width", [100, 1500])
-def test_the_stream_beside_the_norm(width, added, centred, dtype):
+def test_the_stream_beside_the_norm(width, added, centered, dtype):
     """With a residual, and without one; gradients of both results, and of either alone. Wide rows
     have their kernel."""
-    names = ["x", *(["residual"] if added else []), "weight", *(["bias"] if centred else [])]
+    names = ["x", *(["residual"] if added else []), "weight", *(["bias"] if centered else [])]
     leaves = {
         n: torch.randn((width,) if n in ("weight", "bias") else (3, 3, width)).to(dtype)
         for n in names
@@ -72,12 +72,12 @@ def test_the_stream_beside_the_norm(width, added, centred, dtype):
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
     x, residual, weight, bias = (leaves.get(n) for n in ("x", "residual", "weight", "bias"))
-    if centred:
+    if centered:
         y, total = kernels.add_layer_norm(x, residual, weight, bias, 1e-5)
     else:
         y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
     want_total = wide["x"] + wide["residual"] if added else wide["x"] * 1
-    exact = F.layer_norm if centred else F.rms_norm
+    exact = F.layer_norm if centered else F.rms_norm
     want = exact(
         want_total, (width,), *(wide[n] for n in names if n in ("weight", "bias")), eps=1e-5
     )

@@ -152,8 +152,8 @@ FAULTS = {
     "dropped mask": (
         "norm",
         norm,
-        "column_is_live = column < width",
-        "column_is_live = column >= 0",
+        "row < num_rows, column < width",
+        "row < num_rows, column >= 0",
     ),
     "dropped eps": ("norm", norm, "/ width + eps)", "/ width + 100 * eps + 0.1)"),
     "wrong stride": (

@@ -35,12 +35,12 @@ def test_operations_alone(dtype, powers_of_two):
     row, probs = torch.randn(5, 400).to(dtype).requires_grad_(), torch.rand(5).requires_grad_()
     weighted = of_experts.activate(row, probs, "swiglu"), weighted_activation(row, probs, "swiglu")
     scaled = rms_norm_reference(x, weight, 1e-5)  # what runs on a CPU rounds otherwise
-    centred = layer_norm_reference(x, weight, bias, 1e-5)
+    centered = layer_norm_reference(x, weight, bias, 1e-5)
     cases = [
         ((gemms.activate(gate_up, "swiglu"),), (kernels.swiglu(gate_up),), (gate_up,)),
         ((weighted[0],), (weighted[1],), (row, probs)),
         (gemms.rms_norm(x, weight, 1e-5), (scaled, x), (x, weight)),
-        (gemms.layer_norm(x, weight, bias, 1e-5), (centred, x), (x, weight, bias)),
+        (gemms.layer_norm(x, weight, bias, 1e-5), (centered, x), (x, weight, bias)),
     ]
     for (eight, *ours_beside), (wide, *theirs_beside), inputs in cases:
         assert isinstance(eight, Fp8Tensor) and (eight.shape, eight.dtype) == (
