@@ -1,14 +1,13 @@
-"""Compare checkpoints with torch.save, torch.distributed.checkpoint (DCP) and safetensors: CPU
-seconds side by side.
+"""Compare checkpoints with torch.save, torch.distributed.checkpoint (DCP) and safetensors.
 
     python tools/bench_checkpoint.py [--gb 0.5] [--repeats 5] [--dir DIR] [--json]
 
 One process with one thread saves and loads a model of --gb in fp32, imports and exports it, and
 reads it again as 64 ranks that hold a slice of every tensor each. A checkpoint of 2 ranks is
-resharded for 8, by as many processes as there are cores; wall time is told beside CPU time, since
-cp waits for the disk. Every file is in the page cache and reaches the disk before a save ends. Ways
-are measured by turns, and the least of several times counts: it is what a shared machine changes
-least. Checksums are written and checked in ours alone. Exit code 2 for bad input.
+resharded for 8, with one process per core. Figures are CPU seconds; resharding also has wall
+seconds, because cp waits for the disk. Every file is in the page cache and reaches the disk before
+a save ends. Measurements alternate, and the least of several counts: a busy machine changes it
+least. Only our checkpoints write and check checksums. Exit code 2 for bad input.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and rejects bad options before the imports below, which take seconds
     _arguments()
 
 import torch
@@ -82,13 +81,18 @@ def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
 
 
 class Bench:
-    """The files of one comparison."""
+    """The files of one comparison.
+
+    Args:
+        folder: empty.
+        num_bytes: of the model's tensors.
+    """
 
     def __init__(self, folder: Path, num_bytes: float) -> None:
         count = max(1, round(num_bytes / (ROWS * COLUMNS * 4)))
         self.folder = folder
         self.model = {f"layers.{i}.weight": torch.randn(ROWS, COLUMNS) for i in range(count)}
-        self.into = {name: torch.zeros_like(x) for name, x in self.model.items()}
+        self.loaded = {name: torch.zeros_like(x) for name, x in self.model.items()}
         self.num_bytes = sum(x.nbytes for x in self.model.values())
         self.saver, self.steps = Saver(folder / "ours", keep=1), 0
         self.entries = [Entry(name, (0, ROWS), name, (ROWS, COLUMNS)) for name in self.model]
@@ -104,9 +108,9 @@ class Bench:
             os.fsync(file.fileno())
 
     def newest(self) -> Path:
-        found = newest_checkpoint(self.folder / "ours")
-        assert found is not None
-        return found
+        checkpoint = newest_checkpoint(self.folder / "ours")
+        assert checkpoint is not None
+        return checkpoint
 
     def export_ours(self) -> None:
         shutil.rmtree(self.folder / "exported", ignore_errors=True)
@@ -116,18 +120,18 @@ class Bench:
         )
 
     def export_others(self) -> None:
-        dcp.load(self.into, checkpoint_id=self.folder / "dcp")
-        save_file(self.into, self.folder / "other.safetensors")
+        dcp.load(self.loaded, checkpoint_id=self.folder / "dcp")
+        save_file(self.loaded, self.folder / "other.safetensors")
 
     def import_ours(self) -> None:
         with SafetensorsFolder(self.folder / "exported") as stored:
-            shape, parts = (ROWS, COLUMNS), {}
+            shape, tensors = (ROWS, COLUMNS), {}
             for name in self.model:
-                read_whole = partial(stored.read, name, shape=shape)
-                parts[WEIGHT_PREFIX + name] = lazy_tensor(
-                    shape, {(0, 0): shape}, torch.float32, read_whole
+                read_tensor = partial(stored.read, name, shape=shape)
+                tensors[WEIGHT_PREFIX + name] = lazy_tensor(
+                    shape, {(0, 0): shape}, torch.float32, read_tensor
                 )
-            self.save_ours(dict(parts))
+            self.save_ours(dict(tensors))
 
     def import_others(self) -> None:
         dcp.save(
@@ -135,34 +139,28 @@ class Bench:
             checkpoint_id=self.folder / "dcp",
         )
 
-    def begin_resharding(self) -> None:
-        """Writes a checkpoint of about as many bytes, as 2 ranks would have saved it."""
+    def prepare_resharding(self) -> None:
+        """Writes a checkpoint of about `num_bytes`, as 2 ranks would have saved it."""
         model = ModelConfig(
             vocab_size=1024, hidden_size=1024, ffn_hidden_size=2816, num_heads=16, head_dim=64
         )
         model = replace(model, num_layers=max(1, round(self.num_bytes / 51e6)))
-        config, tensors = Config(model=model, precision=PrecisionConfig(dtype="fp32")), {}
-        for key, tensor in rank_tensors(config, 1, searched_layout(config, 1), 0).items():
-            if key.startswith(WEIGHT_PREFIX):
-                tensors[key] = ShardedTensor(
-                    tensor.shape,
-                    [((0,) * len(tensor.shape), torch.randn(tensor.shape))],
-                    tensor.dtype,
-                )
-        save_weights(self.folder / "one", tensors, config)
+        config = Config(model=model, precision=PrecisionConfig(dtype="fp32"))
+        described = rank_tensors(config, 1, searched_layout(config, 1), 0)
+        tensors = {
+            key.removeprefix(WEIGHT_PREFIX): torch.randn(tensor.shape)
+            for key, tensor in described.items()
+            if key.startswith(WEIGHT_PREFIX)
+        }
+        save_weights(self.folder / "one", _whole(tensors), config)
         self.reshard("one", "two", 2, "parallel.tp=2")
 
-    def reshard(self, source: str, out: str, world: int, *words: str) -> None:
+    def reshard(self, source: str, out: str, world: int, *overrides: str) -> None:
         shutil.rmtree(self.folder / out, ignore_errors=True)
+        options = {"source": self.folder / source, "out": self.folder / out, "world": world}
         with redirect_stdout(None):
             reshard(
-                argparse.Namespace(
-                    source=self.folder / source,
-                    out=self.folder / out,
-                    world=world,
-                    workers=os.cpu_count(),
-                    overrides=list(words),
-                )
+                argparse.Namespace(**options, workers=os.cpu_count(), overrides=list(overrides))
             )
 
     def copy(self) -> None:
@@ -171,31 +169,34 @@ class Bench:
         subprocess.run(["sync", *(self.folder / "copy").glob("*/*")], check=True)
 
     def restart(self) -> float:
-        """Saves and reads as many ranks do; returns the bytes read for each byte of the model."""
+        """Saves and reads as many ranks do; returns the bytes read per byte of the model."""
         folder, save, messages = self.folder / "ranks", Save("bench", 1), []
         folder.mkdir()
-        rows = ROWS // RANKS
+
+        def local(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, ShardedTensor]:
+            rows = slice(rank * ROWS // RANKS, (rank + 1) * ROWS // RANKS)
+            return {
+                WEIGHT_PREFIX + name: ShardedTensor(x.shape, [((rows.start, 0), x[rows])], x.dtype)
+                for name, x in tensors.items()
+            }
+
         for rank in range(RANKS):
-            parts = {key: _slice(x, rank * rows, rows) for key, x in _whole(self.model).items()}
-            messages.append(write_rank_file(folder, parts, rank, save))
+            messages.append(write_rank_file(folder, local(self.model, rank), rank, save))
         IndexWriter().write(folder, messages, save)
         (folder / "files.json").write_text('{"run.json": 0}')
         reader, before = Reader(folder), _bytes_read()
         for rank in range(RANKS):
-            read_tensors(
-                reader,
-                [{key: _slice(x, rank * rows, rows) for key, x in _whole(self.into).items()}],
-            )
+            read_tensors(reader, [local(self.loaded, rank)])
         return (_bytes_read() - before) / self.num_bytes
 
     def run(self, repeats: int) -> dict[str, dict[str, float]]:
-        """Returns CPU seconds by what is done and by what; wall seconds of resharding, too; of a
-        restart the bytes read for each byte."""
-        into, torch_file, dcp_folder = (
-            _whole(self.into),
-            self.folder / "torch.pt",
-            self.folder / "dcp",
-        )
+        """Measures everything.
+
+        Returns:
+            Row -> way -> CPU seconds; wall seconds of "reshard, wall", bytes of the restart.
+        """
+        parts = _whole(self.loaded)
+        torch_file, dcp_folder = self.folder / "torch.pt", self.folder / "dcp"
         rows: dict[str, Calls] = {
             "save": {
                 "ours": self.save_ours,
@@ -203,9 +204,9 @@ class Bench:
                 "dcp.save": lambda: dcp.save(self.model, checkpoint_id=dcp_folder),
             },
             "load": {
-                "ours": lambda: load_tensors(self.newest(), into),
+                "ours": lambda: load_tensors(self.newest(), parts),
                 "torch.load": lambda: torch.load(torch_file, weights_only=True),
-                "dcp.load": lambda: dcp.load(self.into, checkpoint_id=dcp_folder),
+                "dcp.load": lambda: dcp.load(self.loaded, checkpoint_id=dcp_folder),
             },
             "export": {"ours": self.export_ours, "dcp.load, save_file": self.export_others},
             "import": {"ours": self.import_ours, "load_file, dcp.save": self.import_others},
@@ -214,38 +215,30 @@ class Bench:
                 "cp, sync": self.copy,
             },
         }
-        self.begin_resharding()
-        timed = {what: least_seconds(ways, repeats) for what, ways in rows.items()}
-        found = {what: cpu for what, (cpu, _) in timed.items()} | {
-            "reshard, wall": timed["reshard"][1]
-        }
-        assert all(torch.equal(x, self.into[name]) for name, x in self.model.items())
-        return found | {f"restart of {RANKS} ranks": {"ours": self.restart()}}
-
-
-def _slice(tensor: ShardedTensor, start: int, rows: int) -> ShardedTensor:
-    (values,) = tensor.shards.values()
-    return ShardedTensor(tensor.shape, [((start, 0), values[start : start + rows])], tensor.dtype)
+        self.prepare_resharding()
+        measured = {row: least_seconds(calls, repeats) for row, calls in rows.items()}
+        seconds = {row: cpu for row, (cpu, _) in measured.items()}
+        seconds["reshard, wall"] = measured["reshard"][1]
+        assert all(torch.equal(x, self.loaded[name]) for name, x in self.model.items())
+        return seconds | {f"restart of {RANKS} ranks": {"ours": self.restart()}}
 
 
 def _bytes_read() -> int:
-    """Returns what this process has read from files so far, in the page cache or not."""
+    """Bytes that this process has read from files so far, from the page cache or the disk."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
-def _table(found: dict[str, dict[str, float]], num_bytes: int) -> str:
+def _table(rows: dict[str, dict[str, float]], num_bytes: int) -> str:
     lines = [f"{num_bytes / 1e9:.2f} GB, CPU seconds (ours / other)"]
-    for what, ways in found.items():
-        ours = ways["ours"]
-        if what.startswith("restart"):
-            lines.append(f"{what:22}{ours:8.3f} bytes read for each byte of the model")
-            continue
-        told = (
-            f"{name} {seconds:.3f} ({ours / seconds:.2f})"
-            for name, seconds in ways.items()
-            if name != "ours"
-        )
-        lines.append(f"{what:22}{ours:8.3f}   {'   '.join(told)}")
+    for row, seconds in rows.items():
+        ours = seconds["ours"]
+        line = f"{row:22}{ours:8.3f}"
+        if row.startswith("restart"):
+            line += " bytes read per byte of the model"
+        for name, other in seconds.items():
+            if name != "ours":
+                line += f"   {name} {other:.3f} ({ours / other:.2f})"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -256,11 +249,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
             bench = Bench(Path(folder), arguments.gb * 1e9)
-            found = bench.run(arguments.repeats)
+            rows = bench.run(arguments.repeats)
     except OSError as error:
         print(f"bench_checkpoint: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found) if arguments.json else _table(found, bench.num_bytes))
+    print(json.dumps(rows) if arguments.json else _table(rows, bench.num_bytes))
     return 0
 
 

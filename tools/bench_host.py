@@ -74,7 +74,7 @@ from megatron5d.phases.phase import phases_in
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 from megatron5d.tensor_parallel.linear import local_linear
-from megatron5d.tools import bench_train
+from megatron5d.tools.bench import training
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
@@ -269,7 +269,7 @@ def layer(*options: str) -> Sides:
     s, h = config.train.seq_len, config.model.hidden_size
     sides = {"ours": our_layer(config)}
     if find_spec("transformers"):
-        whole = bench_train.transformers_model(config, CPU).model
+        whole = training.transformers_model(config, CPU).model
         tables = whole.rotary_emb(torch.zeros(1, s, h), torch.arange(s)[None])
         sides["transformers"] = recorded(
             partial(whole.layers[0], position_embeddings=tables), torch.randn(1, s, h)
@@ -341,10 +341,12 @@ def training_step(dtype: str) -> Sides:
     """Makes a step of a small GPT-2, transformers' under autocast for bf16, with torch's fused
     AdamW."""
     config, device = load_config([*GPT2, f"precision.dtype={dtype}"]), CPU
-    rows = next(bench_train.tokens(config))
-    sides: Sides = {"ours": partial(bench_train.ours(config, device), rows)}
+    rows = next(training.token_rows(config))
+    sides: Sides = {"ours": partial(training.our_step(config, device), rows)}
     if find_spec("transformers"):
-        sides["transformers"] = partial(bench_train.theirs(config, device, compiled=False), rows)
+        sides["transformers"] = partial(
+            training.transformers_step(config, device, compiled=False), rows
+        )
     return sides
 
 

@@ -1,30 +1,28 @@
-"""Measure training on one device: our steps beside the same model in transformers under
-torch.compile, in one run.
+"""Measure training on one device, and compare it with transformers under torch.compile.
 
-    python tools/bench_train.py                           the three models below on this GPU, a table
+    python tools/bench_train.py                           the three models below on this GPU
     python tools/bench_train.py 1b --json train.json      one of them
-    python tools/bench_train.py --model tiny --device cpu --seq-len 128 --steps 3      any model, without a GPU
+    python tools/bench_train.py --model tiny --device cpu --seq-len 128 --steps 3
+                                                          any model, without a GPU
 
     1b     Llama 3.2 1B                            8,192 tokens, 2 sequences a step
     8b     Llama 3 8B                              8,192 tokens, 1 sequence a step
     moe    Qwen3-MoE of 16 layers and 32 experts   4,096 tokens, 4 sequences a step
 
-A model has as many of its layers as the device is predicted to hold, the same for both sides. They
-train on the same random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients
-clipped to norm 1. Figures are of the median step after the warm-up; MFU counts the FLOPs of
-megatron5d/model/flops.py for both. A side that fails says why and ends nothing, nor does one that
-crashes or hangs. The file is written after every step: where the time is up, or somebody
-interrupts, it holds the figures of the steps so far.
+A model has as many of its layers as the device is predicted to hold, the same number on both sides.
+Both train on the same random tokens in bfloat16, with fp32 master weights, fp32 moments and
+gradients clipped to norm 1. Figures are of the median step after the warm-up; MFU counts the FLOPs
+of megatron5d/model/flops.py on both sides. A side that fails, crashes or hangs is listed with its
+error, and the other one is measured. --json is rewritten after every step: when the time is up, or
+after Ctrl-C, it holds the figures of all steps so far.
 """
 
 import argparse
 import functools
-import gc
-import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -50,18 +48,18 @@ CASES = {
 
 def _arguments() -> argparse.Namespace:
     parser = OptionParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; none = all")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--model", help="another model of conf/model instead")
-    parser.add_argument("--seq-len", type=int, default=4096, help="its tokens a sequence")
-    parser.add_argument("--mbs", type=int, default=1, help="its sequences a step")
+    parser.add_argument("--seq-len", type=int, default=4096, help="its tokens in a sequence")
+    parser.add_argument("--mbs", type=int, default=1, help="its sequences in a step")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours"
     )
     parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--minutes", type=float, default=8.0, help="when to stop, whatever is left")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to train on")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_intermixed_args()
     if unknown := [case for case in arguments.cases if case not in CASES]:
         parser.error(f"no case {unknown[0]!r}: {', '.join(CASES)}, or --model NAME")
@@ -70,34 +68,38 @@ def _arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and rejects bad options before the imports below, which take seconds
     _arguments()
 
 import torch
 
-from megatron5d.checkpoint.hf.export_config import hf_config_from_model
-from megatron5d.config.checks import run_checks
-from megatron5d.config.convert import write_whole
 from megatron5d.config.errors import ConfigError, refuse
-from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
-from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.planning.fit import device_bytes, target_here
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.time.predict import peak_tflops
-from megatron5d.tools.bench.harness import device_is_lost, in_turn
-from megatron5d.topology.process import Process
-from megatron5d.train.build import build_run
+from megatron5d.tools.bench.harness import clear_device, device_is_lost
+from megatron5d.tools.bench.processes import run_tasks
+from megatron5d.tools.bench.results import Row, collect, error_line
+from megatron5d.tools.bench.training import (
+    Step,
+    configured,
+    our_step,
+    token_rows,
+    transformers_step,
+)
 from megatron5d.train.monitoring.writers import memory_gb
-from megatron5d.train.pipeline_layout import pipeline_layout
 
-LEARNING_RATE = 1e-4
-# of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its
-# weights
-ROOM = 0.9
+# share of the device for the predicted memory of ours: the peer's autocast keeps rounded copies of
+# its weights
+MEMORY_SHARE = 0.9
 WARM_UP = 3  # steps
 SILENCE_S = 300.0  # of one side: its weights and compilation, or one step
+PROVIDERS: dict[str, Callable[[Config, torch.device], Step]] = {
+    "ours": our_step,
+    "transformers + compile": transformers_step,
+}
 
 
 @dataclass(frozen=True)
@@ -113,29 +115,14 @@ class Figures:
     last_loss: float
 
 
-def configured(overrides: list[str]) -> Config:
-    """Makes one rank's configuration. Raises ConfigError where a check fails; the source of tokens
-    is not checked."""
-    config = load_config([*overrides, "precision.dtype=bf16", "optim.clip=1.0"])
-    config = replace(config, train=replace(config.train, gbs=config.train.mbs))
-    faults = [
-        fault
-        for fault in run_checks(config, 1)
-        if not all(knob.startswith("data.") for knob in fault.knobs)
-    ]
-    if faults:
-        raise ConfigError(faults)
-    return config
-
-
-def fitted(config: Config, have: int, target: Target) -> Config:
-    """Returns the configuration with as many of its layers as a device of `have` bytes holds; at
-    least one."""
+def fitted(config: Config, available_bytes: int, target: Target) -> Config:
+    """The configuration with as many of its layers as the device holds, at least one."""
     low, high = 1, config.model.num_layers
     while low < high:
         middle = (low + high + 1) // 2
         needed = Forecaster(_with_layers(config, middle), 1, target).rank(0).needed
-        low, high = (middle, high) if needed <= ROOM * have else (low, middle - 1)
+        fits = needed <= MEMORY_SHARE * available_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
     return _with_layers(config, low)
 
 
@@ -143,133 +130,71 @@ def _with_layers(config: Config, count: int) -> Config:
     return replace(config, model=replace(config.model, num_layers=count))
 
 
-def tokens(config: Config) -> Iterator[torch.Tensor]:
-    """Draws int64 `[b, s+1]`, the same for every provider."""
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        yield torch.randint(
-            config.model.vocab_size,
-            (config.train.mbs, config.train.seq_len + 1),
-            generator=generator,
-        )
-
-
-def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
-    """Returns a function that trains one step and returns its loss."""
-    run = build_run(config, Process(0, 1, 0, device), pipeline_layout(config, 1))
-    return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).losses["loss"]
-
-
-def transformers_model(config: Config, device: torch.device) -> Any:
-    """Builds the same model in transformers, with fp32 weights and scaled dot-product attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = hf_config_from_model(config.model, "fp32")
-    hf = AutoConfig.for_model(
-        **{key: value for key, value in settings.items() if key != "architectures"}
-    )
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
-
-
-def theirs(
-    config: Config, device: torch.device, compiled: bool = True
-) -> Callable[[torch.Tensor], float]:
-    """Returns the same in transformers, a model in bf16 under autocast, with fused AdamW."""
-    model = transformers_model(config, device)
-    forward = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True
-    )
-
-    def step(rows: torch.Tensor) -> float:
-        rows = rows.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision.dtype == "bf16"):
-            logits = forward(rows[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-PROVIDERS = {"ours": ours, "transformers + compile": theirs}
-
-
-def measure(
-    step: Callable[[torch.Tensor], float], config: Config, device: torch.device, steps: int
-) -> Iterator[Figures]:
-    """Returns the figures after each timed step; as many before them as compilation and tuning need
-    are not timed.
-
-    Returning a loss waits for the device.
-    """
-    rows, times, losses = tokens(config), [], []
-    count, peak = config.train.mbs * config.train.seq_len, peak_tflops(config.log, device)
+def measure(step: Step, config: Config, device: torch.device, steps: int) -> Iterator[Figures]:
+    """Yields the figures after each timed step; compilation and tuning fall into the warm-up."""
+    rows, times, losses = token_rows(config), [], []
+    num_tokens = config.train.mbs * config.train.seq_len
+    peak = peak_tflops(config.log, device)
     flops = flops_per_token(config.model, config.train.seq_len)
     for i in range(steps + WARM_UP):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         losses.append(step(next(rows)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i >= WARM_UP:
-            times.append(time.perf_counter() - begin)
-            rate = count / median(times)
+            times.append(time.perf_counter() - start)
+            rate = num_tokens / median(times)
             mfu = None if peak is None else rate * flops / (peak * 1e12)
             yield Figures(
                 len(times), median(times), rate, mfu, memory_gb(device), losses[0], losses[-1]
             )
 
 
-def side(name: str, config: Config, device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """Returns what `measure` finds out about a provider, or the reason why it goes no further.
-    Raises Exception: the provider has broken the device, which a new process finds sound."""
+def measure_side(
+    provider: str, config: Config, device: torch.device, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Yields the figures of a provider, then the reason why it ended early, if it did.
+
+    Raises:
+        Exception: the provider has broken the device; another process continues.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        for figures in measure(PROVIDERS[name](config, device), config, device, steps):
+        for figures in measure(PROVIDERS[provider](config, device), config, device, steps):
             yield asdict(figures)
-    except Exception as error:  # a side that is missing, too large or broken ends nothing
+    except Exception as error:  # a side that is missing, too large or broken must not end the run
         if not isinstance(error, (ImportError, torch.OutOfMemoryError)):
             traceback.print_exc()
-        yield {"ended": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:100]}"}
+        yield {"ended": error_line(error)}
         if device.type == "cuda" and device_is_lost():
             raise
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    clear_device()
 
 
 def work(
     configs: dict[str, Config],
-    kind: str,
+    device_type: str,
     steps: int,
-    pieces: Sequence[str],
-    tell: Callable[[tuple], None],
+    tasks: Sequence[str],
+    send: Callable[[tuple], None],
 ) -> None:
-    """Measures pieces, `<case>: <provider>`, telling of each step at once: the worker of
-    `in_turn`."""
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    )
-    what = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
-    tell((None, {"device": what, "torch": torch.__version__}))
+    """Measures tasks, `<case>: <provider>`: the worker of `run_tasks`."""
+    cuda = device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    send((None, {"device": name, "torch": torch.__version__}))
 
     @functools.cache
     def fitting(case: str) -> Config:
-        have = device_bytes(configs[case])
-        return (
-            configs[case]
-            if have is None
-            else fitted(configs[case], have, target_here(configs[case]))
-        )
+        config = configs[case]
+        available_bytes = device_bytes(config)
+        if available_bytes is None:
+            return config
+        return fitted(config, available_bytes, target_here(config))
 
-    for piece in pieces:
-        case, _, provider = piece.partition(": ")
+    for task in tasks:
+        case, _, provider = task.partition(": ")
         config = fitting(case)
         model, train = config.model, config.train
         sizes = {
@@ -279,63 +204,50 @@ def work(
             "mbs": train.mbs,
             "seq_len": train.seq_len,
         }
-        for figures in side(provider, config, device, steps):
-            tell((piece, sizes, figures))
-        tell((piece,))
+        for figures in measure_side(provider, config, device, steps):
+            send((task, {**sizes, provider: figures}))
+        send((task,))
 
 
-def report(told: Iterator[tuple], found: dict[str, Any], file: Path | None) -> None:
-    """Prints cases as they end, and writes all that is known to the file with each step.
+def report(results: Iterator[tuple], overrides: list[str], file: Path | None) -> None:
+    """Prints and collects the results of `work`, as `collect` does: a row is a case."""
 
-    Args:
-        told: `(None, what the device is)`, `(piece, sizes, figures)`, and `(piece, why it ended
-            early)`.
-        found: to which `rows` are added: case -> its sizes, and the figures of each provider.
-        file: of what is found, or None.
-    """
-    rows, printed = found.setdefault("rows", {}), ""
-    try:
-        for piece, *rest in told:
-            if piece is None:
-                if "device" not in found:
-                    print(f"{rest[0]['device']}, torch {rest[0]['torch']}", flush=True)
-                found.update(rest[0])
-            else:
-                case, _, provider = piece.partition(": ")
-                if printed not in ("", case):
-                    print(table(printed, rows[printed]), flush=True)
-                printed = case
-                sizes, news = rest if len(rest) == 2 else ({}, {"ended": rest[0]})
-                row = rows.setdefault(case, {})
-                row.update(sizes)
-                row.setdefault(provider, {}).update(news)
-            if file:
-                write_whole(file, json.dumps(found, indent=1))
-    finally:
-        if printed:
-            print(table(printed, rows[printed]), flush=True)
+    def by_case() -> Iterator[tuple[str | None, Row]]:
+        for task, figures in results:
+            if task is None:
+                yield None, figures
+                continue
+            case, _, provider = task.partition(": ")
+            yield case, {provider: {"ended": figures}} if isinstance(figures, str) else figures
+
+    collect(by_case(), header, table, file, overrides=overrides)
 
 
-def table(name: str, row: dict[str, Any]) -> str:
-    """Formats one model as lines of text."""
+def header(facts: Mapping[str, Any]) -> str:
+    return f"{facts['device']}, torch {facts['torch']}"
+
+
+def table(name: str, row: Row, facts: Mapping[str, Any]) -> str:
+    """Lines about one model."""
     lines = [name]
     if "model" in row:
         lines = [
             f"{name}: {row['model']}, {row['layers']} layers, {row['parameters']:,} parameters, "
             f"{row['mbs']} x {row['seq_len']} tokens a step"
         ]
-    mine = row.get("ours", {}).get("tokens_per_s")
-    for provider in (name for name in PROVIDERS if name in row):
-        its = row[provider]
-        if "steps" not in its:
-            lines.append(f"  {provider:24} {its['ended']}")
+    ours = row.get("ours", {}).get("tokens_per_s")
+    for provider in (provider for provider in PROVIDERS if provider in row):
+        figures = row[provider]
+        if "steps" not in figures:
+            lines.append(f"  {provider:24} {figures['ended']}")
             continue
-        mfu = "    -" if its["mfu"] is None else f"{its['mfu']:5.1%}"
-        ratio = f"ours is {mine / its['tokens_per_s']:.2f} x" if mine and provider != "ours" else ""
-        ended = f"after {its['steps']} steps: {its['ended']}" if "ended" in its else ""
+        rate, mfu = figures["tokens_per_s"], figures["mfu"]
+        share = "    -" if mfu is None else f"{mfu:5.1%}"
+        ratio = f"ours is {ours / rate:.2f} x" if ours and provider != "ours" else ""
+        ended = f"after {figures['steps']} steps: {figures['ended']}" if "ended" in figures else ""
         lines.append(
-            f"  {provider:24} {its['tokens_per_s']:10,.0f} tokens/s  MFU {mfu}  {its['memory_gb']:6.1f} GB  "
-            f"loss {its['first_loss']:.3f} -> {its['last_loss']:.3f}  {ratio}  {ended}".rstrip()
+            f"  {provider:24} {rate:10,.0f} tokens/s  MFU {share}  {figures['memory_gb']:6.1f} GB  "
+            f"loss {figures['first_loss']:.3f} -> {figures['last_loss']:.3f}  {ratio}  {ended}".rstrip()
         )
     return "\n".join(lines)
 
@@ -344,35 +256,29 @@ def main() -> int:
     arguments = _arguments()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print(
-            "bench_train measures on a GPU, and torch sees none here; --device cpu tries it out",
+            "bench_train needs a GPU, and torch finds none; --device cpu works without",
             file=sys.stderr,
         )
         return 2
     cases = {name: CASES[name] for name in arguments.cases or CASES}
     if arguments.model:
-        cases = {
-            arguments.model: [
-                f"model={arguments.model}",
-                f"train.seq_len={arguments.seq_len}",
-                f"train.mbs={arguments.mbs}",
-            ]
-        }
-    wanted = {"ours": ["ours"], "peer": ["transformers + compile"]}.get(
-        arguments.only, list(PROVIDERS)
-    )
+        sizes = [f"train.seq_len={arguments.seq_len}", f"train.mbs={arguments.mbs}"]
+        cases = {arguments.model: [f"model={arguments.model}", *sizes]}
+    ours, peer = PROVIDERS
+    providers = {"ours": [ours], "peer": [peer]}.get(arguments.only, [ours, peer])
     try:
         configs = {
             name: configured([*overrides, *arguments.set]) for name, overrides in cases.items()
         }
     except ConfigError as error:
         refuse(error.faults)
-    pieces = [f"{case}: {provider}" for case in configs for provider in wanted]
+    tasks = [f"{case}: {provider}" for case in configs for provider in providers]
     worker = functools.partial(work, configs, arguments.device, arguments.steps)
-    told = in_turn(worker, pieces, SILENCE_S, time.monotonic() + 60 * arguments.minutes)
+    deadline = time.monotonic() + 60 * arguments.minutes
     try:
-        report(told, {"overrides": arguments.set}, arguments.json)
+        report(run_tasks(worker, tasks, SILENCE_S, deadline), arguments.set, arguments.json)
     except KeyboardInterrupt:
-        print("interrupted: what is above is what was measured", file=sys.stderr)
+        print("interrupted: the figures above were measured", file=sys.stderr)
         return 130
     return 0
 

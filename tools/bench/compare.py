@@ -1,8 +1,7 @@
-"""Whether what a GPU computes is right: kernels, libraries and whole steps beside the plain
-path."""
+"""Correctness on a GPU: kernels, libraries and whole steps compared with the plain path."""
 
-import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -12,12 +11,11 @@ import torch
 from megatron5d.kernels import dispatch
 from megatron5d.kernels.gemm import accumulate_weight_grad_triton
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.harness import device_is_lost, median_ms
-from megatron5d.tools.bench_kernels import because, with_libraries
-from megatron5d.tools.tune_kernels import results
+from megatron5d.tools.bench.harness import clear_device, copies_of, device_is_lost, median_ms
+from megatron5d.tools.bench.results import unavailable
 
-REPEATS = 3  # of a call, whose bits must be those of the first where it is ours
-CLOSE = 2e-2  # relative difference in norm between two orders of summation in bfloat16 or FP8
+REPEATS = 3  # of a call of ours, which must give the same bits each time
+TOLERANCE = 2e-2  # relative difference in norm between two summation orders in bfloat16 or FP8
 FEW_LAYERS = ["model=llama3_1b", "model.num_layers=2", "train.seq_len=1024", "train.mbs=2"]
 EXPERTS = [
     "model=qwen3_30b_a3b",
@@ -41,88 +39,94 @@ ADDMM = {"14336x4096x8192": (14336, 4096, 8192), "4096x1792x8192": (4096, 1792, 
 
 
 def addmm(m: int, n: int, k: int, device: str = "cuda") -> dict[str, Any]:
-    """Adds `[k, m]ᵀ [k, n]` in bfloat16 into a float32 main gradient by `torch.addmm(out_dtype=...,
-    out=main)`."""
+    """Whether `torch.addmm` adds bfloat16 `[k, m]ᵀ [k, n]` into an fp32 main gradient in place."""
     dy, x = (torch.randn(k, size, device=device, dtype=torch.bfloat16) for size in (m, n))
     main = torch.randn(m, n, device=device)
-    want = torch.addmm(main, dy.float().t(), x.float())
-    got = torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main)
-    found: dict[str, Any] = {
-        "in place": got.data_ptr() == main.data_ptr(),
-        "difference": difference([got], [want]),
+    expected = torch.addmm(main, dy.float().t(), x.float())
+
+    def add() -> torch.Tensor:
+        return torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main)
+
+    result = add()
+    figures: dict[str, Any] = {
+        "in place": result.data_ptr() == main.data_ptr(),
+        "difference": difference([result], [expected]),
     }
     calls: dict[str, Callable[[], object]] = {
-        "torch.addmm into it": lambda: torch.addmm(
-            main, dy.t(), x, out_dtype=torch.float32, out=main
-        ),
+        "torch.addmm into it": add,
         "GEMM, then sum": lambda: main.add_(dy.t() @ x),
         "Triton": lambda: accumulate_weight_grad_triton(main, dy, x),
     }
-    return found | {f"{name}, ms": round(median_ms([call], 20), 4) for name, call in calls.items()}
+    return figures | {
+        f"{name}, ms": round(median_ms([call], 20), 4) for name, call in calls.items()
+    }
 
 
-def difference(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
-    """Returns the largest relative difference in norm; infinite where one is not a number."""
-    off = [
-        float((g.float() - w.float()).norm() / w.float().norm().clamp(min=1e-30))
-        for g, w in zip(got, want)
+def difference(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Largest relative difference in norm; infinite where one is NaN."""
+    differences = [
+        float((x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-30))
+        for x, y in zip(results, expected)
     ]
-    return max(x if x == x else float("inf") for x in off)
+    return max(x if x == x else float("inf") for x in differences)
+
+
+def without_triton() -> Any:
+    """Context in which operations take the plain path."""
+    return mock.patch.object(dispatch, "runs_triton", lambda x: False)
 
 
 def reference(
     name: str, device: str = "cuda", tiny: bool = False, repeats: int = REPEATS
 ) -> dict[str, Any]:
-    """Returns of each call of ours in a row, and of the libraries behind it, how far it is from the
-    plain path's, and whether it gives the same bits each time."""
+    """Compares our calls of a row, and the libraries behind them, with the plain path.
 
-    def fresh() -> dict[str, Callable[[], object]]:
+    Returns:
+        Provider -> difference, whether repeated calls give the same bits, and whether it is right.
+    """
+
+    def compute(provider: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        return with_libraries(BENCHMARKS[name].calls(device, tiny), BENCHMARKS[name].families)
+        return copies_of(BENCHMARKS[name].calls_by_library(device, tiny)[provider]())
 
-    found: dict[str, Any] = {}
-    for provider in (provider for provider in fresh() if provider.startswith("ours")):
-        plain = provider.partition(", by ")[0]
+    figures: dict[str, Any] = {}
+    for provider in BENCHMARKS[name].calls_by_library(device, tiny):
+        if not provider.startswith("ours"):
+            continue
+        plain, _, library = provider.partition(", by ")
         try:
-            with mock.patch.object(dispatch, "runs_triton", lambda x: False):
-                torch.manual_seed(1)
-                want = results(fresh()[plain]())
-            torch.manual_seed(1)
-            got = results(fresh()[provider]())
-            off, same = difference(got, want), True
-            for _ in range(repeats):
-                torch.manual_seed(1)
-                same = same and all(map(torch.equal, results(fresh()[provider]()), got))
-            is_ours = provider == plain
-            found[provider] = {
+            with without_triton():
+                expected = compute(plain)
+            result = compute(provider)
+            same_bits = all(
+                all(map(torch.equal, compute(provider), result)) for _ in range(repeats)
+            )
+            off = difference(result, expected)
+            figures[provider] = {
                 "difference": off,
-                "same bits": same,
-                "right": off <= CLOSE and (same or not is_ours),
+                "same bits": same_bits,
+                "right": off <= TOLERANCE and (same_bits or bool(library)),
             }
         except Exception as error:
-            found[provider] = because(error)
+            figures[provider] = unavailable(error)
             if device == "cuda" and device_is_lost():
                 raise
-    return found
+    return figures
 
 
 def losses(name: str, device: str = "cuda") -> dict[str, Any]:
-    """Trains a small model for a few steps on one batch: with the kernels, and by the plain
-    path."""
+    """Trains a small model for five steps on one batch, with the kernels and by the plain path."""
     if find_spec("hydra") is None:
         return {"unavailable": "hydra-core is not installed"}
-    from megatron5d.tools.bench_train import configured, ours, tokens
+    from megatron5d.tools.bench.training import configured, our_step, token_rows
 
     config = configured(LOSSES[name])
-    rows, found = next(tokens(config)), {}
-    for way in ("kernels", "plain"):
-        with mock.patch.object(
-            dispatch, "runs_triton", dispatch.runs_triton if way == "kernels" else lambda x: False
-        ):
-            step = ours(config, torch.device(device))
-            found[way] = [step(rows) for _ in range(5)]
+    rows, curves = next(token_rows(config)), {}
+    for path in ("kernels", "plain"):
+        with without_triton() if path == "plain" else nullcontext():
+            step = our_step(config, torch.device(device))
+            curves[path] = [step(rows) for _ in range(5)]
         del step
-        gc.collect()
-        torch.cuda.empty_cache()
-    off = max(abs(a - b) for a, b in zip(found["kernels"], found["plain"]))
-    return {"right": off <= CLOSE * found["plain"][0], "difference": off, **found}
+        clear_device()
+    off = max(abs(a - b) for a, b in zip(curves["kernels"], curves["plain"]))
+    return {"right": off <= TOLERANCE * curves["plain"][0], "difference": off, **curves}

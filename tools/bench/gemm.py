@@ -30,7 +30,15 @@ from megatron5d.kernels.overlapped_gemm import (
     sum_arrived,
 )
 from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of
-from megatron5d.tools.bench.harness import OURS, Benchmark, Calls, Forward, one_way, random, writing
+from megatron5d.tools.bench.harness import (
+    OURS,
+    Benchmark,
+    Calls,
+    Forward,
+    forward_or_backward,
+    random_tensor,
+    returning,
+)
 
 
 def _gemm_flops(m: int, n: int, k: int) -> float:
@@ -39,7 +47,7 @@ def _gemm_flops(m: int, n: int, k: int) -> float:
 
 def float8(device: str, m: int, n: int, k: int) -> Calls:
     """Benchmarks an FP8 GEMM, and torch's forms of it."""
-    x, weight = random(device, m, k), random(device, n, k)
+    x, weight = random_tensor(device, m, k), random_tensor(device, n, k)
     rows, blocks, weight_rows = quantize_rows(x), quantize_blocks(weight)[0], quantize_rows(weight)
     whole = quantize_tensor(x), quantize_tensor(weight)
     main = torch.zeros(m, n, device=device)
@@ -76,8 +84,8 @@ def _offsets(device: str, experts: int, rows: int) -> Tensor:
 def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
     """Benchmarks m rows, evenly over the experts."""
     x, weight, offsets = (
-        random(device, m, k),
-        random(device, experts, n, k),
+        random_tensor(device, m, k),
+        random_tensor(device, experts, n, k),
         _offsets(device, experts, m),
     )
     ends = offsets[1:].int()
@@ -101,12 +109,16 @@ def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
 
 def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
     """Returns the weight gradient of `grouped`, into float32 main gradients."""
-    x, dy, offsets = random(device, m, k), random(device, m, n), _offsets(device, experts, m)
+    x, dy, offsets = (
+        random_tensor(device, m, k),
+        random_tensor(device, m, n),
+        _offsets(device, experts, m),
+    )
     ends, main = offsets[1:].int(), torch.zeros(experts, n, k, device=device)
     transposed_dy, transposed_x = (fp8_transpose(quantize_rows(each), offsets) for each in (dy, x))
     return {
-        "ours": writing(lambda: grouped_weight_grad(dy, x, offsets, main), main),
-        "ours, float8": writing(
+        "ours": returning(lambda: grouped_weight_grad(dy, x, offsets, main), main),
+        "ours, float8": returning(
             lambda: grouped_weight_grad_fp8(transposed_dy, transposed_x, offsets, main), main
         ),
         "torch grouped_mm, bfloat16 out": lambda: F.grouped_mm(dy.t(), x, offs=ends),
@@ -116,11 +128,15 @@ def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
 def weight_gradient(device: str, m: int, n: int, k: int) -> Calls:
     """Returns a linear layer's weight gradient `[m, n]` from k tokens, added into the float32 main
     gradient."""
-    dy, x, main = random(device, k, m), random(device, k, n), torch.zeros(m, n, device=device)
+    dy, x, main = (
+        random_tensor(device, k, m),
+        random_tensor(device, k, n),
+        torch.zeros(m, n, device=device),
+    )
     return {
-        "ours": writing(lambda: accumulate_weight_grad(main, dy, x), main),
-        "ours, Triton": writing(lambda: accumulate_weight_grad_triton(main, dy, x), main),
-        "torch, GEMM and sum": writing(lambda: main.add_(dy.t() @ x), main),
+        "ours": returning(lambda: accumulate_weight_grad(main, dy, x), main),
+        "ours, Triton": returning(lambda: accumulate_weight_grad_triton(main, dy, x), main),
+        "torch, GEMM and sum": returning(lambda: main.add_(dy.t() @ x), main),
         "cuBLAS bfloat16, GEMM alone": lambda: dy.t() @ x,
     }
 
@@ -133,7 +149,11 @@ def _arrived(device: str, size: int) -> Arrivals:
 
 def gathered(device: str, size: int, m: int, n: int, k: int) -> Calls:
     """Benchmarks m rows of `size` ranks each."""
-    x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
+    x, weight, arrivals = (
+        random_tensor(device, size, m, k),
+        random_tensor(device, n, k),
+        _arrived(device, size),
+    )
     return {
         "ours": lambda: all_gather_gemm(x, weight, arrivals, 1),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
@@ -143,12 +163,16 @@ def gathered(device: str, size: int, m: int, n: int, k: int) -> Calls:
 
 def scattered(device: str, size: int, m: int, n: int, k: int) -> Calls:
     """Benchmarks m rows for `size` ranks each."""
-    x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
-    terms, finished = random(device, size, m, n), torch.zeros_like(arrivals.flags)
+    x, weight, arrivals = (
+        random_tensor(device, size, m, k),
+        random_tensor(device, n, k),
+        _arrived(device, size),
+    )
+    terms, finished = random_tensor(device, size, m, n), torch.zeros_like(arrivals.flags)
     buffers, views = list(terms.unbind()), list(arrivals.flags.split(1))
     out = PeerBuffers(buffers, views, addresses_of(buffers), addresses_of(views), finished)
     return {
-        "ours": writing(lambda: gemm_reduce_scatter(x, weight, out, 1, 1), terms),
+        "ours": returning(lambda: gemm_reduce_scatter(x, weight, out, 1, 1), terms),
         "ours, the sum": lambda: sum_arrived(terms, arrivals),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
     }
@@ -262,7 +286,7 @@ def attention(
     """Benchmarks causal attention of a query heads over g key heads; window and document lengths, 0
     = none."""
     sizes = ((a, d), (g, d), (g, dv or d))
-    q, k, v = (random(device, s, b, *heads, grad=backward) for heads in sizes)
+    q, k, v = (random_tensor(device, s, b, *heads, grad=backward) for heads in sizes)
     qh, kh, vh = tiles = tuple(
         x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k, v)
     )
@@ -288,7 +312,7 @@ def attention(
     # it takes long to compile, and elsewhere flash and cuDNN are there
     if window or document or dv:
         forwards["torch flex"] = _flex(s, window, document, device, (qh, kh, vh)), tiles
-    return one_way(forwards, backward)
+    return forward_or_backward(forwards, backward)
 
 
 def floating_point_operations(*, s, b, a, g, d, dv=0, window=0, document=0) -> float:

@@ -1,100 +1,130 @@
-"""Rows of the table of speeds (`Benchmark`: what one call does, and everybody who can do it), and
-how they are timed.
+"""Benchmarks of kernels: what one call does, who can do it, and how calls are timed.
 
-A time is the median of many runs over several inputs, with a cold cache, beside the device's own
-limits. Each piece of work has a process of its own (`in_turn`): what crashes there, hangs, or
-breaks its device ends one piece and no more.
+A time is the median of many calls on several inputs with a cold cache, and is compared with the
+limits of the same device.
 """
 
+import gc
 import importlib
-import multiprocessing
 import resource
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron5d.kernels.choice import Settings
+from megatron5d.kernels.choice import TRITON, Settings
+from megatron5d.kernels.fp8.quantize import Quantized
 
-OURS = Settings("triton", "triton", "triton", "triton")
+OURS = Settings(TRITON, TRITON, TRITON, TRITON)
 Calls = dict[str, Callable[..., object]]
+"""Provider -> a call of its implementation."""
 Sizes = Mapping[str, int]
+LIBRARIES = {
+    "attention": ("cudnn", "fa4"),
+    "fp8": ("torch",),
+    "grouped": ("torch",),
+    "norm": ("torch",),
+}
+"""Key of `kernels` -> the libraries that it can select beside Triton."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """One row of the table."""
 
-    # called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is
-    # always there. A call of ours returns all it makes, also in place, so that results can be
-    # compared. What only one provider needs, its first call makes: it may be missing, or take long
+    # `make(device, **sizes)` gives calls on fresh random inputs; "ours" is always among them. Our
+    # calls return all that they compute, also in place, so that results can be compared. Whatever
+    # only one provider needs is made by its first call: it may be missing, or take long.
     make: Callable[..., Calls]
     # floating-point operations, or bytes that must move, of one call, from the same sizes
     work: Callable[..., float]
     unit: str  # "TFLOP/s" or "GB/s"
     sizes: Sizes  # those of real training
-    tiny: Sizes  # the same in small, for a run without a GPU
-    # calls of ours that libraries may make, too: provider -> key of `kernels`; they take `settings`
+    tiny: Sizes  # for a run without a GPU
+    # our providers that libraries can compute as well, by their `settings` -> key of `kernels`
     families: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def work_of_a_call(self) -> float:
-        """At the sizes of real training."""
+        """Operations or bytes at the sizes of real training."""
         return self.work(**self.sizes)
 
     def calls(self, device: str = "cuda", tiny: bool = False) -> Calls:
         return self.make(device, **(self.tiny if tiny else self.sizes))
 
+    def calls_by_library(self, device: str = "cuda", tiny: bool = False) -> Calls:
+        """The calls, with those of `families` pinned to Triton, and again by each library.
 
-def random(
+        A call that its library does not support raises ValueError.
+        """
+        calls = self.calls(device, tiny)
+        for provider, family in self.families.items():
+            ours = calls[provider]
+            for library in (TRITON, *LIBRARIES[family]):
+                label = provider if library == TRITON else f"{provider}, by {library}"
+                settings = Settings(**{family: library}, strict=True, deterministic=False)
+                calls[label] = partial(ours, settings=settings)
+        return calls
+
+
+def copies_of(output: object) -> list[Tensor]:
+    """Copies in fp32 of all tensors that a call returned.
+
+    Raises:
+        TypeError: it returned nothing that could be compared.
+    """
+    if isinstance(output, Tensor):
+        return [output.detach().float().clone()]
+    if isinstance(output, Quantized):
+        return copies_of((output.values, output.scales))
+    if isinstance(output, (tuple, list)) and output:
+        return [tensor for item in output for tensor in copies_of(item)]
+    raise TypeError(f"a benchmark's call has to return tensors (got {output!r})")
+
+
+def random_tensor(
     device: str, *shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
 
 
-def writing(call: Callable[[], object], *written: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a call that returns what it has written."""
+def returning(call: Callable[[], object], *outputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that returns the tensors into which it writes."""
 
     def run() -> tuple[Tensor, ...]:
         call()
-        return written
-
-    return run
-
-
-def failing(error: Exception) -> Callable[[], object]:
-    """Returns the call of a provider that could not be made ready: it says why."""
-
-    def run() -> object:
-        raise error
+        return outputs
 
     return run
 
 
 def liger(name: str) -> Callable[..., Any]:
-    """Returns a function of Liger-Kernel, or, where it is not installed or has none of that name,
-    one that says so."""
+    """Function of Liger-Kernel, or one that raises the reason why there is none."""
     try:
         return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
     except (ImportError, AttributeError) as error:
         reason = error
-    return lambda *inputs, **options: failing(reason)()
+
+    def missing(*inputs: Any, **options: Any) -> Any:
+        raise reason
+
+    return missing
 
 
 Forward = tuple[Callable[..., Any], tuple[Tensor, ...]]
-"""A call, and the leaves whose gradients its backward makes."""
+"""A call, and the leaves whose gradients its backward computes."""
 
 
-def one_way(forwards: Mapping[str, Forward], backward: bool) -> Calls:
-    """Returns the forwards as they are, or the backwards of graphs that the first call records."""
-    return {name: _backward(*each) if backward else each[0] for name, each in forwards.items()}
+def forward_or_backward(forwards: Mapping[str, Forward], backward: bool) -> Calls:
+    """The forwards themselves, or backwards of the graphs that their first calls record."""
+    return {
+        name: _backward(run, leaves) if backward else run
+        for name, (run, leaves) in forwards.items()
+    }
 
 
 def _backward(run: Callable[..., Any], leaves: tuple[Tensor, ...]) -> Callable[..., object]:
@@ -103,8 +133,8 @@ def _backward(run: Callable[..., Any], leaves: tuple[Tensor, ...]) -> Callable[.
     def call(**options) -> tuple[Tensor, ...]:
         key = tuple(options.items())
         if key not in graphs:
-            out = run(**options)
-            outputs = out if isinstance(out, tuple) else (out,)
+            output = run(**options)
+            outputs = output if isinstance(output, tuple) else (output,)
             graphs[key] = outputs, tuple(torch.randn_like(y) for y in outputs)
         outputs, grads = graphs[key]
         return torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
@@ -112,45 +142,44 @@ def _backward(run: Callable[..., Any], leaves: tuple[Tensor, ...]) -> Callable[.
     return call
 
 
-def beside_compiled(
+def with_compiled(
     ours: Callable[..., Any],
     reference: Callable[..., Any],
     leaves: tuple[Tensor, ...],
     backward: bool,
     **others,
 ) -> Calls:
-    """Makes our operation, its plain version compiled, and others by name; all take the leaves."""
-    every = {"ours": ours, "torch.compile": torch.compile(reference), **others}
-    return one_way({name: (partial(run, *leaves), leaves) for name, run in every.items()}, backward)
+    """Our operation, its plain version under torch.compile, and others by name, of the leaves."""
+    operations = {"ours": ours, "torch.compile": torch.compile(reference), **others}
+    return forward_or_backward(
+        {name: (partial(run, *leaves), leaves) for name, run in operations.items()}, backward
+    )
 
 
 FLUSH_BYTES = 512 * 2**20  # more than any second-level cache
-CLOCK_HZ = 2e9  # about the highest of GPUs in data centres; `median_ms` waits twice as long
-_LONGEST_S = 0.01
+CLOCK_HZ = 2e9  # about the highest of GPUs in data centers; `median_ms` waits twice as long
+_MAX_LAUNCH_S = 0.01
 
 
 def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float:
-    """Measures the median time of a call in milliseconds.
+    """Median time of a call on the device, in milliseconds.
 
     Args:
-        calls: the same work on different inputs, taken in turn.
-
-    Returns:
-        Milliseconds on the device. Before each call the device waits for as long as the host takes
-        to launch it, lest a launch that takes longer than its kernel be timed in its place.
+        calls: the same work on different inputs, called in turn.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for call in calls:
         call()
     torch.cuda.synchronize()
-    since = time.perf_counter()
+    start_s = time.perf_counter()
     calls[0]()
-    launch_s = min(time.perf_counter() - since, _LONGEST_S)
+    launch_s = min(time.perf_counter() - start_s, _MAX_LAUNCH_S)
     starts, stops = (
         [torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2)
     )
     for i, (start, stop) in enumerate(zip(starts, stops)):
         flush.zero_()
+        # the device waits until the call is launched: a small kernel would be timed as its launch
         torch.cuda._sleep(int(2 * launch_s * CLOCK_HZ))
         start.record()
         calls[i % len(calls)]()
@@ -161,8 +190,7 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Returns the most that is allocated during a call, what it returns included, beyond what was
-    before it."""
+    """Peak of what a call allocates, its outputs included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -172,53 +200,20 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def copy_gb_s() -> float:
-    """Measures the bytes read and written a second by a plain copy of 2 GiB, in GB/s."""
+    """Rate of a plain copy of 2 GiB, bytes read and written, in GB/s."""
     source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_ms([lambda: target.copy_(source)], 20) / 1e6
 
 
 def gemm_tflop_s() -> float:
-    """Returns times a bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
+    """Rate of a bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9
 
 
-def cpu_s() -> float:
-    """Returns the CPU time of this process and of those that it has waited for."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def least_seconds(
-    ways: Mapping[str, Callable[[], Any]],
-    repeats: int,
-    check: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the least CPU time, its children's too, and the least wall time of each way; all are
-    taken by turns.
-
-    `check` compares what they return, and raises.
-    """
-    cpu, wall = (dict.fromkeys(ways, float("inf")) for _ in range(2))
-    for _ in range(repeats):
-        results = {}
-        for name, way in ways.items():
-            start, start_wall = cpu_s(), time.perf_counter()
-            results[name] = way()
-            wall[name] = min(wall[name], time.perf_counter() - start_wall)
-            cpu[name] = min(cpu[name], cpu_s() - start)
-        check(results)
-    return cpu, wall
-
-
-Worker = Callable[[Sequence[str], Callable[[tuple], None]], None]
-"""Does the named pieces one after the other: tells of what it has found, and with `(name,)` that a piece is done."""
-
-
 def device_is_lost() -> bool:
-    """Says whether an earlier kernel has broken this process's GPU, so that nothing more runs on
-    it."""
+    """Whether a kernel has broken this process's GPU, on which nothing runs any more."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -226,64 +221,36 @@ def device_is_lost() -> bool:
     return False
 
 
-def _run(worker: Worker, names: Sequence[str], connection: Connection) -> None:
-    # Ctrl-C reaches both processes: the parent ends this one
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker(names, connection.send)
+def clear_device() -> None:
+    """Forgets compiled functions, so that other shapes do not count as dynamic, and frees memory."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
-def in_turn(
-    worker: Worker,
-    names: Sequence[str],
-    limit_s: float,
-    until: float,
-    context: BaseContext | None = None,
-) -> Iterator[tuple]:
-    """Yields a worker's reports, piece by piece; if it dies or hangs, another one continues after
-    that piece.
+def cpu_s() -> float:
+    """CPU time of this process and of the children that it has waited for."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def least_seconds(
+    calls: Calls, repeats: int, check: Callable[[dict[str, Any]], None] = lambda results: None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Least CPU time of each call, with its children's, and least wall time.
+
+    Calls alternate, and the least time counts: a busy machine changes it least.
 
     Args:
-        worker: runs in the other process; a function of a module.
-        until: of `time.monotonic()`; then no piece is waited for any more.
-        context: how processes are started; None = spawn, which a parent may that has used its GPU.
-
-    Yields:
-        What the worker told, without the `(name,)` at the end of a piece; and `(name, reason)` of a
-        piece that ended without it, also where time was up.
+        check: compares what the calls of one round return, and raises.
     """
-    context = context or multiprocessing.get_context("spawn")
-    left = list(names)
-    while left and time.monotonic() < until:
-        receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=_run, args=(worker, left, send), daemon=False)  # type: ignore[attr-defined]
-        child.start()
-        send.close()
-        try:
-            yield from _told(receive, left, limit_s, until)
-        finally:
-            child.kill()
-            child.join()
-            receive.close()
-    yield from ((name, "not reached: the time is up") for name in left)
-
-
-def _told(receive: Connection, left: list[str], limit_s: float, until: float) -> Iterator[tuple]:
-    """Returns what one process tells; takes from `left` what it has done, and the piece that it has
-    not survived."""
-    while left:
-        patience = min(limit_s, until - time.monotonic())
-        if not receive.poll(max(patience, 0.0)):
-            yield (
-                left.pop(0),
-                f"nothing heard in {limit_s:.0f} s" if patience == limit_s else "the time is up",
-            )
-            return
-        try:
-            message = receive.recv()
-        except EOFError:
-            yield left.pop(0), "its process has died"
-            return
-        if message == (left[0],):
-            left.pop(0)
-        else:
-            yield message
+    cpu, wall = (dict.fromkeys(calls, float("inf")) for _ in range(2))
+    for _ in range(repeats):
+        results = {}
+        for name, call in calls.items():
+            start_cpu, start_wall = cpu_s(), time.perf_counter()
+            results[name] = call()
+            wall[name] = min(wall[name], time.perf_counter() - start_wall)
+            cpu[name] = min(cpu[name], cpu_s() - start_cpu)
+        check(results)
+    return cpu, wall

@@ -1,9 +1,9 @@
-"""Whether several ranks train as one does: losses of layouts over NCCL, by pretrain.py.
+"""Compares losses of several ranks over NCCL with those of one rank, by running pretrain.py.
 
-Where there are fewer GPUs than ranks, they share them: NCCL, which refuses that within a host, is
-told that each rank has a host of its own, and sends over the loopback. It says nothing about speed,
-but whether they wait for each other in the right order, and whether what CUDA and NCCL demand of a
-run is met.
+Where there are fewer GPUs than ranks, ranks share them: each is given a host id of its own, because
+NCCL refuses two ranks on one GPU of a host, and they communicate over the loopback interface. This
+says nothing about speed. It shows whether ranks wait for each other in the right order, and whether
+a run meets the demands of CUDA and NCCL.
 """
 
 import json
@@ -18,10 +18,15 @@ import numpy as np
 import torch
 
 from megatron5d.data.indexed_dataset import IndexedWriter
-from megatron5d.tools.bench.programs import ended, killed, started
+from megatron5d.tools.bench.processes import (
+    OUT_OF_TIME,
+    finish_program,
+    kill_program,
+    start_program,
+)
 
 PRETRAIN = Path(__file__).resolve().parents[2] / "pretrain.py"
-CLOSE = 2e-3  # of the loss: bfloat16 sums in another order, after four steps
+TOLERANCE = 2e-3  # of the loss: bfloat16 sums in another order, after four steps
 SMALL = [
     "train.steps=4",
     "train.gbs=4",
@@ -42,22 +47,15 @@ EXPERTS = [
     "model.num_experts=16",
     "moe.planned_imbalance=2.0",
 ]
+TP_2 = ["parallel.tp=2", "parallel.sp=true"]
 LAYOUTS = {
     "dense": {
         "pp 2": (2, ["parallel.pp=2", "pipeline.schedule=zb_h1"]),
         "ZeRO-3": (2, ["parallel.zero=3"]),
-        "tp 2, sp": (2, ["parallel.tp=2", "parallel.sp=true"]),
+        "tp 2, sp": (2, TP_2),
         "cp 2": (2, ["parallel.cp=2"]),
         "DualPipe": (2, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
-        "tp 2, fused": (
-            2,
-            [
-                "parallel.tp=2",
-                "parallel.sp=true",
-                "parallel.tp_overlap=fused",
-                "train.cuda_graph=none",
-            ],
-        ),
+        "tp 2, fused": (2, [*TP_2, "parallel.tp_overlap=fused", "train.cuda_graph=none"]),
     },
     "experts": {
         "ep 2": (2, ["parallel.ep=2", "moe.exchange=planned"]),
@@ -66,69 +64,69 @@ LAYOUTS = {
 }
 
 
-def compared(folder: Path, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Trains one rank and each layout; returns how far the losses are apart.
+def compared(folder: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Trains on one rank and on each layout, and yields how far their losses differ.
 
     Args:
         folder: for tokens and logs.
-        until: of `time.monotonic()`.
+        deadline: in `time.monotonic()`.
     """
     tokens = _write_tokens(folder / "tokens")
     for kind, model in (("dense", DENSE), ("experts", EXPERTS)):
-        alone = _losses([*model, *SMALL, tokens], 1, folder, until)
-        if isinstance(alone, str):
-            yield f"{kind}, one rank", {"unavailable": alone}
+        expected = _losses([*model, *SMALL, tokens], 1, folder, deadline)
+        if isinstance(expected, str):
+            yield f"{kind}, one rank", {"unavailable": expected}
             continue
         for name, (ranks, overrides) in LAYOUTS[kind].items():
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return
-            found = _losses([*model, *SMALL, tokens, *overrides], ranks, folder, until)
-            if isinstance(found, str):
-                yield f"{kind}, {name}", {"unavailable": found}
+            losses = _losses([*model, *SMALL, tokens, *overrides], ranks, folder, deadline)
+            if isinstance(losses, str):
+                yield f"{kind}, {name}", {"unavailable": losses}
             else:
-                off = max(abs(a - b) for a, b in zip(found, alone, strict=True))
-                yield f"{kind}, {name}", {"right": off <= CLOSE * alone[0], "difference": off}
+                off = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+                right = off <= TOLERANCE * expected[0]
+                yield f"{kind}, {name}", {"right": right, "difference": off}
 
 
 def _write_tokens(prefix: Path) -> str:
     """Writes a dataset, and returns the override that names it."""
-    writer, drawn = IndexedWriter(prefix, np.dtype(np.uint16)), np.random.default_rng(0)
+    writer, generator = IndexedWriter(prefix, np.dtype(np.uint16)), np.random.default_rng(0)
     for _ in range(64):
-        writer.add_document(drawn.integers(1, 500, 1024))
+        writer.add_document(generator.integers(1, 500, 1024))
     writer.finalize()
     return f"data.train=[{prefix}]"
 
 
-def _losses(overrides: Sequence[str], ranks: int, folder: Path, until: float) -> list[float] | str:
-    """Returns the loss of every step, or why there are none."""
+def _losses(
+    overrides: Sequence[str], ranks: int, folder: Path, deadline: float
+) -> list[float] | str:
+    """Losses of all steps, or the reason why there are none."""
     log = folder / "steps.jsonl"
     log.unlink(missing_ok=True)
     command = [sys.executable, str(PRETRAIN), *overrides, f"log.jsonl={log}"]
-    programs = [started(["env", *variables, *command]) for variables in _environments(ranks)]
-    failed: list[Any] = []
-    try:  # one that fails leaves the others waiting
-        while (
-            time.monotonic() < until
-            and not failed
-            and any(program.poll() is None for program in programs)
-        ):
+    programs = [start_program(["env", *variables, *command]) for variables in _environments(ranks)]
+    failed = None
+    try:  # ranks wait for ever for one that has failed
+        while time.monotonic() < deadline:
+            failed = next((program for program in programs if program.poll()), None)
+            if failed or all(program.poll() is not None for program in programs):
+                break
             time.sleep(0.1)
-            failed = [program for program in programs if program.poll()]
     finally:
         for program in programs:
-            killed(program)
-    ends = {program: ended(program, time.monotonic() + 10) for program in programs}
+            kill_program(program)
+    results = {program: finish_program(program, time.monotonic() + 10) for program in programs}
     if failed:
-        return ends[failed[0]][1]
-    if any(code != 0 for code, _ in ends.values()):
-        return "the time is up"
-    return [
-        line["loss"] for line in map(json.loads, log.read_text().splitlines()) if "loss" in line
-    ]
+        return results[failed][1]
+    if any(code != 0 for code, _ in results.values()):
+        return OUT_OF_TIME
+    records = map(json.loads, log.read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
 
 
 def _environments(ranks: int) -> list[list[str]]:
-    """Returns the variables that each rank has besides its own, NAME=value."""
+    """Variables of each rank, as NAME=value."""
     if ranks == 1:
         return [[]]
     gpus = torch.cuda.device_count()
@@ -144,8 +142,8 @@ def _environments(ranks: int) -> list[list[str]]:
             "NCCL_SOCKET_IFNAME=lo",
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1",
         ]
-    apart = [[f"NCCL_HOSTID=rank{rank}"] if gpus < ranks else [] for rank in range(ranks)]
+    host_ids = [[f"NCCL_HOSTID=rank{rank}"] if gpus < ranks else [] for rank in range(ranks)]
     return [
-        [*shared, f"RANK={rank}", f"LOCAL_RANK={rank % gpus}", *apart[rank]]
+        [*shared, f"RANK={rank}", f"LOCAL_RANK={rank % gpus}", *host_ids[rank]]
         for rank in range(ranks)
     ]

@@ -40,18 +40,21 @@ from megatron5d.tools.bench.harness import (
     Benchmark,
     Calls,
     Forward,
-    beside_compiled,
+    forward_or_backward,
     liger,
-    one_way,
-    random,
+    random_tensor,
+    with_compiled,
 )
 
 EPS = 1e-5
 
 
 def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    leaves = random(device, rows, width, grad=backward), random(device, width, grad=backward)
-    return beside_compiled(
+    leaves = (
+        random_tensor(device, rows, width, grad=backward),
+        random_tensor(device, width, grad=backward),
+    )
+    return with_compiled(
         partial(kernels.rms_norm, eps=EPS, settings=OURS),
         partial(kernels.rms_norm_reference, eps=EPS),
         leaves,
@@ -63,9 +66,10 @@ def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     leaves = tuple(
-        random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,))
+        random_tensor(device, *shape, grad=backward)
+        for shape in ((rows, width), (width,), (width,))
     )
-    return beside_compiled(
+    return with_compiled(
         partial(kernels.layer_norm, eps=EPS, settings=OURS),
         partial(kernels.layer_norm_reference, eps=EPS),
         leaves,
@@ -78,13 +82,13 @@ def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Returns the sum of two and its norm; backward, gradients of both arrive."""
     shapes = (rows, width), (rows, width), (width,)
-    leaves = tuple(random(device, *shape, grad=backward) for shape in shapes)
+    leaves = tuple(random_tensor(device, *shape, grad=backward) for shape in shapes)
 
     def reference(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return kernels.rms_norm_reference(total, weight, EPS), total
 
-    return beside_compiled(
+    return with_compiled(
         partial(kernels.add_rms_norm, eps=EPS, settings=OURS),
         reference,
         leaves,
@@ -98,8 +102,8 @@ def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls
 def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
     """Returns the backward of the norm that a residual branch begins with, and of the stream beside
     it."""
-    leaves = random(device, rows, width, grad=True), random(device, width, grad=True)
-    return beside_compiled(
+    leaves = random_tensor(device, rows, width, grad=True), random_tensor(device, width, grad=True)
+    return with_compiled(
         lambda x, w, settings=OURS: kernels.add_rms_norm(x, None, w, EPS, settings),
         lambda x, w: (kernels.rms_norm_reference(x, w, EPS), x * 1),
         leaves,
@@ -110,44 +114,44 @@ def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
 
 def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Takes gate and up side by side."""
-    gate_up = random(device, rows, 2 * width, grad=backward)
+    gate_up = random_tensor(device, rows, 2 * width, grad=backward)
     halves = [half.detach().contiguous().requires_grad_(backward) for half in gate_up.chunk(2, -1)]
     forwards: dict[str, Forward] = {
         "ours": (lambda: kernels.swiglu(gate_up), (gate_up,)),
         "torch.compile": (partial(torch.compile(kernels.swiglu_reference), gate_up), (gate_up,)),
         "Liger, of two tensors": (lambda: liger("liger_swiglu")(*halves), tuple(halves)),
     }
-    return one_way(forwards, backward)
+    return forward_or_backward(forwards, backward)
 
 
 def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Takes gate and up side by side, times a weight of each row."""
     leaves = (
-        random(device, rows, 2 * width, grad=backward),
+        random_tensor(device, rows, 2 * width, grad=backward),
         torch.rand(rows, device=device, requires_grad=backward),
     )
     ours, reference = (
         partial(each, kind="swiglu") for each in (weighted_activation, activation_reference)
     )
-    return beside_compiled(ours, reference, leaves, backward)
+    return with_compiled(ours, reference, leaves, backward)
 
 
 def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Returns the tanh form, as GPT-2 has it."""
-    leaves = (random(device, rows, width, grad=backward),)
+    leaves = (random_tensor(device, rows, width, grad=backward),)
     ours, reference = (
         partial(each, approximate="tanh") for each in (kernels.gelu, kernels.gelu_reference)
     )
-    return beside_compiled(
+    return with_compiled(
         ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh")
     )
 
 
 def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int) -> Calls:
     """Rotates q of a heads and k of g, half-split."""
-    q, k = (random(device, s, b, heads, d, grad=backward) for heads in (a, g))
-    qkv = random(device, s, b, a + 2 * g, d, grad=backward)
-    angle = random(device, s, 1, d // 2, dtype=torch.float32)
+    q, k = (random_tensor(device, s, b, heads, d, grad=backward) for heads in (a, g))
+    qkv = random_tensor(device, s, b, a + 2 * g, d, grad=backward)
+    angle = random_tensor(device, s, 1, d // 2, dtype=torch.float32)
     tables, whole = (angle.cos(), angle.sin()), torch.cat((angle, angle), -1).transpose(0, 1)
     qh, kh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k))
     compiled = torch.compile(kernels.apply_rope_reference)
@@ -161,12 +165,12 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
         "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
         "Liger": (lambda: liger("liger_rope")(qh, kh, whole.cos(), whole.sin()), (qh, kh)),
     }
-    return one_way(forwards, backward)
+    return forward_or_backward(forwards, backward)
 
 
 def quantisers(device: str, rows: int, width: int) -> Calls:
     """Quantises 1x128 rows, and 128x128 blocks with their transpose."""
-    x = random(device, rows, width)
+    x = random_tensor(device, rows, width)
     compiled = torch.compile(lambda x: quantize_reference(x, 1))
     return {
         "ours": lambda: quantize_rows(x),
@@ -177,7 +181,7 @@ def quantisers(device: str, rows: int, width: int) -> Calls:
 
 def one_scale(device: str, rows: int, width: int) -> Calls:
     """Takes two passes, as the scale is known only after the first."""
-    x = random(device, rows, width)
+    x = random_tensor(device, rows, width)
     compiled = torch.compile(quantize_tensor_reference)
     return {
         "ours": lambda: quantize_tensor(x),
@@ -191,7 +195,7 @@ def one_scale(device: str, rows: int, width: int) -> Calls:
 
 def transposed(device: str, rows: int, width: int) -> Calls:
     """Transposes FP8 rows as the weight gradient reads them."""
-    x = quantize_rows(random(device, rows, width))
+    x = quantize_rows(random_tensor(device, rows, width))
     return {
         "ours": lambda: fp8_transpose(x, powers_of_two=True),
         "ours, values only": lambda: transpose_values(x.values),
@@ -212,13 +216,16 @@ def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: T
 def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
     """Writes nothing wide."""
     return _to_float8(
-        swiglu_quantized, kernels.swiglu, kernels.swiglu_reference, random(device, rows, 2 * width)
+        swiglu_quantized,
+        kernels.swiglu,
+        kernels.swiglu_reference,
+        random_tensor(device, rows, 2 * width),
     )
 
 
 def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
     """Writes the gradient by rows and transposed, and nothing wide."""
-    dy, gate_up = random(device, rows, width), random(device, rows, 2 * width)
+    dy, gate_up = random_tensor(device, rows, width), random_tensor(device, rows, 2 * width)
 
     def apart() -> Any:
         plain = quantize_rows(activation_backward(dy, gate_up, None, "swiglu")[0])
@@ -229,7 +236,9 @@ def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
 
 def norm_to_float8(device: str, *, centered: bool, rows: int, width: int) -> Calls:
     """Computes RMSNorm, or LayerNorm with a bias; nothing wide is written."""
-    x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
+    x, weight, bias = (
+        random_tensor(device, *shape) for shape in ((rows, width), (width,), (width,))
+    )
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return norm_quantized(x, weight, bias, EPS, centered=centered, settings=OURS)[0]

@@ -15,10 +15,10 @@ from megatron5d.tools.bench.harness import (
     Benchmark,
     Calls,
     Forward,
+    forward_or_backward,
     liger,
-    one_way,
-    random,
-    writing,
+    random_tensor,
+    returning,
 )
 
 
@@ -27,7 +27,7 @@ def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:
 
 
 def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
-    logits, labels = random(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
+    logits, labels = random_tensor(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
     compiled = torch.compile(kernels.cross_entropy_reference)
     return {
         "ours": lambda: kernels.cross_entropy(logits, labels),
@@ -40,7 +40,7 @@ def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
     """Computes the gradient of the logits; ours is written over them, as the model's head does
     it."""
     logits, labels = (
-        random(device, tokens, vocabulary, grad=True),
+        random_tensor(device, tokens, vocabulary, grad=True),
         _labels(device, tokens, vocabulary),
     )
     dloss, written = torch.ones(tokens, device=device), logits.detach().clone()
@@ -53,14 +53,14 @@ def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
     }
     return {
         "ours": lambda: kernels.vocab_cross_entropy_backward(written, *row, 0, vocabulary),
-        **one_way(others, True),
+        **forward_or_backward(others, True),
     }
 
 
 def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
     """Loss and gradient; Liger makes the two at once, over the logits."""
     logits, labels = (
-        random(device, tokens, vocabulary, grad=True),
+        random_tensor(device, tokens, vocabulary, grad=True),
         _labels(device, tokens, vocabulary),
     )
     compiled, dloss = (
@@ -91,12 +91,12 @@ def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
 def embedding_gradient(device: str, tokens: int, vocabulary: int) -> Calls:
     """Adds rows of 4096 into a gradient in float32; torch by atomics, in any order, or sorted as
     ours."""
-    into = random(device, vocabulary, 4096, dtype=torch.float32)
-    ids, rows = _labels(device, tokens, vocabulary), random(device, tokens, 4096)
+    into = random_tensor(device, vocabulary, 4096, dtype=torch.float32)
+    ids, rows = _labels(device, tokens, vocabulary), random_tensor(device, tokens, 4096)
     return {
-        "ours": writing(lambda: accumulate_rows(into, ids, rows), into),
-        "torch, in any order": writing(lambda: into.index_add_(0, ids, rows.float()), into),
-        "torch": writing(lambda: into.index_put_((ids,), rows.float(), accumulate=True), into),
+        "ours": returning(lambda: accumulate_rows(into, ids, rows), into),
+        "torch, in any order": returning(lambda: into.index_add_(0, ids, rows.float()), into),
+        "torch": returning(lambda: into.index_put_((ids,), rows.float(), accumulate=True), into),
     }
 
 
@@ -105,7 +105,7 @@ def _routed(device: str, tokens: int, experts: int, k: int) -> moe.Permutation:
 
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
-    x, where = random(device, tokens, width), _routed(device, tokens, experts, k)
+    x, where = random_tensor(device, tokens, width), _routed(device, tokens, experts, k)
     return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
 
 
@@ -114,7 +114,7 @@ def unpermute(
 ) -> Calls:
     """Returns rows to their tokens."""
     where = _routed(device, tokens, experts, k)
-    rows = random(device, tokens * k, width, grad=backward)
+    rows = random_tensor(device, tokens * k, width, grad=backward)
 
     def plain(rows: Tensor) -> Tensor:
         return rows[where.place].float().sum(1).to(rows.dtype)
@@ -125,12 +125,12 @@ def unpermute(
         "torch.compile": (lambda: compiled(rows), (rows,)),
         "torch": (lambda: plain(rows), (rows,)),
     }
-    return one_way(forwards, backward)
+    return forward_or_backward(forwards, backward)
 
 
 def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
     """Returns the experts of each token, and where each choice goes."""
-    scores = random(device, tokens, experts, dtype=torch.float32)
+    scores = random_tensor(device, tokens, experts, dtype=torch.float32)
     chosen = scores.topk(k).indices
     return {
         "ours": lambda: routing.best(scores, k),
@@ -155,7 +155,7 @@ def adamw(device: str, tensors: int, count: int) -> Calls:
     for p, grad in zip(parameters, columns["grad"]):
         p.grad = grad
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    ours = writing(lambda: adamw_step(table, settings, factor, decay), *columns["master"])
+    ours = returning(lambda: adamw_step(table, settings, factor, decay), *columns["master"])
     return {"ours": ours, "torch fused": optimizer.step}
 
 

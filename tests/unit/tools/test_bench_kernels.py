@@ -17,9 +17,11 @@ from megatron5d.kernels import choice, tuning
 from megatron5d.kernels.choice import AttentionRequest
 from megatron5d.tools import bench_kernels
 from megatron5d.tools.bench import harness as measure
-from megatron5d.tools.bench.harness import Benchmark, in_turn
+from megatron5d.tools.bench.harness import Benchmark
+from megatron5d.tools.bench.processes import run_tasks
 from megatron5d.tools.bench_kernels import write_orders
 
+FIGURES = {"ms": 1.0, "rate": 500.0, "unit": "GB/s", "peak_bytes": 0}
 LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
 
 
@@ -78,7 +80,7 @@ def troubled(names, tell):
     """A worker some of whose pieces end it."""
     tell((None, LIMITS))
     for name in names:
-        tell((name, "ours", {"ms": 1.0, "rate": 500.0, "unit": "GB/s", "peak_bytes": 0}))
+        tell((name, {"ours": FIGURES}))
         if name == "crashes":
             os._exit(1)
         if name == "hangs":
@@ -89,12 +91,12 @@ def troubled(names, tell):
 def test_the_rows_behind_a_crash_and_a_hang_are_measured(tmp_path, capsys):
     names, file = ["crashes", "sound", "hangs", "last"], tmp_path / "figures.json"
     begin = time.monotonic()
-    told = in_turn(troubled, names, 1.0, begin + 50, multiprocessing.get_context("fork"))
+    told = run_tasks(troubled, names, 1.0, begin + 50, multiprocessing.get_context("fork"))
     bench_kernels.report(told, file)
     rows = json.loads(file.read_text())["rows"]
     assert list(rows) == names and all(row["ours"]["rate"] == 500.0 for row in rows.values())
-    assert rows["crashes"]["the rest"] == {"unavailable": "its process has died"}
-    assert rows["hangs"]["the rest"] == {"unavailable": "nothing heard in 1 s"}
+    assert rows["crashes"]["the rest"] == {"unavailable": "its process died"}
+    assert rows["hangs"]["the rest"] == {"unavailable": "no result for 1 s"}
     assert "the rest" not in rows["sound"] and "the rest" not in rows["last"]
     printed = capsys.readouterr().out
     assert (
@@ -104,12 +106,12 @@ def test_the_rows_behind_a_crash_and_a_hang_are_measured(tmp_path, capsys):
 
 
 def test_what_the_time_does_not_suffice_for_is_named(tmp_path):
-    told = in_turn(
+    told = run_tasks(
         troubled, ["hangs", "last"], 30.0, time.monotonic() + 1, multiprocessing.get_context("fork")
     )
-    assert [(name, why) for name, *rest in told if len(rest) == 1 for why in rest if name] == [
-        ("hangs", "the time is up"),
-        ("last", "not reached: the time is up"),
+    assert [(name, reason) for name, reason in told if isinstance(reason, str)] == [
+        ("hangs", "out of time"),
+        ("last", "not reached: out of time"),
     ]
 
 
@@ -119,7 +121,7 @@ def test_the_file_holds_every_figure_before_the_next_one_is_asked_for(tmp_path):
     def told():
         yield None, LIMITS
         for name, provider in (("a", "ours"), ("a", "theirs"), ("b", "ours")):
-            yield name, provider, {"unavailable": "x"}
+            yield name, {provider: {"unavailable": "x"}}
             assert json.loads(file.read_text())["rows"][name][provider] == {"unavailable": "x"}
 
     bench_kernels.report(told(), file)
@@ -128,11 +130,11 @@ def test_the_file_holds_every_figure_before_the_next_one_is_asked_for(tmp_path):
 def test_an_interrupt_leaves_what_was_measured(monkeypatch, tmp_path, capsys):
     def interrupted(*_):
         yield None, LIMITS
-        yield "a", "ours", {"ms": 1.0, "rate": 500.0, "unit": "GB/s", "peak_bytes": 0}
+        yield "a", {"ours": FIGURES}
         raise KeyboardInterrupt
 
     file = tmp_path / "figures.json"
-    monkeypatch.setattr(bench_kernels, "in_turn", interrupted)
+    monkeypatch.setattr(bench_kernels, "run_tasks", interrupted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("sys.argv", ["bench_kernels.py", "--json", str(file)])
     assert bench_kernels.main() == 130
@@ -148,7 +150,7 @@ def notes_an_interrupt(names, tell):
 
 def test_a_worker_leaves_an_interrupt_to_its_parent():
     """Ctrl-C reaches both; a worker that died of it first would be replaced by another one."""
-    told = in_turn(
+    told = run_tasks(
         notes_an_interrupt, ["a"], 10.0, time.monotonic() + 10, multiprocessing.get_context("fork")
     )
     assert list(told) == [("a", "alive")]
@@ -220,6 +222,7 @@ def test_the_order_of_libraries_follows_from_the_figures(monkeypatch, tmp_path):
             "attention_forward", {"head_dim": 64, **shape}, {"triton": 1.0, "cudnn": 1.2}
         ),
         "failed": {"ours": {"unavailable": "x"}, "ours, by torch": {"unavailable": "y"}},
+        "not reached": {"rows": "cross-entropy, both ways"},
     }
     rows["narrow"]["ours, by fa4"] = {"unavailable": "not installed"}
     file = write_orders(rows, 90)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron5d.tools import bench_train
-from megatron5d.tools.bench.harness import in_turn
+from megatron5d.tools.bench.processes import run_tasks
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
     """Sides are measured in a process that knows what a test has replaced."""
     context = multiprocessing.get_context("fork")
-    monkeypatch.setattr(bench_train, "in_turn", functools.partial(in_turn, context=context))
+    monkeypatch.setattr(bench_train, "run_tasks", functools.partial(run_tasks, context=context))
 
 
 def test_ours_is_measured(monkeypatch, tmp_path, capsys):
@@ -41,7 +41,7 @@ def test_the_peer_is_the_same_model(monkeypatch, model):
     """As many parameters, and a first loss near that of guessing."""
     monkeypatch.setattr(torch, "compile", lambda module: module)
     config = bench_train.configured([f"model={model}", "train.seq_len=32"])
-    step = bench_train.theirs(config, torch.device("cpu"))
+    step = bench_train.transformers_step(config, torch.device("cpu"))
     held = sum(
         p.numel()
         for p in step.__closure__[
@@ -49,7 +49,7 @@ def test_the_peer_is_the_same_model(monkeypatch, model):
         ].cell_contents.parameters()
     )
     assert held == bench_train.parameter_count(config.model)
-    assert step(next(bench_train.tokens(config))) == pytest.approx(
+    assert step(next(bench_train.token_rows(config))) == pytest.approx(
         math.log(config.model.vocab_size), rel=0.05
     )
 
@@ -67,7 +67,7 @@ def test_a_model_has_as_many_layers_as_the_device_holds():
 
     have = 80 * 10**9
     layers = bench_train.fitted(config, have, target).model.num_layers
-    assert needed(layers) <= bench_train.ROOM * have < needed(layers + 1)
+    assert needed(layers) <= bench_train.MEMORY_SHARE * have < needed(layers + 1)
     assert bench_train.fitted(config, 10**12, target) == config
     assert bench_train.fitted(config, 0, target).model.num_layers == 1
 
@@ -110,19 +110,19 @@ def test_what_the_time_does_not_suffice_for_is_named_and_the_steps_so_far_count(
         4.0,
         1.0,
     )
-    assert row["ours"]["ended"] == "the time is up"
-    assert row["transformers + compile"] == {"ended": "not reached: the time is up"}
-    assert "after 1 steps: the time is up" in capsys.readouterr().out
+    assert row["ours"]["ended"] == "out of time"
+    assert row["transformers + compile"] == {"ended": "not reached: out of time"}
+    assert "after 1 steps: out of time" in capsys.readouterr().out
 
 
 def test_an_interrupt_leaves_what_was_measured(monkeypatch, tmp_path, capsys):
     def interrupted(*_):
         yield None, {"device": "a GPU", "torch": "2"}
-        yield "tiny: ours", {"layers": 2}, {"ended": "ImportError: x"}
+        yield "tiny: ours", {"layers": 2, "ours": {"ended": "ImportError: x"}}
         raise KeyboardInterrupt
 
     out = tmp_path / "figures.json"
-    monkeypatch.setattr(bench_train, "in_turn", interrupted)
+    monkeypatch.setattr(bench_train, "run_tasks", interrupted)
     monkeypatch.setattr(
         "sys.argv", ["bench_train.py", "--model", "tiny", "--device", "cpu", "--json", str(out)]
     )

@@ -12,14 +12,14 @@ import torch
 
 from megatron5d.tools import gpu_check
 from megatron5d.tools.bench import BENCHMARKS, compare, layouts
-from megatron5d.tools.bench.programs import ended, started
-from megatron5d.tools.gpu_check import Book, counted, sanitizers
+from megatron5d.tools.bench.processes import NOT_REACHED, finish_program, start_program
+from megatron5d.tools.gpu_check import Results, sanitizer_errors, start_sanitizers
 
 FIGURES = {"ms": 2.0, "rate": 500.0, "unit": "TFLOP/s", "peak_bytes": 2**20}
 
 
 def test_both_files_are_whole_after_every_result(tmp_path):
-    book = Book(tmp_path / "out")
+    results = Results(tmp_path / "out")
     steps = [
         ("device", "facts", {"device": "a GPU", "capability": 90}),
         ("addmm", "big", {"in place": True, "difference": 1e-3}),
@@ -30,15 +30,15 @@ def test_both_files_are_whole_after_every_result(tmp_path):
         ("tuning", "swiglu", {"said": "a\nb | c"}),
     ]
     for i, (section, name, figures) in enumerate(steps):
-        book.put(section, name, figures)
-        assert len(json.loads((book.folder / "gpu_check.json").read_text())) == len(
+        results.add(section, name, figures)
+        assert len(json.loads((results.folder / "gpu_check.json").read_text())) == len(
             {s for s, *_ in steps[: i + 1]}
         )
-        text = (book.folder / "gpu_check.md").read_text()
+        text = (results.folder / "gpu_check.md").read_text()
         assert text.count("\n## ") == len({s for s, *_ in steps[: i + 1]}) and name in text
     assert "| row | ours, by cudnn | 1.000 ms, 500 TFLOP/s, 1 MiB, ours is 0.50 x |" in text
     assert "said a / b / c" in text and "| row | ours | right, differs by 1.0e-03 |" in text
-    assert not list(book.folder.glob("*.part"))
+    assert not list(results.folder.glob("*.part"))
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_both_files_are_whole_after_every_result(tmp_path):
     ],
 )
 def test_what_is_wrong_is_not_all_right(section, figures, tmp_path):
-    book = Book(tmp_path)
-    book.put(
+    results = Results(tmp_path)
+    results.add(
         "reference",
         "sound",
         {"ours": {"difference": 0.0, "right": True}, "ours, by fa4": {"unavailable": "x"}},
     )
-    assert book.all_right()
-    book.put(section, "row", figures)
-    assert not book.all_right()
+    assert results.all_right()
+    results.add(section, "row", figures)
+    assert not results.all_right()
 
 
 def test_the_order_is_by_importance():
@@ -81,13 +81,13 @@ def test_a_program_is_ended_with_its_children(tmp_path):
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
     parent = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     begin = time.monotonic()
-    code, said = ended(started([sys.executable, "-c", parent]), begin + 1.5)
+    code, said = finish_program(start_program([sys.executable, "-c", parent]), begin + 1.5)
     assert code is None and said == "begun" and time.monotonic() - begin < 4
     time.sleep(max(0.0, begin + 6 - time.monotonic()))
     assert not mark.exists()
-    assert ended(started(["sleep", "9"]), time.monotonic() - 1) == (None, "")
+    assert finish_program(start_program(["sleep", "9"]), time.monotonic() - 1) == (None, "")
     printing = [sys.executable, "-c", "print('a\\n\\nb'); raise SystemExit(3)"]
-    assert ended(started(printing), time.monotonic() + 60) == (3, "b")
+    assert finish_program(start_program(printing), time.monotonic() + 60) == (3, "b")
 
 
 @pytest.mark.parametrize(
@@ -98,22 +98,22 @@ def test_a_program_is_ended_with_its_children(tmp_path):
         ("no device", {"unavailable": "no device"}),
     ],
 )
-def test_the_sanitizer_is_counted(summary, found, tmp_path, monkeypatch):
+def test_the_sanitizer_is_sanitizer_errors(summary, found, tmp_path, monkeypatch):
     program = tmp_path / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\n[ "$1 $5 $6" = "--tool --run row" ] && echo "{summary}"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    running = sanitizers(["row"])
+    running = start_sanitizers(["row"])
     assert list(running) == ["memcheck: row", "racecheck: row"]
-    assert all(counted(each, time.monotonic() + 60) == found for each in running.values())
+    assert all(sanitizer_errors(each, time.monotonic() + 60) == found for each in running.values())
     program.unlink()
-    assert sanitizers(["row"]) == {}
+    assert start_sanitizers(["row"]) == {}
 
 
 def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
     commands = []
 
-    def run(command, until, lines=1):
+    def run(command, deadline, lines=1):
         commands.append(command)
         if "8b" not in command:
             Path(command[command.index("--json") + 1]).write_text(
@@ -121,11 +121,11 @@ def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
             )
         return 1, "no memory"
 
-    monkeypatch.setattr(gpu_check, "started", lambda command: command)
-    monkeypatch.setattr(gpu_check, "ended", run)
-    book = Book(tmp_path)
-    gpu_check.training(book, time.monotonic() + 60)
-    found = book.found["training"]
+    monkeypatch.setattr(gpu_check, "start_program", lambda command: command)
+    monkeypatch.setattr(gpu_check, "finish_program", run)
+    results = Results(tmp_path)
+    gpu_check.measure_training(results, time.monotonic() + 60)
+    found = results.sections["training"]
     assert len(found) == len(commands) >= 4 and {name.split(",")[0] for name in found} == {
         "1b",
         "8b",
@@ -141,16 +141,16 @@ def test_whole_steps_have_a_peer_once_and_every_variant(tmp_path, monkeypatch):
 
 
 def test_what_is_not_reached_shares_a_line(tmp_path):
-    book = Book(tmp_path)
-    late = "not reached: the time is up"
+    results = Results(tmp_path)
+    late = NOT_REACHED
     told = [
         ("addmm: a", {"in place": True}),
         ("reference: b", "died"),
         ("reference: c", late),
         ("reference: d", late),
     ]
-    gpu_check._fill(book, iter(told))
-    assert book.found["reference"] == {
+    results.add_all(iter(told))
+    assert results.sections["reference"] == {
         "b": {"unavailable": "died"},
         "not reached": {"rows": "c; d"},
     }
@@ -170,7 +170,7 @@ def test_without_a_gpu_it_says_so():
     run = subprocess.run(
         ["bash", "launch/gpu_check.sh"], cwd=root, capture_output=True, text=True, timeout=120
     )
-    assert run.returncode == 2 and "torch sees none here" in run.stderr
+    assert run.returncode == 2 and "torch finds none" in run.stderr
 
 
 def test_losses_are_compared_with_the_plain_path(monkeypatch):
@@ -180,7 +180,7 @@ def test_losses_are_compared_with_the_plain_path(monkeypatch):
     assert (
         found["right"] and found["difference"] == 0 and found["kernels"][-1] < found["kernels"][0]
     )
-    assert gpu_check._words(found).startswith("right, differs by 0.0e+00; kernels ")
+    assert gpu_check._in_words(found).startswith("right, differs by 0.0e+00; kernels ")
 
 
 def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
@@ -203,5 +203,5 @@ def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
     assert "[" in found["dense, refused"]["unavailable"], "the last line of the refusal"
     assert next(iter(layouts.compared(tmp_path, time.monotonic()))) == (
         "dense, one rank",
-        {"unavailable": "the time is up"},
+        {"unavailable": "out of time"},
     )

@@ -5,13 +5,15 @@ import torch
 
 from megatron5d.kernels.fp8.quantize import quantize_blocks
 from megatron5d.tools import tune_kernels
-from megatron5d.tools.tune_kernels import agrees, results
+from megatron5d.tools.bench.harness import copies_of
+from megatron5d.tools.bench.processes import NOT_REACHED
+from megatron5d.tools.tune_kernels import agrees
 
 
 def test_results_are_copies_of_everything_returned():
     x = torch.randn(4, 256)
     both = quantize_blocks(x)
-    found = results((x, both))
+    found = copies_of((x, both))
     assert [tuple(each.shape) for each in found] == [(4, 256), (4, 256), (1, 2), (256, 4), (2, 1)]
     x.zero_()
     assert found[0].norm() > 0
@@ -20,11 +22,11 @@ def test_results_are_copies_of_everything_returned():
 @pytest.mark.parametrize("nothing", [None, (), [None]])
 def test_nothing_to_compare_is_refused(nothing):
     with pytest.raises(TypeError, match="has to return tensors"):
-        results(nothing)
+        copies_of(nothing)
 
 
 def test_agreement_is_up_to_rounding():
-    want = results(torch.randn(64, 64))
+    want = copies_of(torch.randn(64, 64))
     assert agrees([want[0] * 1.001], want)
     assert not agrees([want[0] * 1.1], want)
     assert not agrees([torch.full((64, 64), torch.nan)], want)
@@ -75,17 +77,15 @@ def test_candidates_are_compiled_side_by_side(monkeypatch):
     out for is tried."""
     every = [{"BLOCK": n} for n in range(24)]
 
-    def follow(worker, mine, silence_s, until):
+    def follow(worker, mine, silence_s, deadline):
         assert worker.args == ("swiglu", None, every)
         for number in mine:
             yield (
                 number,
-                {3: False, 4: "its process has died", 5: "not reached: the time is up"}.get(
-                    int(number), True
-                ),
+                {3: False, 4: "its process has died", 5: NOT_REACHED}.get(int(number), True),
             )
 
-    monkeypatch.setattr(tune_kernels, "in_turn", follow)
+    monkeypatch.setattr(tune_kernels, "run_tasks", follow)
     monkeypatch.setattr(tune_kernels.os, "cpu_count", lambda: 6)
     assert tune_kernels.compiled("swiglu", None, every, 0.0) == [
         c for c in every if c["BLOCK"] not in (3, 4)
