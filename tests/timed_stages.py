@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.comm.ledger import Exposure
-from megatron5d.comm.p2p import TensorMeta, open_channels
+from megatron5d.comm.p2p import TensorMeta
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
-from megatron5d.pipeline_parallel.executor import Executor
-from megatron5d.pipeline_parallel.messages import flows
+from megatron5d.pipeline_parallel.executor import Executor, open_flows
 from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.topology.axis import Axis
 
@@ -189,9 +188,7 @@ def timed_executor(
         key: TimedStage(key[1], stage_costs, unit_s, held)
         for key in program.placement.stages_of(axis.rank)
     }
-    lines = flows(program)
-    ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
-    channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
+    channels = open_flows(program.placement, axis)
     return Executor(program, axis.rank, stages, channels, training=training, waits=waits), held
 
 

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from megatron5d.comm.p2p import TensorMeta, open_channels
+from megatron5d.comm.p2p import TensorMeta
 from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Stage
-from megatron5d.pipeline_parallel.executor import Executor
-from megatron5d.pipeline_parallel.messages import flows
+from megatron5d.pipeline_parallel.executor import Executor, open_flows
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.tensor_parallel.linear import column_linear
 from megatron5d.topology.axis import Axis
@@ -140,9 +139,7 @@ class OurPipeline:
             for stage in {stage for _, stage in held}
         }
         stages = {(direction, stage): Stage(self._phases[stage]) for direction, stage in held}
-        lines = flows(program)
-        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
-        channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
+        channels = open_flows(program.placement, axis)
         self.executor = Executor(program, axis.rank, stages, channels)
         x, target = data(program.num_microbatches)
         self._batches = list(

@@ -1,9 +1,9 @@
-"""Whether the devices have so little memory left that a host may have to wait for its own.
+"""Detects whether any device has so little free memory that its host may have to wait for it.
 
-Where an allocation finds no memory, torch's allocator gives what is not in use back to CUDA, which
-waits until nothing runs. What runs may be a receive that was posted early, and whose message
-depends on what this very host has yet to launch (messages.py). So steps post receives in lockstep
-where another one may take more than is free.
+If an allocation finds no memory, torch's allocator returns unused blocks to CUDA, which waits until
+nothing runs. What runs may be a receive that was posted early, and whose message depends on what
+this very host has yet to launch (messages.py). So a step posts receives in lockstep when it may
+take more memory than is free.
 """
 
 from __future__ import annotations
@@ -13,36 +13,43 @@ import torch
 from megatron5d.comm.collectives import Pending, start_all_reduce
 from megatron5d.topology.axis import Axis
 
-SPARE = 0.05  # of a device's memory: steps of one shape differ by less, in how their blocks fit
+# Fraction of a device's memory that must stay free: steps of one shape differ by less, in how their
+# blocks fit.
+SPARE = 0.05
 
 
 class FreeMemory:
     """Watches the memory of all ranks' devices, from step to step.
 
     Args:
-        is_watched: False: memory is never short, and nothing is asked.
+        device: of this rank.
+        is_watched: False: memory is never short, and no rank communicates.
     """
 
     def __init__(self, device: torch.device, is_watched: bool) -> None:
         self._device, self._is_watched = device, is_watched
-        self._reserved = 0
-        self._asked: Pending | None = None
+        self._reserved_bytes = 0
+        self._pending: Pending | None = None
+        # On some rank, at the end of the last step, less was free than the step has taken, or than
+        # SPARE.
         self.is_short = False
-        """On some rank, at the end of the last step: less is free than the step has taken, or than is to be spare."""
 
-    def start_asking(self, world: Axis) -> None:
-        """Starts asking all ranks. Comm: all_reduce world of one number."""
+    def start_check(self, world: Axis) -> None:
+        """Starts comparing the free memory of all ranks. Comm: all_reduce world of one number."""
         if not self._is_watched:
             return
         # asks the driver, which does not wait for the device
         free, total = torch.cuda.mem_get_info(self._device)
-        before, self._reserved = self._reserved, torch.cuda.memory_reserved(self._device)
+        before, self._reserved_bytes = (
+            self._reserved_bytes,
+            torch.cuda.memory_reserved(self._device),
+        )
         is_short = torch.tensor(
-            [float(free < max(self._reserved - before, SPARE * total))]
+            [float(free < max(self._reserved_bytes - before, SPARE * total))]
         ).pin_memory()
-        self._asked = start_all_reduce(is_short.to(self._device, non_blocking=True), world)
+        self._pending = start_all_reduce(is_short.to(self._device, non_blocking=True), world)
 
-    def finish_asking(self) -> None:
-        """Waits for the answers."""
-        if self._asked is not None:
-            self.is_short, self._asked = self._asked.wait().item() > 0, None
+    def finish_check(self) -> None:
+        """Waits for the result, and sets `is_short`."""
+        if self._pending is not None:
+            self.is_short, self._pending = self._pending.wait().item() > 0, None

@@ -2,7 +2,7 @@
 order.
 
 A stage is one slice of the model (stages run 0 … S−1 from the embedding to the loss). A `Placement`
-sends every stage to a rank; where a schedule is bidirectional each stage has two copies, and
+assigns every stage to a rank; in a bidirectional schedule each stage has two copies, and
 micro-batches of direction 0 and 1 take different routes through the ranks. A `Program` adds, for
 each rank, an ordered list of slots; a slot is one action, or two that run interleaved so that the
 communication of one hides under the compute of the other.
@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    import numpy as np  # below it is imported late: a configuration is refused without it
+    # Functions below import numpy themselves, so that checking a configuration does not need it.
+    import numpy as np
 
 OPS = ("F", "I", "W", "B")
 """F forward; I backward of the input; W backward of the weights; B both at once, in one action."""
@@ -42,7 +43,7 @@ class Placement:
 
     # `route[direction][stage]` is the rank; one direction, or two where every stage has two copies
     route: tuple[tuple[int, ...], ...]
-    num_ranks: int  # pipeline ranks, each of which holds equally many stages
+    num_ranks: int  # pipeline ranks; all hold equally many stages
 
     @property
     def num_stages(self) -> int:
@@ -50,56 +51,52 @@ class Placement:
 
     @property
     def copies(self) -> int:
-        """Copies of every parameter over the pipeline."""
+        """Number of copies of every parameter over the pipeline."""
         return len(self.route)
 
     @property
     def chunks(self) -> int:
-        """Into how many stages one rank's share (1/num_ranks) of the model is cut; a second copy
-        does not count."""
+        """Number of stages in one rank's share (1/num_ranks) of the model, a second copy not
+        counted."""
         return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int) -> list[tuple[int, int]]:
-        """Returns the (direction, stage) pairs that `rank` holds, in this order: its local
-        chunks."""
+        """The local chunks of `rank`, as (direction, stage) pairs in this order."""
         return [
-            (d, s)
-            for d, line in enumerate(self.route)
-            for s, holder in enumerate(line)
+            (direction, stage)
+            for direction, route in enumerate(self.route)
+            for stage, holder in enumerate(route)
             if holder == rank
         ]
 
 
 def loop_placement(num_ranks: int, chunks: int = 1) -> Placement:
-    """Returns the placement in which stage s lies on rank s mod num_ranks (0 1 2 3 0 1 2 3)."""
+    """The placement of stage s on rank s mod num_ranks (0 1 2 3 0 1 2 3)."""
     return Placement((tuple(range(num_ranks)) * chunks,), num_ranks)
 
 
 def zigzag_placement(num_ranks: int, chunks: int = 2) -> Placement:
-    """Returns the placement that turns round at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are
-    the V."""
+    """The placement that turns back at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are the V."""
     down = tuple(range(num_ranks))
     legs = (down if chunk % 2 == 0 else down[::-1] for chunk in range(chunks))
     return Placement((tuple(rank for leg in legs for rank in leg),), num_ranks)
 
 
 def mirrored_placement(num_ranks: int) -> Placement:
-    """Returns the bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 −
-    s."""
+    """The bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 − s."""
     down = tuple(range(num_ranks))
     return Placement((down, down[::-1]), num_ranks)
 
 
 def placement_name(placement: Placement) -> str:
-    """Returns what a placement is called: loop, zigzag, mirrored, or its routes where it is none of
-    them."""
+    """Name of a placement: loop, zigzag or mirrored, else `custom` with its routes."""
     num_ranks, chunks = placement.num_ranks, placement.chunks
     known = {
         "loop": loop_placement(num_ranks, chunks),
         "zigzag": zigzag_placement(num_ranks, chunks),
         "mirrored": mirrored_placement(num_ranks),
     }
-    routes = " and ".join(" ".join(map(str, line)) for line in placement.route)
+    routes = " and ".join(" ".join(map(str, route)) for route in placement.route)
     return next((name for name, other in known.items() if other == placement), f"custom ({routes})")
 
 
@@ -135,14 +132,14 @@ class Table(NamedTuple):
 class Program:
     """What every pipeline rank does in one step, as an ordered list of slots."""
 
-    name: str  # what the Program is called in tables and messages
+    name: str  # of the Program in tables and messages
     placement: Placement  # which rank holds which stage
     # the direction of each micro-batch; all 0 where every stage has one copy
     direction: tuple[int, ...]
     # `ranks[r]` is the tuple of slots of rank r; a slot is one Action or two overlapped ones
     ranks: tuple[tuple[Slot, ...], ...]
 
-    def __hash__(self) -> int:  # not of every action
+    def __hash__(self) -> int:  # without the actions, of which there are many
         return hash((self.name, self.placement, self.direction))
 
     @property
@@ -166,7 +163,7 @@ class Program:
         return self.placement.chunks
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Returns the rank on which `microbatch` meets `stage`."""
+        """The rank that runs `stage` for `microbatch`."""
         return self.placement.route[self.direction[microbatch]][stage]
 
     @cached_property
@@ -185,25 +182,39 @@ class Program:
             microbatch=np.array([action[2] for action in actions], dtype=np.int32),
         )
 
+    @cached_property
+    def cell(self) -> np.ndarray:
+        """`[num_actions]` stage · num_microbatches + micro-batch of every action of the table."""
+        import numpy as np
+
+        return self.table.stage.astype(np.int64) * self.num_microbatches + self.table.microbatch
+
+    @cached_property
+    def action_direction(self) -> np.ndarray:
+        """`[num_actions]` direction of every action of the table."""
+        import numpy as np
+
+        return np.array(self.direction, dtype=np.int64)[self.table.microbatch]
+
 
 def make_program(
     name: str, placement: Placement, direction: Sequence[int], ranks: Iterable[Iterable[Slot]]
 ) -> Program:
-    """Returns a Program from any iterables of slots."""
+    """Makes a Program of any iterables of slots."""
     return Program(name, placement, tuple(direction), tuple(tuple(slots) for slots in ranks))
 
 
 def program_from_table(
     name: str, placement: Placement, direction: Sequence[int], table: Table
 ) -> Program:
-    """Returns the Program whose `table` is given: the way from compiled code back to readable
-    slots."""
+    """Makes the Program of a table, for schedules that compiled code has made."""
     columns = (table.op.tolist(), table.stage.tolist(), table.microbatch.tolist())
     actions = [Action(OPS[op], stage, microbatch) for op, stage, microbatch in zip(*columns)]
-    bounds = table.slot_start.tolist()
-    slots = [tuple(actions[a:b]) for a, b in zip(bounds, bounds[1:])]
+    edges = table.slot_start.tolist()
+    slots = [tuple(actions[start:stop]) for start, stop in zip(edges, edges[1:])]
     edges = table.rank_start.tolist()
-    return make_program(name, placement, direction, (slots[a:b] for a, b in zip(edges, edges[1:])))
+    ranks = (slots[start:stop] for start, stop in zip(edges, edges[1:]))
+    return make_program(name, placement, direction, ranks)
 
 
 def _offsets(lengths: Iterable[int]) -> np.ndarray:

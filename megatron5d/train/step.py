@@ -180,9 +180,9 @@ class Trainer:
         terms = StepTerms(
             global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances, refused
         )
-        self.pipeline.memory.start_asking(self.mesh["world"])
+        self.pipeline.memory.start_check(self.mesh["world"])
         total = terms.total(self.mesh["world"])
-        self.pipeline.memory.finish_asking()
+        self.pipeline.memory.finish_check()
         self.check_overlap()
         if self.room is not None and self.room.finish_step(total.refused[0]):
             return None

@@ -8,7 +8,7 @@ import pytest
 from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
-    finishes_with,
+    can_limit_sends,
     flows,
     input_of,
     lockstep_receives,
@@ -148,5 +148,5 @@ def test_a_rank_waits_after_the_first_of_two_overlapping_forwards_sends():
     first = "0F0,0F1,0F2,0F3,0F4,{},2F1,2F2,2F3,2F4,2F5\n1F0,1F1,3F0,3F1,1F2,1F3,3F2,3F3,1F4,1F5,3F4,3F5\n"
     overlapped = read_program(first.format("(0F5;2F0)OVERLAP_F_B"), "overlapped", 2, 6)
     apart = read_program(first.format("2F0,0F5"), "apart", 2, 6)
-    assert [finishes_with(overlapped, most) for most in (2, 3)] == [False, True]
-    assert finishes_with(apart, 2)
+    assert [can_limit_sends(overlapped, most) for most in (2, 3)] == [False, True]
+    assert can_limit_sends(apart, 2)
