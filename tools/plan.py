@@ -1,13 +1,17 @@
 """Predict the memory and step time of a run, and search for layouts: on one CPU, without allocating
 the model.
 
-    python tools/plan.py memory --world 64 experiment=llama3_8b python tools/plan.py memory --world
-    4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048 python tools/plan.py
-    memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1 python
-    tools/plan.py step --world 64 --device h100 experiment=llama3_8b python tools/plan.py search
-    --world 256 --device h100 experiment=llama3_70b python tools/plan.py context --world 64 --node 8
-    model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16 python tools/plan.py memory
-    --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
+    python tools/plan.py memory --world 64 experiment=llama3_8b
+    python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 \\
+        train.gbs=2048
+    python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 \\
+        parallel.cp=64 train.gbs=1
+    python tools/plan.py step --world 64 --device h100 experiment=llama3_8b
+    python tools/plan.py search --world 256 --device h100 experiment=llama3_70b
+    python tools/plan.py context --world 64 --node 8 model=llama3_8b train.seq_len=131072 \\
+        parallel.tp=2 parallel.cp=16
+    python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 \\
+        parallel.tp=4 train.gbs=64
 
 Words without dashes are overrides as pretrain.py takes them; files of the run (its data) need not
 exist. Exit code 2: a refused configuration or bad input; 1: it would not fit.

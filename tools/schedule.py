@@ -1,11 +1,13 @@
 """Show, simulate, compare, search and verify pipeline schedules, on one CPU and without a model.
 
-    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg --trace
-    zb_v.json python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64
-    --costs F=1,I=1.2,W=0.8,comm=0.1 python tools/schedule.py compare --pp 8 --microbatches 32
-    --costs a2aF=0.5,a2aB=0.5 python tools/schedule.py search --pp 16 --microbatches 64 --costs
-    a2aF=0.5,a2aB=0.5 --memory 1.25 --seconds 10 python tools/schedule.py verify mine.csv --pp 4
-    --microbatches 8 --memory 1.25
+    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg --trace \\
+        zb_v.json
+    python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64 --costs \\
+        F=1,I=1.2,W=0.8,comm=0.1
+    python tools/schedule.py compare --pp 8 --microbatches 32 --costs a2aF=0.5,a2aB=0.5
+    python tools/schedule.py search --pp 16 --microbatches 64 --costs a2aF=0.5,a2aB=0.5 --memory \\
+        1.25 --seconds 10
+    python tools/schedule.py verify mine.csv --pp 4 --microbatches 8 --memory 1.25
 
 Times are in any one unit, per micro-batch and rank (1/pp of the model); they divide over the chunks
 of a rank. Activations are in micro-batches of one rank's layers. A refused schedule or bad input
