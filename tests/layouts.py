@@ -22,7 +22,8 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
 from megatron5d.parity.differences import tensor_differences
-from megatron5d.parity.run import make_rows, micro_batch, perturb, train_on_rank
+from megatron5d.parity.inputs import make_rows, micro_batch, perturb
+from megatron5d.parity.run import train_on_rank
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of

@@ -1,7 +1,7 @@
-"""A parity certificate: what the check has found, and whether it still holds for a configuration
-and this code.
+"""The result of a parity check: a record for programs, a text for people, and a certificate.
 
-What has been found is a record for programs, and a text for people (`report_text`).
+A certificate is a record that is kept, with hashes of the configuration and the code it is valid
+for.
 """
 
 import hashlib
@@ -17,218 +17,217 @@ from megatron5d.parity.differences import HIDDEN, SAMPLES, Difference
 from megatron5d.train.provenance import source_hash
 
 FORMAT = 1
-_PASSIVE = ("init", "checkpoint", "log")  # groups that say where a run's files are
-_MASKS = ("document_mask", "eod_mask_loss")  # of data: what decides about numbers on any files
+_PASSIVE = ("init", "checkpoint", "log")  # groups that only say where a run's files are
+_MASKS = ("document_mask", "eod_mask_loss")  # keys of data that change numbers, whatever the files
 
 
 def configuration_hash(config: Config) -> str:
-    """Returns a hash of everything that decides about a run's numbers except its files."""
-    found = {group: keys for group, keys in to_dict(config).items() if group not in _PASSIVE}
-    found["data"] = {key: found["data"][key] for key in _MASKS}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    """Hash of everything in a configuration that changes a run's numbers, except its files."""
+    groups = {group: keys for group, keys in to_dict(config).items() if group not in _PASSIVE}
+    groups["data"] = {key: groups["data"][key] for key in _MASKS}
+    return hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()
 
 
-def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
-    """Returns why a certificate says nothing about this configuration on this many ranks, run by
-    this code; [] where it does. Raises ValueError: it is no certificate, or a newer version wrote
-    it."""
+def mismatches(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
+    """Reasons why a certificate is not valid for a configuration and this code; [] if it is.
+
+    Raises:
+        ValueError: it is not a certificate, or a newer version wrote it.
+    """
     try:
-        told = certificate["format"], certificate["verdict"], certificate["world"]
-        hashes = certificate["configuration_hash"], certificate["code"]["source_hash"]
-        commit = certificate["code"]["commit"]
+        version, verdict = certificate["format"], certificate["verdict"]
+        certified_world, code = certificate["world"], certificate["code"]
+        hashes = certificate["configuration_hash"], code["source_hash"]
+        commit = code["commit"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"no parity certificate: it lacks {error}") from error
-    if told[0] > FORMAT:
-        raise ValueError(f"the certificate has format {told[0]}, this version reads up to {FORMAT}")
-    faults = []
-    if told[1] != "equal":
-        faults.append(f"its verdict is {told[1]!r}")
-    if told[2] != world:
-        faults.append(f"it was made on {told[2]} ranks, not on {world}")
+        raise ValueError(f"not a parity certificate: {error} is missing") from error
+    if version > FORMAT:
+        raise ValueError(f"certificate of format {version}; this version reads up to {FORMAT}")
+    reasons = []
+    if verdict != "equal":
+        reasons.append(f"its verdict is {verdict!r}")
+    if certified_world != world:
+        reasons.append(f"it was made on {certified_world} ranks (got {world})")
     if hashes[0] != configuration_hash(config):
-        faults.append("the configuration is another one")
+        reasons.append("the configuration differs")
     if hashes[1] != source_hash():
-        faults.append(f"the code is not the one that was checked (commit {commit})")
-    return faults
+        reasons.append(f"the code differs from the one that was checked (commit {commit})")
+    return reasons
 
 
-def plain(each: Difference) -> dict[str, Any]:
-    """Returns a difference without what JSON has no word for."""
+def plain(difference: Difference) -> dict[str, Any]:
+    """A difference as JSON: numbers that are not finite become None."""
     return {
-        key: None if isinstance(v, float) and not isfinite(v) else v
-        for key, v in asdict(each).items()
+        key: None if isinstance(value, float) and not isfinite(value) else value
+        for key, value in asdict(difference).items()
     }
 
 
-def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
-    """Returns the largest difference of each quantity."""
+def worst_by_quantity(differences: list[Difference]) -> dict[str, dict[str, Any]]:
+    """The largest difference of each quantity."""
     worst: dict[str, Difference] = {}
-    for each in found:
-        if each.quantity not in worst or each.relative > worst[each.quantity].relative:
-            worst[each.quantity] = each
-    return {quantity: plain(each) for quantity, each in worst.items()}
+    for difference in differences:
+        quantity = difference.quantity
+        if quantity not in worst or difference.relative > worst[quantity].relative:
+            worst[quantity] = difference
+    return {quantity: plain(difference) for quantity, difference in worst.items()}
 
 
 def report_text(record: dict[str, Any]) -> str:
-    """Returns a record of the parity check as text."""
+    """A record of the parity check as text."""
     bf16 = record["precision"] == "bf16"
     changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in record["changed"].items())
     lines = [f"changed for this check: {changes or 'nothing'}", ""]
     if record["verdict"] == "failed":
-        lines += [record["failure"], "", "FAILED: the ranks did not come to an end"]
+        lines += [record["failure"], "", "FAILED: the ranks did not finish"]
     else:
         lines.append(f"{'quantity':<16}{'worst':>9}  where")
-        lines += [
-            f"{quantity:<16}{_place(each, bf16)}" for quantity, each in record["quantities"].items()
-        ]
+        for quantity, difference in record["quantities"].items():
+            lines.append(f"{quantity:<16}{_values_text(difference, bf16)}")
         lines.append("")
-    lines += [f"not tried: {each}" for each in record.get("untried", [])]
+    lines += [f"not tried: {note}" for note in record.get("untried", [])]
     if record["verdict"] == "equal":
-        what = f"{record['compared']} figures and tensors of {record['world']} ranks"
-        near = f"within {record['tolerance']:g} of one process"
-        if bf16:
-            near = f"no further from fp64 than {record['tolerance']:g} times as far as one process in bf16"
-        return "\n".join([*lines, f"EQUAL: {what} are {near}"])
+        return "\n".join([*lines, _equal_text(record)])
     if record["verdict"] == "different":
-        lines += _story(record)
+        lines += _different_text(record)
     if None in (without := record["without"]).values():
-        return "\n".join(
-            [*lines, f"--bisect tries it with one of these at a time: {', '.join(without)}"]
-        )
+        changes = ", ".join(without)
+        return "\n".join([*lines, f"--bisect repeats the check with one of these: {changes}"])
     for verdict in ("equal", "different", "failed"):
-        if names := [change for change, each in without.items() if each == verdict]:
-            lines.append(f"{verdict} with one of: {', '.join(names)}")
+        if changes := ", ".join(change for change, v in without.items() if v == verdict):
+            lines.append(f"{verdict} with one of: {changes}")
     return "\n".join(lines)
 
 
-def _place(each: dict[str, Any], bf16: bool) -> str:
-    if each["rank"] is None:
-        return f"{'-':>9}  {each['name']} {each['position']} is held by nobody"
-    relative = "not finite" if each["relative"] is None else f"{each['relative']:.1e}"
-    name = f"{each['name']} {list(each['position'])}" if each["position"] else each["name"]
-    got, expected = (
-        "not finite" if value is None else f"{value:.12g}"
-        for value in (each["got"], each["expected"])
-    )
-    values = f": {got}, and {expected} in one process" if each["ranks"] else ""
-    if bf16 and values:
-        got, expected = (
-            "not finite" if v is None else f"{v:.2g}" for v in (each["got"], each["expected"])
-        )
-        values = f": {got} away from fp64, one process in bf16 {expected}"
-    return f"{relative:>9}  {name} on rank {each['rank']}{values}"
+def _equal_text(record: dict[str, Any]) -> str:
+    compared, tolerance = record["compared"], f"{record['tolerance']:g}"
+    limit = f"within {tolerance} of one process"
+    if record["precision"] == "bf16":
+        limit = f"at most {tolerance} times as far from fp64 as one process in bf16"
+    return f"EQUAL: {compared} figures and tensors of {record['world']} ranks are {limit}"
 
 
-# what a step does, in order: the quantities that tell of it, and where to look if they are the
-# first to differ
+def _values_text(difference: dict[str, Any], bf16: bool) -> str:
+    name, position = difference["name"], difference["position"]
+    if difference["rank"] is None:
+        return f"{'-':>9}  no rank holds {name} {position}"
+    relative = _number(difference["relative"], ".1e")
+    if position:
+        name = f"{name} {list(position)}"
+    got, expected = difference["got"], difference["expected"]
+    values = ""
+    if difference["ranks"] and bf16:
+        values = f": {_number(got, '.2g')} away from fp64, one process {_number(expected, '.2g')}"
+    elif difference["ranks"]:
+        values = f": {_number(got, '.12g')}, in one process {_number(expected, '.12g')}"
+    return f"{relative:>9}  {name} on rank {difference['rank']}{values}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "not finite" if value is None else format(value, spec)
+
+
+# What a step computes, in order: the quantity, and where to look if it is the first to differ.
 _STAGES: tuple[tuple[str, str], ...] = (
-    (
-        SAMPLES,
-        "Ranks read other sequences than the order of the data says: look at how dp divides the batch.",
-    ),
+    (SAMPLES, "Ranks read the wrong sequences: look at how dp divides the batch."),
     (
         "num_targets",
         "The number of targets differs: look at the masks, or at the count over dp and cp.",
     ),
     (
         HIDDEN,
-        "The forward differs, first in the output of {place}: look there, or at what is read there.",
+        "The forward differs, first in the output of {place}: look there, or at its input.",
     ),
     (
         "routers",
-        "The outputs of all phases are equal, what routers tell differs: look at the counts, or their sum.",
+        "The outputs of all phases are equal, figures of the routers differ: "
+        "look at the counts, or their sum.",
     ),
     (
         "loss",
-        "The outputs of all phases are equal, a loss differs: look at the head, or at the sum of the losses.",
+        "The outputs of all phases are equal, a loss differs: "
+        "look at the head, or at the sum of the losses.",
     ),
     ("gradient", "Losses are equal, gradients differ: look at a backward, or a sum over ranks."),
     ("auxiliary", "Gradients are equal, an auxiliary loss differs: look at the sum of its values."),
     (
         "grad_norm",
-        "Gradients are equal, their norm differs: look at which elements it counts, and over which ranks.",
+        "Gradients are equal, their norm differs: "
+        "look at which elements it counts, and over which ranks.",
     ),
     ("weight", "Gradients and their norm are equal, weights differ: look at the update."),
     (
         "bias",
-        "All weights with gradients are equal, biases of routers differ: look at how balancing moves them.",
+        "Weights with gradients are equal, biases of routers differ: "
+        "look at how balancing updates them.",
     ),
-    ("moment", "Weights are equal, the optimiser's moments differ: look at the update."),
+    ("moment", "Weights are equal, the optimizer's moments differ: look at the update."),
 )
 _UNSENT = (
-    "The weights that ranks own are equal after the step before: look at how they reach the others, or at what one "
-    "step leaves behind for the next."
+    "The weights that ranks own are equal after the step before: "
+    "look at how they reach the other ranks, or at state that one step leaves for the next."
 )
 
 
-def stage_of(each: Difference) -> tuple[int, int]:
-    """Returns when in a run a quantity is computed: the step, and the place in it."""
-    kind = each.quantity
+def stage_of(difference: Difference) -> tuple[int, int]:
+    """When a quantity is computed: its step, and the index of its stage in the step."""
+    kind, name = difference.quantity, difference.name
     if (
         kind == "routers"
-        and "bias_range" in each.name
+        and "bias_range" in name
         or kind == "weight"
-        and each.name.endswith("router.bias")
+        and name.endswith("router.bias")
     ):
         kind = "bias"
     elif kind.endswith("_loss") and kind not in ("z_loss", "mtp_loss"):
         kind = "auxiliary"
     elif kind.endswith("loss"):
         kind = "loss"
-    names = [name for name, _ in _STAGES]
-    return each.step, names.index(kind if kind in names else "moment")
+    names = [stage for stage, _ in _STAGES]
+    return difference.step, names.index(kind if kind in names else "moment")
 
 
 def advice(first: Difference) -> str:
-    """Returns where to look for a fault, by what differs first."""
+    """Where to look for the error, given the first difference."""
     step, stage = stage_of(first)
     if step == 0:
-        return "The weights before the first step differ: look at how they begin."
-    text = _STAGES[stage][1].format(place=first.name.partition(",")[0])
-    text = f"Step {step}. {text}"
-    return (
-        f"{text} {_UNSENT}"
-        if step > 1 and _STAGES[stage][0] in (HIDDEN, "loss", "gradient")
-        else text
-    )
+        return "The weights before the first step differ: look at their initialization."
+    kind, text = _STAGES[stage]
+    text = f"Step {step}. {text.format(place=first.name.partition(',')[0])}"
+    return f"{text} {_UNSENT}" if step > 1 and kind in (HIDDEN, "loss", "gradient") else text
 
 
-def _story(record: dict[str, Any]) -> list[str]:
-    """Returns what differs first, and what that says."""
-    tensors, bf16 = record["tensors"], record["precision"] == "bf16"
-    counts = [f"{', '.join(record['first_step'])} of step 1"] if record["first_step"] else []
-    kinds = Counter((each["quantity"], each["step"]) for each in tensors)
-    for (kind, step), count in kinds.items():
-        counts.append(
-            f"{kind} of {count} parameter{'s' if count > 1 else ''} {f'in step {step}' if step else 'at first'}"
-        )
-    limit = f"by more than {record['tolerance']:g}"
+def _different_text(record: dict[str, Any]) -> list[str]:
+    """Lines that name the first differences and what they mean."""
+    tensors, tolerance = record["tensors"], f"{record['tolerance']:g}"
+    bf16 = record["precision"] == "bf16"
+    limit = f"by more than {tolerance}"
     if bf16:
-        limit = f"by more than rounding, over {record['tolerance']:g} times as far from fp64 as one process in bf16"
-    lines = [
-        f"DIFFERENT {limit}: {'; '.join(counts) or 'figures of later steps alone'}",
-        record["advice"],
+        limit = f"by more than rounding, over {tolerance} times one process's distance from fp64"
+    counts = [f"{', '.join(record['first_step'])} of step 1"] if record["first_step"] else []
+    for (quantity, step), count in Counter((t["quantity"], t["step"]) for t in tensors).items():
+        plural, when = "s" if count > 1 else "", f"in step {step}" if step else "initially"
+        counts.append(f"{quantity} of {count} parameter{plural} {when}")
+    summary = "; ".join(counts) or "only figures of later steps"
+    lines = [f"DIFFERENT {limit}: {summary}", record["advice"]]
+    if tensors:
+        first = tensors[0]
+        kind = first["quantity"], first["step"]
+        alike = [t for t in tensors if (t["quantity"], t["step"]) == kind]
+        lines += _tensor_text("first in the model", first, bf16)
+        if len(alike) > 1:
+            title = "last in the model, where a backward begins"
+            lines += _tensor_text(title, alike[-1], bf16)
+    return lines
+
+
+def _tensor_text(title: str, tensor: dict[str, Any], bf16: bool) -> list[str]:
+    ranks = "no rank holds it"
+    if tensor["rank"] is not None:
+        ranks = f"ranks {', '.join(map(str, tensor['ranks']))}"
+    cut, summed = ", ".join(tensor["cut_by"]) or "nothing", ", ".join(tensor["summed_over"])
+    return [
+        f"  {title}: {tensor['quantity']} of {tensor['name']}, {ranks}",
+        f"    {_values_text(tensor, bf16).strip()}",
+        f"    cut by {cut}; summed over {summed}",
     ]
-    if not tensors:
-        return lines
-    first = tensors[0]
-    same = [
-        each
-        for each in tensors
-        if (each["quantity"], each["step"]) == (first["quantity"], first["step"])
-    ]
-    for title, each in (
-        ("first in the model", first),
-        ("last in the model, where a backward begins", same[-1]),
-    ):
-        ranks = (
-            "none holds it"
-            if each["rank"] is None
-            else f"ranks {', '.join(map(str, each['ranks']))}"
-        )
-        lines += [
-            f"  {title}: {each['quantity']} of {each['name']}, {ranks}",
-            f"    {_place(each, bf16).strip()}",
-            f"    cut by {', '.join(each['cut_by']) or 'nothing'}; summed over {', '.join(each['summed_over'])}",
-        ]
-    return lines if len(same) > 1 else lines[:-3]

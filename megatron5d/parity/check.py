@@ -1,5 +1,4 @@
-"""Holds a layout against one process, and says what differs: what tools/parity.py does with a
-configuration."""
+"""Compares a layout with one process: what tools/parity.py does with a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from megatron5d.parity.certificate import (
     plain,
     report_text,
     stage_of,
-    worst_of,
+    worst_by_quantity,
 )
 from megatron5d.parity.differences import (
     Difference,
@@ -32,131 +31,115 @@ from megatron5d.parity.differences import (
     sample_differences,
     untried,
 )
+from megatron5d.parity.inputs import ROWS_SEED, make_rows, with_gaps
 from megatron5d.parity.local_ranks import RankFailure
 from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
-from megatron5d.parity.run import (
-    ROWS_SEED,
-    Choices,
-    RankRecord,
-    alone,
-    make_rows,
-    short_run,
-    with_gaps,
-)
-from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
+from megatron5d.parity.routing import Choices
+from megatron5d.parity.run import RankRecord, short_run, single_process
+from megatron5d.parity.variants import Ablation, ablations, changed_keys, exact, faults_of, shrink
+from megatron5d.topology.grid import Sizes
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
 from megatron5d.train.preflight.parameters import glob_faults
 from megatron5d.train.provenance import code_here
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
-STEPS = {"fp64": 3, "bf16": 1}  # rounding adds up over steps
-# of a row at most is padding, so that no two ranks have the same number of target tokens
+STEPS = {"fp64": 3, "bf16": 1}  # rounding accumulates over steps
+# Largest share of a row that is padding, so that no two ranks have the same number of targets.
 IGNORED = 0.3
 
 
-def compare(asked: Config, options: argparse.Namespace) -> int:
-    """Checks one configuration on its layout, prints what was found, and returns the exit code.
+def compare(config: Config, options: argparse.Namespace) -> int:
+    """Checks one configuration on its layout and prints the result.
 
     Args:
-        asked: as it would train.
+        config: as it would train.
         options: of tools/parity.py.
 
+    Returns:
+        The exit code: 0 equal, 1 different or failed.
+
     Raises:
-        ConfigError: it cannot be tried here.
-        RankFailure: one process fails by itself.
+        ConfigError: the configuration cannot be checked here.
+        RankFailure: the run in one process fails.
     """
     torch.set_num_threads(1)  # ranks are forked
     if options.steps is None:
         options.steps = STEPS[options.precision]
     if options.tolerance is None:
         options.tolerance = TOLERANCES[options.precision]
-    config, exactly = _tried(asked, options)
-    sizes = sizes_of(config, options.world)
-    record: dict[str, Any] = {
+    checked, in_fp64 = _configs(config, options)
+    record = {
         "format": FORMAT,
         "overrides": options.overrides,
         "world": options.world,
-        "layout": asdict(sizes),
-        "configuration_hash": configuration_hash(asked),
-        "changed": differing(asked, config),
+        "layout": asdict(sizes_of(checked, options.world)),
+        "configuration_hash": configuration_hash(config),
+        "changed": changed_keys(config, checked),
         "device": "cpu",
-        "seeds": {"weights": config.train.seed, "tokens": None if options.data else ROWS_SEED},
+        "seeds": {"weights": checked.train.seed, "tokens": None if options.data else ROWS_SEED},
         "steps": options.steps,
         "precision": options.precision,
         "tolerance": options.tolerance,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    _say(f"{config.model.name} on {options.world} ranks: {_layout(config, options.world)}")
-    check = Check(config, exactly, options)
-    try:
-        records, found = check.run(config, options.world)
-    except RankFailure as failure:
-        record |= {"verdict": "failed", "failure": str(failure)}
-    else:
-        off = sorted((each for each in found if each.relative > options.tolerance), key=stage_of)
-        record |= {
-            "verdict": "different" if off else "equal",
-            "compared": len(found),
-            "quantities": worst_of(found),
-        }
-        record["untried"] = untried(config, check.truth, records, TOLERANCES["fp64"])
-        if off:
-            figures = [each.quantity for each in off if each.step == 1 and not each.position]
-            record |= {"first_step": list(dict.fromkeys(figures)), "advice": advice(off[0])}
-            tensors = [each for each in off if each.position and each.step == off[0].step]
-            record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in tensors]
+    layout = _layout_text(checked, options.world)
+    _print_progress(f"{checked.model.name} on {options.world} ranks: {layout}")
+    check = Check(checked, in_fp64, options)
+    record |= check.verdict()
     if record["verdict"] != "equal":
-        record["without"] = (
-            check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
-        )
+        unknown = {ablation.change: None for ablation in check.ablations()}
+        record["without"] = check.bisect() if options.bisect else unknown
     if options.certificate:
         options.certificate.write_text(json.dumps(record | {"code": code_here()}, indent=2) + "\n")
     print(json.dumps(record, indent=2) if options.json else report_text(record))
     return 0 if record["verdict"] == "equal" else 1
 
 
-def _tried(asked: Config, options: argparse.Namespace) -> tuple[Config, Config]:
-    """Returns what is run in its place, small unless that is forbidden: in its precision, and in
-    fp64."""
-    config = exact(asked, options.steps)
+def _configs(config: Config, options: argparse.Namespace) -> tuple[Config, Config]:
+    """What runs instead of a configuration, shrunk unless forbidden: as asked, and in fp64."""
+    checked = exact(config, options.steps)
     if options.data:
-        config = replace(config, data=replace(asked.data, eod=end_of_document(asked)))
-    if faults := faults_of(config, options.world) or glob_faults(config, options.world):
+        checked = replace(checked, data=replace(config.data, eod=end_of_document(config)))
+    if faults := faults_of(checked, options.world) or glob_faults(checked, options.world):
         raise ConfigError(faults)
     if not options.no_shrink:
-        config = shrink(config, options.world, keep=["model.vocab_size"] if options.data else [])
-    exactly = config
-    if options.precision == "bf16":
-        exactly = smooth(config)
-        config = in_16_bits(exactly, asked.precision)
-        if faults := faults_of(config, options.world):
-            raise ConfigError(faults)
-    return config, exactly
+        keep = ["model.vocab_size"] if options.data else []
+        checked = shrink(checked, options.world, keep=keep)
+    if options.precision == "fp64":
+        return checked, checked
+    in_fp64 = smooth(checked)
+    checked = in_16_bits(in_fp64, config.precision)
+    if faults := faults_of(checked, options.world):
+        raise ConfigError(faults)
+    return checked, in_fp64
 
 
 class Check:
-    """One process, which is asked once, and layouts to hold against it.
+    """One process, which runs once, and layouts that are compared with it.
 
     Args:
-        config: of the layout; one process has the same mathematics.
-        exactly: the same in fp64.
+        config: of the layout; one process runs the same mathematics.
+        in_fp64: the same in fp64.
         options: world, steps, precision, tolerance and timeout.
     """
 
-    def __init__(self, config: Config, exactly: Config, options: argparse.Namespace) -> None:
+    def __init__(self, config: Config, in_fp64: Config, options: argparse.Namespace) -> None:
         self.config, self.options = config, options
-        steps = options.steps
-        random = with_gaps(make_rows(config, steps, ignored=IGNORED), config.train.gbs)
-        self.rows = first_rows(config, steps) if options.data else random
+        if options.data:
+            self.rows = first_rows(config, options.steps)
+        else:
+            rows = make_rows(config, options.steps, ignored=IGNORED)
+            self.rows = with_gaps(rows, config.train.gbs)
         self.coarse = options.precision == "bf16"
+        # Rounding must not send a token to another expert: bf16 runs repeat the choices of fp64.
         self.choices: Choices | None = {} if self.coarse else None
-        (self.truth,) = self._train(alone(exactly), 1)
+        (self.truth,) = self._train(single_process(in_fp64), 1)
         self.choices = self.truth.choices or None
-        self.rounded = self._train(alone(config), 1)[0] if self.coarse else None
+        self.rounded = self._train(single_process(config), 1)[0] if self.coarse else None
 
     def _train(self, config: Config, world: int) -> list[RankRecord]:
-        since = time.perf_counter()
+        start = time.perf_counter()
         records = short_run(
             config,
             world,
@@ -166,54 +149,78 @@ class Check:
             choices=self.choices,
             timeout=self.options.timeout,
         )
-        _say(f"{world} rank{'s' if world > 1 else ''}: {time.perf_counter() - since:.1f} s")
+        seconds = time.perf_counter() - start
+        _print_progress(f"{world} rank{'s' if world > 1 else ''}: {seconds:.1f} s")
         return records
 
     def run(self, config: Config, world: int) -> tuple[list[RankRecord], list[Difference]]:
-        """Returns what the ranks of a layout had, and how far it is from one process."""
-        records = self._train(config, world)
-        tolerance, found = (
-            self.options.tolerance,
-            list(sample_differences(records, self.truth, sizes_of(config, world))),
-        )
-        if self.rounded is not None:
-            return records, found + rounding_differences(
-                records, self.rounded, self.truth, tolerance
-            )
-        return records, found + differences(records, self.truth, tolerance)
+        """Records of the ranks of a layout, and their differences from one process."""
+        records, tolerance = self._train(config, world), self.options.tolerance
+        of_samples = list(sample_differences(records, self.truth, sizes_of(config, world)))
+        if self.rounded is None:
+            return records, of_samples + differences(records, self.truth, tolerance)
+        judged = rounding_differences(records, self.rounded, self.truth, tolerance)
+        return records, of_samples + judged
+
+    def verdict(self) -> dict[str, Any]:
+        """Runs the layout: the verdict, and everything that supports it."""
+        try:
+            records, compared = self.run(self.config, self.options.world)
+        except RankFailure as failure:
+            return {"verdict": "failed", "failure": str(failure)}
+        off = [d for d in compared if d.relative > self.options.tolerance]
+        off.sort(key=stage_of)
+        result: dict[str, Any] = {
+            "verdict": "different" if off else "equal",
+            "compared": len(compared),
+            "quantities": worst_by_quantity(compared),
+            "untried": untried(self.config, self.truth, records, TOLERANCES["fp64"]),
+        }
+        if off:
+            sizes = sizes_of(self.config, self.options.world)
+            figures = [d.quantity for d in off if d.step == 1 and not d.position]
+            tensors = [d for d in off if d.position and d.step == off[0].step]
+            result["first_step"] = list(dict.fromkeys(figures))
+            result["advice"] = advice(off[0])
+            result["tensors"] = [plain(d) | _axes(d, records, sizes) for d in tensors]
+        return result
 
     def ablations(self) -> Iterator[Ablation]:
-        """Yields the configuration without one thing at a time."""
+        """The configuration with one dimension or option turned off at a time."""
         return ablations(self.config, self.options.world)
 
     def bisect(self) -> dict[str, str]:
-        """Returns the verdict without each thing that can be turned off."""
-        found = {}
-        for each in self.ablations():
-            _say(f"with {each.change} ...")
+        """Verdict of each ablation."""
+        verdicts = {}
+        for ablation in self.ablations():
+            _print_progress(f"with {ablation.change} ...")
             try:
-                worst = max(each.relative for each in self.run(each.config, each.world)[1])
-                found[each.change] = "equal" if worst <= self.options.tolerance else "different"
+                _, compared = self.run(ablation.config, ablation.world)
             except RankFailure:
-                found[each.change] = "failed"
-        return found
+                verdicts[ablation.change] = "failed"
+            else:
+                is_equal = max(d.relative for d in compared) <= self.options.tolerance
+                verdicts[ablation.change] = "equal" if is_equal else "different"
+        return verdicts
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _layout(config: Config, world: int) -> str:
+def _layout_text(config: Config, world: int) -> str:
     p, s = config.parallel, sizes_of(config, world)
-    parts = [
+    dimensions = [
         f"dp {s.dp}, zero {p.zero}",
         f"tp {s.tp}{' with sp' if p.sp else ''}",
         f"cp {s.cp}{f' {p.cp_method}' if s.cp > 1 else ''}",
         f"pp {s.pp}{f' {config.pipeline.schedule}' if s.pp > 1 else ''}",
     ]
-    return ", ".join([*parts, f"ep {s.ep}, etp {s.etp}"] if config.model.num_experts else parts)
+    if config.model.num_experts:
+        dimensions.append(f"ep {s.ep}, etp {s.etp}")
+    return ", ".join(dimensions)
 
 
-def _cut(each: Difference, records: list[RankRecord], sizes) -> dict[str, list[str]]:
-    cut, summed = axes_of(each.name, records, sizes)
+def _axes(difference: Difference, records: list[RankRecord], sizes: Sizes) -> dict[str, list[str]]:
+    cut, summed = axes_of(difference.name, records, sizes)
     return {"cut_by": cut, "summed_over": summed}

@@ -1,8 +1,7 @@
-"""Ranks for tests and tools: fork gloo processes from this one, run a function on each, and return
-the values.
+"""Ranks for tests and tools: forks processes, runs a function on each, and returns the values.
 
 A fork of a process that has imported torch becomes a rank in milliseconds, and the function may be
-a closure. The parent must use a single OpenMP thread, because others do not survive a fork and
+a closure. The parent must use a single OpenMP thread: other threads do not survive a fork, and
 their work would hang.
 """
 
@@ -27,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 (meta tensors and dispatch modes import it, which takes a second: not in each rank)
+
+# Meta tensors and dispatch modes import it, which takes a second in each rank if not done here.
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from megatron5d.topology.launcher import die_with_parent
 from megatron5d.topology.process import use_batch_scheduling
 
 _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to the training loop
-# Parts of the errors of a rank whose peer died first. Such an error is an echo, never the cause.
+# Texts in the errors of a rank whose peer died first. Such an error is an echo, never the cause.
 _ECHOES = (
     "gloo/transport/",  # connection closed, reset or refused
     "Connection closed by peer",
@@ -44,49 +45,48 @@ _ECHOES = (
     "Monitored Barrier encountered error",
     "Timed out waiting",
 )
-_GRACE_S = 0.3  # for others to report once a cause is known
+_GRACE_S = 0.3  # for other ranks to report once a cause is known
 _ECHO_GRACE_S = 10.0  # for the cause to arrive once an echo of it is known
 
 
 class Transport:
-    """Joins ranks that are forked to a process group; made before, in their parent."""
+    """Connects forked ranks to a process group; created before the fork, in their parent."""
 
     def __init__(self, world: int, folder: Path, timeout: float) -> None:
         self.world, self.folder, self.timeout = world, folder, timeout
 
     def connect(self, rank: int) -> None:
-        """Makes this process, newly forked, a rank of the world's group."""
+        """Makes this process, newly forked, a rank of the default group."""
 
     def finish(self) -> None:
-        """Ends in a rank, before its value is reported."""
+        """Closes the connections of a rank, before it reports its value."""
 
     def mismatch(self) -> str | None:
-        """Returns in the parent, once all ranks have ended, where their calls differ, if that is
-        known."""
+        """Where the calls of the ranks differ; called in the parent once all have reported."""
         return None
 
     def close(self) -> None:
-        """Ends in the parent."""
+        """Frees what the parent holds."""
 
 
 class Gloo(Transport):
-    """Ranks as a launcher makes them; calls are not compared."""
+    """Ranks as a launcher starts them, over gloo; their calls are not compared."""
 
     def connect(self, rank: int) -> None:
-        """Joins the world's group, over a file."""
+        """Joins the default group, through a file."""
         use_batch_scheduling()
-        # connections on first use: groups become several times cheaper
+        # Connect on first use, which makes groups several times cheaper.
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         dist.set_debug_level_from_env()
         store = dist.FileStore(str(self.folder / "store"), self.world)
-        # the parent's own timeout comes first
-        patience = datetime.timedelta(seconds=max(self.timeout, 1.0) + 60)
+        # The parent's own timeout comes first.
+        limit = datetime.timedelta(seconds=max(self.timeout, 1.0) + 60)
         dist.init_process_group(
-            "gloo", rank=rank, world_size=self.world, store=store, timeout=patience
+            "gloo", rank=rank, world_size=self.world, store=store, timeout=limit
         )
 
 
-# the suite has one of its own, which compares what ranks call (tests/pipe_group.py)
+# The test suite replaces it by one that compares the calls of ranks (tests/pipe_group.py).
 transport: type[Transport] = Gloo
 
 
@@ -96,8 +96,7 @@ class RankFailure(AssertionError):
 
 @dataclass
 class _Rank:
-    """A forked process: the pipe of its report, the file for its stack, and its value or error once
-    it has reported."""
+    """A forked process: the pipe for its report, the file for its stack, and its result."""
 
     pid: int
     pipe: Connection
@@ -108,70 +107,72 @@ class _Rank:
 
     @property
     def echo(self) -> bool:
-        """Whether its error only says that another rank died."""
+        """Whether its error only shows that another rank died."""
         return self.error is not None and any(text in self.error for text in _ECHOES)
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `fn(rank, world, *args)` on `world` forked ranks and returns their values in rank
-    order.
+    """Values of `fn(rank, world, *args)` on `world` forked ranks, in rank order.
 
-    TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks, as it does for a
-    user.
+    TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks.
 
     Args:
         fn: any callable, closures included; its value must be picklable.
-        world: number of ranks; 1 runs without a process group, like the real thing.
-        args: reach the ranks by fork, nothing is pickled.
-        timeout: seconds until ranks that have not reported are named, shown with their stacks, and
-            killed.
+        world: number of ranks; 1 runs without a process group, as in training.
+        args: reach the ranks through the fork, without pickling.
+        timeout: seconds after which ranks without a report are named with their stacks and killed.
 
     Raises:
-        RankFailure: a rank raised, died or stayed silent, or ranks called other collectives; the
-            first line is the root cause.
+        RankFailure: a rank raised, died or stayed silent, or ranks called different collectives;
+            the first line is the root cause.
     """
     assert torch.get_num_threads() == 1, (
         "set torch.set_num_threads(1) before forking: a rank would hang in OpenMP"
     )
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         ranks: list[_Rank] = []
-        joined = transport(world, Path(folder), timeout) if world > 1 else None
+        connection = transport(world, Path(folder), timeout) if world > 1 else None
         try:
             for rank in range(world):
                 ranks.append(
-                    _fork(partial(fn, rank, world, *args), rank, world, Path(folder), joined)
+                    _fork(partial(fn, rank, world, *args), rank, world, Path(folder), connection)
                 )
             _collect(ranks, timeout)
             if any(not r.done or r.error for r in ranks):
                 raise RankFailure(_failures(ranks, timeout))
-            if mismatch := joined and joined.mismatch():
+            if mismatch := connection and connection.mismatch():
                 raise RankFailure(mismatch)
             return [r.value for r in ranks]
         finally:
             _kill(ranks)
-            if joined:
-                joined.close()
+            if connection:
+                connection.close()
 
 
-def _fork(call: partial, rank: int, world: int, folder: Path, joined: Transport | None) -> _Rank:
+def _fork(
+    call: partial, rank: int, world: int, folder: Path, connection: Transport | None
+) -> _Rank:
     receiver, sender = Pipe(duplex=False)
     stack = folder / f"stack{rank}"
-    sys.stdout.flush()  # otherwise the rank would print the parent's buffer again
+    # Otherwise the rank would print the parent's buffer again.
+    sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             receiver.close()
-            # collecting the parent's objects would touch, and so copy, their memory pages
+            # Collecting the parent's objects would write to, and so copy, their memory pages.
             gc.freeze()
-            # a short run makes little garbage, and looking for it took a tenth of it
+            # A short run makes little garbage, and looking for it took a tenth of its time.
             gc.set_threshold(20_000, 10, 10)
             die_with_parent(parent)
-            faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
+            # The file stays open as long as the rank lives.
+            faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115
             _set_variables(rank, world)
-            _report(sender, *_outcome(call, rank, joined))
-            while True:  # a slower peer must still find this rank; the parent ends it
+            _report(sender, *_outcome(call, rank, connection))
+            # A slower peer must still find this rank, so that the parent has to end it.
+            while True:
                 signal.pause()
         finally:
             os._exit(1)
@@ -179,24 +180,23 @@ def _fork(call: partial, rank: int, world: int, folder: Path, joined: Transport 
     return _Rank(pid, receiver, stack)
 
 
-def _outcome(call: partial, rank: int, joined: Transport | None) -> tuple[bool, Any]:
-    """Returns (True, the value of `call`), or (False, the traceback)."""
+def _outcome(call: partial, rank: int, connection: Transport | None) -> tuple[bool, Any]:
+    """(True, the value of `call`), or (False, the traceback)."""
     try:
-        # makes torch's pool anew; gloo's threads would race to do so, and one would fail
+        # Recreates torch's thread pool; otherwise gloo's threads race to do so, and one fails.
         torch.set_num_threads(1)
-        if joined is None:
+        if connection is None:
             return True, call()
-        joined.connect(rank)
+        connection.connect(rank)
         value = call()
-        joined.finish()
+        connection.finish()
         return True, value
     except BaseException:
         return False, traceback.format_exc()
 
 
 def _set_variables(rank: int, world: int) -> None:
-    """Sets what a launcher would, so that the rank can run a whole program, even several times, in
-    the same group."""
+    """Sets a launcher's variables, so that the rank can run a whole program in this group."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -206,21 +206,20 @@ def _set_variables(rank: int, world: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a tensor of the CPU as its bytes, ten times faster than torch does, and without its
-    shared storage."""
+    """Pickles a CPU tensor as its bytes: ten times faster than torch, without shared storage."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
         flat = value.contiguous()
-        return _tensor, (
+        return _tensor_of_bytes, (
             ctypes.string_at(flat.data_ptr(), flat.nbytes),
             flat.dtype,
             tuple(flat.shape),
         )
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return (
         torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
         if data
@@ -228,27 +227,28 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     )
 
 
-def _report(sender: Connection, good: bool, value: Any) -> None:
+def _report(sender: Connection, success: bool, value: Any) -> None:
     """Sends the outcome to the parent.
 
-    Pickled here because a multiprocessing pipe would use torch's pickler, which passes tensors as
-    file descriptors that are gone when the rank ends.
+    A multiprocessing pipe would use torch's pickler, which passes tensors as file descriptors that
+    are gone when the rank ends; therefore the value is pickled here.
     """
     message = io.BytesIO()
     try:
-        _Pickler(message).dump((good, value))
+        _Pickler(message).dump((success, value))
     except Exception:
-        message = io.BytesIO(
-            pickle.dumps((False, f"the value cannot be pickled\n{traceback.format_exc()}"))
-        )
+        error = f"the value cannot be pickled\n{traceback.format_exc()}"
+        message = io.BytesIO(pickle.dumps((False, error)))
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send_bytes(message.getbuffer())
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> None:
-    """Receives reports until all are in or time is up; after a failure, others have a short time to
-    report as well."""
+    """Receives reports until all have arrived or the time is over.
+
+    After a failure, the other ranks have a short time to report as well.
+    """
     deadline = time.monotonic() + timeout
     while waiting := [r for r in ranks if not r.done]:
         ready = wait([r.pipe for r in waiting], max(0.0, deadline - time.monotonic()))
@@ -262,21 +262,21 @@ def _collect(ranks: list[_Rank], timeout: float) -> None:
 
 
 def _receive(rank: _Rank) -> None:
-    """Reads the report of a rank, or how it died."""
+    """Reads the report of a rank, or finds out how it died."""
     rank.done = True
     try:
-        good, value = pickle.loads(rank.pipe.recv_bytes())
+        success, value = pickle.loads(rank.pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
         rank.error = f"died without a report: {_death(rank)}"
         return
-    if good:
+    if success:
         rank.value = value
     else:
         rank.error = value
 
 
 def _death(rank: _Rank) -> str:
-    """Returns how a rank's process ended: a signal or an exit code."""
+    """How a rank's process ended: a signal or an exit code."""
     _, status = os.waitpid(rank.pid, 0)
     rank.pid = 0
     if os.WIFSIGNALED(status):
@@ -285,8 +285,7 @@ def _death(rank: _Rank) -> str:
 
 
 def _failures(ranks: list[_Rank], timeout: float) -> str:
-    """Returns the message of a failure: the cause in full, echoes in one line each, silent ranks
-    with their stacks."""
+    """Message of a failure: the cause in full, a line for each echo, stacks of silent ranks."""
     failed = sorted((r for r in ranks if r.error), key=lambda r: (r.echo, ranks.index(r)))
     silent = [r for r in ranks if not r.done]
     lines = []
@@ -302,13 +301,13 @@ def _failures(ranks: list[_Rank], timeout: float) -> str:
 
 
 def _stack(rank: _Rank) -> str:
-    """Asks a running rank for its Python stack."""
+    """Python stack of a running rank."""
     os.kill(rank.pid, _STACK_SIGNAL)
     for _ in range(100):
         time.sleep(0.02)
         if text := rank.stack.read_text():
             return text.strip()
-    return "(no stack: stopped, or not yet started)"
+    return "(no stack: the process is stopped, or has not started yet)"
 
 
 def _kill(ranks: list[_Rank]) -> None:

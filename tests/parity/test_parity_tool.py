@@ -224,7 +224,7 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
     )
     check = ["--check", str(file)]
     assert main(check) == main([*check, *ALL, "log.dir=elsewhere", "data.train=[other]"]) == 0
-    assert "belongs to" in capsys.readouterr().out
+    assert "valid for this code" in capsys.readouterr().out
     assert (
         main([*check, *ALL, "parallel.zero=2"]) == 1
         and "the configuration is another" in capsys.readouterr().out

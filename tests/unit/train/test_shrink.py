@@ -9,8 +9,8 @@ import pytest
 from megatron5d.config.convert import value_of
 from megatron5d.config.load import CONF, load_config
 from megatron5d.model.flops import parameter_count
-from megatron5d.parity.run import make_rows
-from megatron5d.parity.variants import ablations, differing, exact, faults_of, features, shrink
+from megatron5d.parity.inputs import make_rows
+from megatron5d.parity.variants import ablations, changed_keys, exact, faults_of, features, shrink
 from megatron5d.train.build import sizes_of
 
 # 25 heads
@@ -39,7 +39,9 @@ def test_every_model_keeps_what_it_is(model):
     assert parameter_count(found.model) < 200_000 and found.train.seq_len == 16
     assert all(getattr(found, group) == getattr(config, group) for group in UNTOUCHED)
     kept = {
-        key for key, (old, new) in differing(config, found).items() if isinstance(old, bool | str)
+        key
+        for key, (old, new) in changed_keys(config, found).items()
+        if isinstance(old, bool | str)
     }
     assert not kept, "what is no size was changed"
 
