@@ -57,7 +57,7 @@ def exact(config: Config, steps: int) -> Config:
     }
     capacity = None if moe.capacity_factor is None else min(moe.capacity_factor, MAX_CAPACITY)
     bias_rate = max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))
-    masks = {"document_mask": data.document_mask, "eod_mask_loss": data.eod_mask_loss}
+    eod = 0 if data.document_mask or data.eod_mask_loss else None
     if config.pipeline.schedule == "auto":
         config = changed(config, {"pipeline.evaluations": 100})
     return replace(
@@ -65,7 +65,9 @@ def exact(config: Config, steps: int) -> Config:
         init=InitConfig(),
         checkpoint=CheckpointConfig(),
         log=LogConfig(),
-        data=DataConfig(**masks, eod=0 if any(masks.values()) else None),
+        data=DataConfig(
+            document_mask=data.document_mask, eod_mask_loss=data.eod_mask_loss, eod=eod
+        ),
         model=replace(config.model, **softcaps),
         precision=PrecisionConfig(dtype="fp64"),
         moe=replace(
@@ -259,7 +261,7 @@ def _tokens(c: Config, world: int) -> Iterator[Change]:
     """Lengths of the sequence, with everything that is counted in its tokens."""
     m, p, r, seq_len = c.model, c.parallel, c.recompute, c.train.seq_len
     shortest = 4 * p.cp * (p.tp if p.sp else 1)  # four rows on every rank
-    slices = [None]
+    slices: Sequence[int | None] = [None]
     if r.logit_tokens is not None:
         slices = sorted({min(r.logit_tokens, 3), min(r.logit_tokens, 4)})
     for length in _up_to(seq_len, max(16, shortest)):

@@ -171,7 +171,7 @@ def test_a_process_that_fails_by_itself_is_told(monkeypatch, capsys):
     monkeypatch.setattr(run, "SequenceSharding", None)
     assert (
         main(["--world", "2", *MODEL]) == 1
-        and "one process fails by itself" in capsys.readouterr().err
+        and "the run in one process fails" in capsys.readouterr().err
     )
 
 
@@ -201,7 +201,7 @@ ALL = [
 ]
 
 
-def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsys, tmp_path):
+def test_all_dimensions_are_equal_and_the_certificate_is_valid(monkeypatch, capsys, tmp_path):
     """All dimensions at once, on the layout of the quickstart."""
     file = tmp_path / "parity.json"
     assert main(["--world", "16", "--steps", "2", "--certificate", str(file), *ALL]) == 0
@@ -227,18 +227,18 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
     assert "valid for this code" in capsys.readouterr().out
     assert (
         main([*check, *ALL, "parallel.zero=2"]) == 1
-        and "the configuration is another" in capsys.readouterr().out
+        and "the configuration differs" in capsys.readouterr().out
     )
     assert (
         main([*check, "--world", "8"]) == 1
-        and "made on 16 ranks, not on 8" in capsys.readouterr().out
+        and "made on 16 ranks (got 8)" in capsys.readouterr().out
     )
     monkeypatch.setattr(certificate, "source_hash", lambda: "other")
     code, answer = told(capsys, *check)
     assert (
         code == 1
         and answer["belongs"] is False
-        and "the code is not the one" in answer["faults"][0]
+        and "the code differs from the one" in answer["faults"][0]
     )
 
 
@@ -250,12 +250,15 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
             "the configuration is refused: 2 faults",
         ),
         (["--world", "0"], "at least 1 rank"),
-        (["--world", "2", "--steps", "0"], "--steps 0"),
-        (["--world", "2", "--tolerance", "nan"], "--tolerance nan"),
-        (["--world", "2", "--tolerance", "-1"], "--tolerance -1"),
-        (["--world", "2", "--timeout", "inf"], "--timeout inf"),
-        (["--world", "2", "--timeout", "0"], "--timeout 0"),
-        (["--world", "2", "--certificate", "."], "--certificate . is a folder"),
+        (["--world", "2", "--steps", "0"], "--steps requires at least 1 (got 0)"),
+        (["--world", "2", "--tolerance", "nan"], "a number >= 0 (got nan)"),
+        (["--world", "2", "--tolerance", "-1"], "a number >= 0 (got -1.0)"),
+        (["--world", "2", "--timeout", "inf"], "seconds > 0 (got inf)"),
+        (["--world", "2", "--timeout", "0"], "seconds > 0 (got 0.0)"),
+        (
+            ["--world", "2", "--certificate", "."],
+            "--certificate requires a file (got the folder .)",
+        ),
         ([], "--world N"),
         (
             ["model=tiny", "--world", "2", "train.gbs=3", "--json"],
@@ -267,7 +270,7 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
         ),
         (
             ["--world", "2", "--certificate", "nowhere/parity.json"],
-            "--certificate nowhere/parity.json: no folder",
+            "--certificate nowhere/parity.json: its folder is not writable",
         ),
         (
             ["--check", "nowhere.json"],
@@ -275,7 +278,7 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
         ),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, said, capsys):
+def test_invalid_options_are_rejected(arguments, said, capsys):
     try:
         code = main(arguments)
     except SystemExit as leave:

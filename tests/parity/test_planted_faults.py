@@ -239,7 +239,12 @@ FAULTS = {
     ),
     "targets": (all_tp_ranks_count, [*DENSE, "parallel.tp=2"], "Step 1", "number of targets"),
     "samples": (mirrored_samples, DENSE, "Step 1", "look at how dp divides the batch"),
-    "unsent": (unsent_weights, [*DENSE, "parallel.zero=1"], "Step 2", "how they reach the others"),
+    "unsent": (
+        unsent_weights,
+        [*DENSE, "parallel.zero=1"],
+        "Step 2",
+        "how they reach the other ranks",
+    ),
     "kept": (kept_gradients, [*DENSE, "parallel.zero=1"], "Step 2", "gradients differ"),
     "clip": (
         unscaled_from_step_2,
@@ -284,7 +289,7 @@ FAULTS = {
         first_weights_of_a_share,
         [*DENSE, "parallel.tp=2"],
         "before the first step",
-        "how they begin",
+        "their initialization",
     ),
 }
 
@@ -395,6 +400,6 @@ def test_an_update_from_rounding_alone_is_left_out(capsys):
     assert main(["--world", "2", *model, "optim.name=muon", "optim.lr=0.01", "parallel.tp=2"]) == 0
     out = capsys.readouterr().out
     assert (
-        "a gradient that is rounding alone: layers.0.attention.q_down.weight" in out
+        "only rounding were not compared: layers.0.attention.q_down.weight" in out
         and "EQUAL" in out
     )
