@@ -26,12 +26,14 @@ from megatron5d.parity.local_ranks import run_ranks
 from megatron5d.parity.routing import Choices, fix_routing, replace_method
 from megatron5d.phases.phase import Phase, phases_in
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.state import run_tensors
+from megatron5d.train.step import Trainer
 
 # global name, first index in the global tensor, values
 Rectangles = list[tuple[str, tuple[int, ...], Tensor]]
@@ -136,16 +138,16 @@ def train_on_rank(
     phases: bool,
 ) -> RankRecord:
     """Runs the steps of one rank; arguments as of `short_run`."""
-    sizes, train = sizes_of(config, world), config.train
-    mesh = build_mesh(sizes, rank, num_kv_heads=config.model.num_kv_heads, shared=layout.shared)
+    sizes, kv_heads = sizes_of(config, world), config.model.num_kv_heads
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv_heads, shared=layout.shared)
     model = GPT(config, mesh, "cpu", layout.stage_specs(mesh["pp"].rank), layout.shared)
-    model.initialize(train.seed)
+    model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
 
     record = RankRecord(specs={spec.name: spec for spec in map(spec_of, model.weights())})
     record.weights.append(_copies(model.weights()))
     if choices is not None:
-        record.choices = fix_routing(model, choices, len(rows), train.seq_len)
+        record.choices = fix_routing(model, choices, len(rows), config.train.seq_len)
     copies = 1 if config.parallel.sp else mesh["tp"].size
     take_hidden = _watch_hidden(model, copies) if phases else dict
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
@@ -153,21 +155,7 @@ def train_on_rank(
 
     sharding = SequenceSharding(config, mesh)
     for step in range(steps):
-        first, dp = step * train.gbs, mesh["dp"]
-        numbers = micro_batch_samples(first, train.gbs, train.mbs, dp.rank, dp.size)
-        batches = [sharding(micro_batch(config, rows, torch.tensor(n))) for n in numbers]
-        rate = learning_rate(config.optim, step + 1, train.steps)
-        samples = StepSamples(step + 1, range(first, first + train.gbs))
-        result = trainer.step(batches, rate, watched=True, where=samples)
-        if result.repeated:
-            del record.gradients[-2]
-            record.repeats += 1
-        record.figures.append(
-            result.losses
-            | {"grad_norm": result.grad_norm, "num_targets": float(result.num_targets)}
-        )
-        record.layers.append(result.layers)
-        record.samples.append([list(sequences) for sequences in numbers])
+        _train_step(trainer, step, config, mesh["dp"], sharding, rows, record)
         record.hidden.append(take_hidden())
         # Between steps only what ranks own: gathering more would repair copies that were not sent.
         if step + 1 < steps:
@@ -177,6 +165,32 @@ def train_on_rank(
         record.weights.append(_copies(model.weights()))
     record.moments = _moments(sync, optimizer)
     return record
+
+
+def _train_step(
+    trainer: Trainer,
+    step: int,
+    config: Config,
+    dp: Axis,
+    sharding: SequenceSharding,
+    rows: Tensor,
+    record: RankRecord,
+) -> None:
+    """Makes one step, counted from 0, and records its figures."""
+    train = config.train
+    first = step * train.gbs
+    numbers = micro_batch_samples(first, train.gbs, train.mbs, dp.rank, dp.size)
+    batches = [sharding(micro_batch(config, rows, torch.tensor(n))) for n in numbers]
+    rate = learning_rate(config.optim, step + 1, train.steps)
+    samples = StepSamples(step + 1, range(first, first + train.gbs))
+    result = trainer.step(batches, rate, watched=True, where=samples)
+    if result.repeated:
+        del record.gradients[-2]
+        record.repeats += 1
+    norm_and_count = {"grad_norm": result.grad_norm, "num_targets": float(result.num_targets)}
+    record.figures.append(result.losses | norm_and_count)
+    record.layers.append(result.layers)
+    record.samples.append([list(sequences) for sequences in numbers])
 
 
 def _record_gradients(sync: GradSync, record: RankRecord) -> None:
