@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron5d.config.convert import write_whole
+from megatron5d.config.json_file import write_whole
 from megatron5d.kernels import choice
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.compare import ADDMM, LOSSES, addmm, losses, reference

@@ -33,8 +33,8 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
-from megatron5d.config.convert import parse_json
 from megatron5d.config.errors import ConfigError, names_file, names_option, refuse
+from megatron5d.config.json_file import parse_json
 from megatron5d.planning.planned_config import planned_config
 
 

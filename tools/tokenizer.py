@@ -30,8 +30,8 @@ if not __package__:  # a script of a checkout
 from tqdm import tqdm
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
-from megatron5d.config.convert import write_whole
 from megatron5d.config.errors import exit_code
+from megatron5d.config.json_file import write_whole
 from megatron5d.data.bpe_files import PATTERNS, byte_level
 from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents

@@ -30,8 +30,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron5d.config.convert import from_dict, parse_json, read_json, write_whole
+from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import ConfigError, Refused
+from megatron5d.config.json_file import parse_json, read_json, write_whole
 from megatron5d.config.schema import Config
 
 _NAME = re.compile(r"step-(\d{8,})$")

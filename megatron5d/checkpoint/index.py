@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 
 INDEX = "index.json"
 FORMAT = 1  # raised when an older reader would misread the file

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 
 try:
     from isal.isal_zlib import crc32

@@ -1,12 +1,8 @@
 """Converts between plain mappings and the frozen dataclasses; unknown keys and wrong types are
 collected as faults.
-
-Reads JSON that somebody else may have written (a checkpoint's files, a Hugging Face folder's), and
-writes whole files.
 """
 
 import dataclasses
-import json
 import math
 import operator
 import re
@@ -15,7 +11,6 @@ import typing
 from collections.abc import Mapping
 from difflib import SequenceMatcher
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
@@ -303,61 +298,3 @@ def override_text(change: Change) -> str:
     """Returns a change as overrides on a command line."""
     said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
     return " ".join(f"{key}={value}" for key, value in said.items())
-
-
-# of brackets; Python's parser and whatever walks the values later would overflow its stack
-MAX_DEPTH = 100
-# of a file; the largest that are common, tokenizer.json of big vocabularies, have 40 MB
-MAX_BYTES = 256 << 20
-
-
-def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
-    """Reads a JSON file of plain values.
-
-    Args:
-        kind: of the outermost value, dict or list.
-        max_bytes: size above which the file is refused unread.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is too large, not JSON, nested too deep, or not of this kind; names the file.
-    """
-    size = file.stat().st_size
-    if size > max_bytes:
-        raise ValueError(
-            f"{file} has {size:,} bytes, and no file of its kind has more than {max_bytes:,}"
-        )
-    try:
-        return parse_json(file.read_bytes(), kind)
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-
-
-def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes a file in the place of an older one, at once: an interruption leaves the old content
-    or the new."""
-    part = file.with_name(file.name + ".part")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    part.rename(file)
-
-
-def parse_json(text: str | bytes, kind: type = dict) -> Any:
-    """Returns the value of a JSON text; raises as `read_json`, without the file."""
-    try:
-        value = json.loads(text)
-    except RecursionError:  # far deeper than the limit
-        raise ValueError(f"its brackets are nested deeper than {MAX_DEPTH}") from None
-    if not isinstance(value, kind):
-        wanted = "an object {...}" if kind is dict else "a list [...]"
-        raise ValueError(f"it holds {type(value).__name__} where {wanted} is expected")
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MAX_DEPTH):
-        inner = (
-            each
-            for outer in level
-            for each in (outer.values() if isinstance(outer, dict) else outer)
-        )
-        level = [each for each in inner if isinstance(each, (dict, list))]
-        if not level:
-            return value
-    raise ValueError(f"its brackets are nested deeper than {MAX_DEPTH}")

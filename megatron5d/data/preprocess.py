@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 from megatron5d.data.corpus import Cursor, kinds_of, units
 from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab

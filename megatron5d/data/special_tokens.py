@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 
 # Names of the end-of-document token in published tokenizers, the more specific ones first.
 EOD_NAMES = (

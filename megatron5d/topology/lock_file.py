@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from megatron5d.config.convert import read_json
+from megatron5d.config.json_file import read_json
 from megatron5d.topology.launcher import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner

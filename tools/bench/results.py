@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.convert import write_whole
+from megatron5d.config.json_file import write_whole
 
 Row = dict[str, Any]
 """Provider -> its figures; also properties of the row itself."""

@@ -49,8 +49,9 @@ from megatron5d.checkpoint.load import (
 )
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
-from megatron5d.config.convert import changed, leaves, read_json, to_dict, value_of, write_whole
+from megatron5d.config.convert import changed, leaves, to_dict, value_of
 from megatron5d.config.errors import ConfigError, Fault, with_options
+from megatron5d.config.json_file import read_json, write_whole
 from megatron5d.config.load import keys_given, load_config
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT

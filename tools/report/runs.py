@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from megatron5d.checkpoint.folder import saved_steps
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 
 CHARTS = (
     ("loss", "training loss"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -30,7 +30,7 @@ from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, from_megatron_rows, layer_name
 from megatron5d.checkpoint.storage import Reader, read_tensors
 from megatron5d.checkpoint.tensor_file import Save
-from megatron5d.config.convert import read_json
+from megatron5d.config.json_file import read_json
 from megatron5d.config.schema import ModelConfig
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from tqdm import tqdm
 
-from megatron5d.config.convert import parse_json
+from megatron5d.config.json_file import parse_json
 
 MOST_WAITING = 256  # records that a tracker has not taken
 CLOSE_S = 60.0  # a tracker has so long to send what it has

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.folder import RUN_FILE, config_from_record
-from megatron5d.config.convert import override_text, read_json, to_dict, value_of
+from megatron5d.config.convert import override_text, to_dict, value_of
 from megatron5d.config.derived import resumed_folder
 from megatron5d.config.errors import Fault
+from megatron5d.config.json_file import read_json
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 

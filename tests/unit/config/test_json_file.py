@@ -3,7 +3,7 @@ file's name."""
 
 import pytest
 
-from megatron5d.config.convert import MAX_DEPTH, parse_json, read_json
+from megatron5d.config.json_file import MAX_DEPTH, parse_json, read_json
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from megatron5d.config.convert import MAX_DEPTH, parse_json, read_json
         ('{"a": ' + "1" * 5000 + "}", "digits"),
         (
             '{"a": "' + "x" * 2000 + '"}',
-            "has 2,009 bytes, and no file of its kind has more than 2,000",
+            "has 2,009 bytes; files of its kind have at most 2,000",
         ),
     ],
 )

@@ -1,0 +1,60 @@
+"""Reads JSON files that others may have written, such as those of a checkpoint or a Hugging Face
+folder, and writes files atomically."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Python's parser, and code that walks the values later, would overflow the stack beyond it
+MAX_DEPTH = 100
+MAX_BYTES = 256 << 20  # the largest files, tokenizer.json of big vocabularies, have 40 MB
+
+
+def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
+    """Reads a JSON file of plain values.
+
+    Args:
+        kind: of the outermost value, dict or list.
+        max_bytes: a larger file is refused unread.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is too large, not JSON, nested too deep, or not of this kind; names the file.
+    """
+    size = file.stat().st_size
+    if size > max_bytes:
+        raise ValueError(f"{file} has {size:,} bytes; files of its kind have at most {max_bytes:,}")
+    try:
+        return parse_json(file.read_bytes(), kind)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def parse_json(text: str | bytes, kind: type = dict) -> Any:
+    """Value of a JSON text; raises as `read_json`, without the file."""
+    too_deep = ValueError(f"its brackets are nested deeper than {MAX_DEPTH}")
+    try:
+        value = json.loads(text)
+    except RecursionError:  # far deeper than the limit
+        raise too_deep from None
+    if not isinstance(value, kind):
+        expected = "an object {...}" if kind is dict else "a list [...]"
+        raise ValueError(f"it holds {type(value).__name__} where {expected} is expected")
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        children = (
+            child
+            for outer in level
+            for child in (outer.values() if isinstance(outer, dict) else outer)
+        )
+        level = [child for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return value
+    raise too_deep
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Replaces a file atomically: an interruption leaves the old content or the new."""
+    part = file.with_name(file.name + ".part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    part.rename(file)
