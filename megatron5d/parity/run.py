@@ -148,8 +148,7 @@ def train_on_rank(
     record.weights.append(_copies(model.weights()))
     if choices is not None:
         record.choices = fix_routing(model, choices, len(rows), config.train.seq_len)
-    copies = 1 if config.parallel.sp else mesh["tp"].size
-    take_hidden = _watch_hidden(model, copies) if phases else dict
+    take_hidden = _watch_hidden(model, config, mesh["tp"]) if phases else dict
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     _record_gradients(sync, record)
 
@@ -238,15 +237,13 @@ def _named_phases(model: GPT) -> Iterator[tuple[str, Phase]]:
         yield from ((f"{name}.{phase.kind or i}", phase) for i, phase in enumerate(phases))
 
 
-def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
+def _watch_hidden(model: GPT, config: Config, tp: Axis) -> Callable[[], dict[str, float]]:
     """Makes every phase record its hidden states as one number.
-
-    Args:
-        copies: ranks of tp that hold the same hidden states.
 
     Returns:
         Function that returns and clears the sums of a step, by phase.
     """
+    copies = 1 if config.parallel.sp else tp.size  # without sp, all ranks of tp hold the same
     totals: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _named_phases(model)}
 
     def recorder(name: str) -> Callable:
