@@ -7,14 +7,7 @@ In a checkout this is the folder `kernels/`, which a link in the package makes `
 so it stands beside the different package called `kernels` that Hugging Face publishes.
 """
 
-from megatron5d.kernels.activation import (
-    activate,
-    activation_backward,
-    gelu,
-    gelu_reference,
-    swiglu,
-    swiglu_reference,
-)
+from megatron5d.kernels.activation import activate, activation_backward, activation_reference
 from megatron5d.kernels.flash_attention.attention import (
     attention,
     attention_backward,
@@ -50,6 +43,7 @@ __all__ = [
     "accumulate_weight_grad",
     "activate",
     "activation_backward",
+    "activation_reference",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rope",
@@ -62,15 +56,11 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_reference",
     "documents_from_cu_seqlens",
-    "gelu",
-    "gelu_reference",
     "layer_norm",
     "layer_norm_reference",
     "rms_norm",
     "norm_backward",
     "rms_norm_reference",
-    "swiglu",
-    "swiglu_reference",
     "vocab_cross_entropy_backward",
     "vocab_statistics",
 ]

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels import dispatch, tuning
-from megatron5d.kernels.activation import activation_backward, activation_reference, swiglu_slopes
+from megatron5d.kernels.activation import (
+    activation_backward,
+    activation_reference,
+    swiglu_with_derivatives,
+)
 from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.dispatch import cdiv, jit, load_float32, next_power_of_2, rows_of, tl
 from megatron5d.kernels.fp8.quantize import (
@@ -100,7 +104,7 @@ def _swiglu_backward_kernel(
     gate = load_float32(gate_up_ptr + row * stride + column, live)
     up = load_float32(gate_up_ptr + row * stride + width + column, live)
     dy = load_float32(dy_ptr + row * dy_stride + column, live)
-    _, slope_gate, slope_up = swiglu_slopes(gate, up)
+    _, slope_gate, slope_up = swiglu_with_derivatives(gate, up)
     DTYPE: tl.constexpr = gate_up_ptr.dtype.element_ty
     d_gate, d_up = (
         (dy * slope_gate).to(DTYPE).to(tl.float32),
@@ -173,7 +177,7 @@ def swiglu_quantized(
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
-        weights: `[rows]`, what each row is multiplied by (`weighted_activation`); None = 1.
+        weights: `[rows]`, what each row is multiplied by ; None = 1.
         powers_of_two: round the scales up to powers of two.
 
     Returns:
@@ -190,7 +194,7 @@ def swiglu_quantized(
     rows, width = x.shape[0], x.shape[1] // 2
     if not dispatch.runs_triton(x):
         return quantize_reference(
-            activation_reference(x, weights, "swiglu"), 1, dtype, powers_of_two
+            activation_reference(x, "swiglu", weights), 1, dtype, powers_of_two
         )
     values, scales = _outputs(rows, width, dtype, x.device)
     config = tuning.select("fp8_swiglu", x.device)
@@ -227,7 +231,7 @@ def swiglu_backward_quantized(
     rows, width = dy.shape
     if not dispatch.runs_triton(x) or width % GROUP:
         plain = quantize_rows(
-            activation_backward(dy, x, None, "swiglu")[0], dtype, powers_of_two=powers_of_two
+            activation_backward(dy, x, "swiglu")[0], dtype, powers_of_two=powers_of_two
         )
         return plain, fp8_transpose(plain, powers_of_two=powers_of_two)
     values, scales = _outputs(rows, 2 * width, dtype, x.device)

@@ -106,7 +106,7 @@ class Turned(NamedTuple):
 
 
 class SwigluFp8(FirstOrderFunction):
-    """`swiglu`, or with weights `weighted_activation` of rows, as an Fp8Tensor in 1×128 groups of
+    """`activate` for SwiGLU, perhaps with weights of rows, as an Fp8Tensor in 1×128 groups of
     e4m3.
 
     With `grad_in_fp8` the gradient is one too where a kernel makes it, and its values carry their
@@ -126,7 +126,7 @@ class SwigluFp8(FirstOrderFunction):
         gate_up, weights = ctx.saved_tensors
         if not (ctx.grad_in_fp8 and runs_triton(gate_up) and dy.shape[-1] % GROUP == 0):
             return (
-                *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite),
+                *activation_backward(dy, gate_up, "swiglu", weights, overwrite=ctx.overwrite),
                 None,
                 None,
                 None,

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels import activate, add_layer_norm, add_rms_norm
-from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_rows, grouped_weight_grad
 from megatron5d.phases.wgrad import add_weight_grad, grad_target
@@ -57,7 +56,7 @@ class Gemms:
             kind, overwrite: as in `kernels.activate`.
             reader: of the GEMM that x comes from, if nothing else reads x's gradient.
         """
-        return activate(x, kind, overwrite)
+        return activate(x, kind, overwrite=overwrite)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO
@@ -114,7 +113,7 @@ class ExpertGemms:
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         """Applies the activation before the GEMM, times the weight `[r]` of each row; else as in
         Gemms."""
-        return weighted_activation(x, weights, kind, overwrite)
+        return activate(x, kind, weights, overwrite=overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """Multiplies `[r, in]` -> `[r, out]`."""

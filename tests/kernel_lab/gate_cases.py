@@ -10,8 +10,7 @@ from kernel_lab.binary import BESIDE
 from torch import Tensor
 
 from megatron5d import kernels
-from megatron5d.kernels import activation as expert_activation
-from megatron5d.kernels import moe, routing
+from megatron5d.kernels import activation, moe, routing
 from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import (
@@ -90,14 +89,14 @@ def _norms(width: int) -> None:
 
 
 def _pointwise() -> None:
-    forward_and_backward(kernels.swiglu(meta(4096, 2 * 14336, grad=True)))
-    for approximate in ("none", "tanh"):
-        forward_and_backward(kernels.gelu(meta(4096, 8192, grad=True), approximate))
-    for kind in expert_activation.GATED[1:]:
+    forward_and_backward(kernels.activate(meta(4096, 2 * 14336, grad=True), "swiglu"))
+    for kind in ("gelu", "gelu_tanh"):
+        forward_and_backward(kernels.activate(meta(4096, 8192, grad=True), kind))
+    for kind in activation.GATED[1:]:
         forward_and_backward(kernels.activate(meta(4096, 2 * 2048, grad=True), kind))
-    for kind in expert_activation.KINDS:
+    for kind in activation.KINDS:
         x, weights = meta(8192, 2 * 2048, grad=True), meta(8192, dtype=torch.float32, grad=True)
-        forward_and_backward(expert_activation.weighted_activation(x, weights, kind))
+        forward_and_backward(kernels.activate(x, kind, weights))
 
 
 def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:

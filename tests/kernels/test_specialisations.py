@@ -18,7 +18,7 @@ from kernel_lab.capture import capture
 from kernel_lab.gate_cases import E5M2, Quantized, forward_and_backward, meta
 from triton import knobs
 from megatron5d.kernels import moe
-from megatron5d.kernels.activation import weighted_activation
+from megatron5d.kernels.activation import activate
 from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import swiglu_quantized
 from megatron5d.kernels.fp8.quantize import E4M3, fp8_transpose, quantize_rows
@@ -43,7 +43,7 @@ def layer(rows):
     x = meta(rows, H)
     grouped_input_grad(grouped_matmul(x, up, offsets), up, offsets)
     y, weights = meta(rows, 2 * F, grad=True), meta(rows, dtype=torch.float32, grad=True)
-    forward_and_backward(weighted_activation(y, weights, "swiglu"))
+    forward_and_backward(activate(y, "swiglu", weights))
     forward_and_backward(moe.unpermute(meta(rows, H, grad=True), where))
     moe.permutation(meta(rows, 2, dtype=torch.int64), EXPERTS)
     quantize_rows(x)

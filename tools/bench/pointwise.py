@@ -9,11 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import (
-    activation_backward,
-    activation_reference,
-    weighted_activation,
-)
 from megatron5d.kernels.fp8.norm_swiglu import (
     norm_quantized,
     swiglu_backward_quantized,
@@ -116,9 +111,10 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Takes gate and up side by side."""
     gate_up = random_tensor(device, rows, 2 * width, grad=backward)
     halves = [half.detach().contiguous().requires_grad_(backward) for half in gate_up.chunk(2, -1)]
+    compiled = torch.compile(kernels.activation_reference)
     forwards: dict[str, Forward] = {
-        "ours": (lambda: kernels.swiglu(gate_up), (gate_up,)),
-        "torch.compile": (partial(torch.compile(kernels.swiglu_reference), gate_up), (gate_up,)),
+        "ours": (lambda: kernels.activate(gate_up, "swiglu"), (gate_up,)),
+        "torch.compile": (lambda: compiled(gate_up, "swiglu"), (gate_up,)),
         "Liger, of two tensors": (lambda: liger("liger_swiglu")(*halves), tuple(halves)),
     }
     return forward_or_backward(forwards, backward)
@@ -130,17 +126,19 @@ def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Call
         random_tensor(device, rows, 2 * width, grad=backward),
         torch.rand(rows, device=device, requires_grad=backward),
     )
-    ours, reference = (
-        partial(each, kind="swiglu") for each in (weighted_activation, activation_reference)
+    return with_compiled(
+        lambda x, weights: kernels.activate(x, "swiglu", weights),
+        lambda x, weights: kernels.activation_reference(x, "swiglu", weights),
+        leaves,
+        backward,
     )
-    return with_compiled(ours, reference, leaves, backward)
 
 
 def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """Returns the tanh form, as GPT-2 has it."""
     leaves = (random_tensor(device, rows, width, grad=backward),)
     ours, reference = (
-        partial(each, approximate="tanh") for each in (kernels.gelu, kernels.gelu_reference)
+        partial(each, kind="gelu_tanh") for each in (kernels.activate, kernels.activation_reference)
     )
     return with_compiled(
         ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh")
@@ -215,12 +213,10 @@ def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: T
 
 def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
     """Writes nothing wide."""
-    return _to_float8(
-        swiglu_quantized,
-        kernels.swiglu,
-        kernels.swiglu_reference,
-        random_tensor(device, rows, 2 * width),
+    kernel, reference = (
+        partial(each, kind="swiglu") for each in (kernels.activate, kernels.activation_reference)
     )
+    return _to_float8(swiglu_quantized, kernel, reference, random_tensor(device, rows, 2 * width))
 
 
 def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
@@ -228,7 +224,7 @@ def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
     dy, gate_up = random_tensor(device, rows, width), random_tensor(device, rows, 2 * width)
 
     def apart() -> Any:
-        plain = quantize_rows(activation_backward(dy, gate_up, None, "swiglu")[0])
+        plain = quantize_rows(kernels.activation_backward(dy, gate_up, "swiglu")[0])
         return plain, fp8_transpose(plain)
 
     return {"ours": lambda: swiglu_backward_quantized(dy, gate_up), "ours, three kernels": apart}

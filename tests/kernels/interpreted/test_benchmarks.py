@@ -97,10 +97,13 @@ def test_what_is_ours_equals_the_plain_path(name):
 
 
 def test_a_kernel_with_other_bits_each_time_is_not_right(monkeypatch):
-    original, calls = kernels.swiglu, []
-    monkeypatch.setattr(
-        kernels, "swiglu", lambda x: calls.append(x) or original(x) * (1 + len(calls) / 128)
-    )
+    original, calls = kernels.activate, []
+
+    def changing(x, kind):
+        calls.append(x)
+        return original(x, kind) * (1 + len(calls) / 128)
+
+    monkeypatch.setattr(kernels, "activate", changing)
     found = gpu_check.reference(
         "SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True
     )
@@ -109,10 +112,12 @@ def test_a_kernel_with_other_bits_each_time_is_not_right(monkeypatch):
 
 def test_a_wrong_kernel_is_not_right(monkeypatch):
     """A call of Triton's whose result is off by a twentieth."""
-    original = kernels.swiglu
-    monkeypatch.setattr(
-        kernels, "swiglu", lambda x: original(x) * (1.05 if dispatch.runs_triton(x) else 1.0)
-    )
+    original = kernels.activate
+
+    def wrong(x, kind):
+        return original(x, kind) * (1.05 if dispatch.runs_triton(x) else 1.0)
+
+    monkeypatch.setattr(kernels, "activate", wrong)
     found = gpu_check.reference(
         "SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True
     )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import weighted_activation
+from megatron5d.kernels.activation import activate
 from megatron5d.kernels.gemm import grouped_matmul
 
 pytestmark = pytest.mark.hopper
@@ -41,16 +41,16 @@ OPERATIONS = {  # ours, torch's, shapes of the inputs
         [(7, 4097), (4097,), (4097,)],
     ),
     "swiglu": (
-        kernels.swiglu,
+        lambda x: activate(x, "swiglu"),
         lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
         [(127, 254)],
     ),
-    "weighted_activation": (
-        lambda x, w: weighted_activation(x, w[:, 0], "swiglu"),
+    "swiglu of experts": (
+        lambda x, w: activate(x, "swiglu", w[:, 0]),
         lambda x, w: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1] * w,
         [(127, 254), (127, 1)],
     ),
-    "gelu": (kernels.gelu, F.gelu, [(127, 129)]),
+    "gelu": (lambda x: activate(x, "gelu"), F.gelu, [(127, 129)]),
     "cross_entropy": (
         lambda z: kernels.cross_entropy(z, LABELS),
         lambda z: F.cross_entropy(z, LABELS, reduction="none"),

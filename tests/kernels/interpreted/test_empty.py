@@ -6,7 +6,6 @@ import torch
 
 from megatron5d import kernels
 from megatron5d.kernels import moe
-from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
@@ -36,10 +35,10 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
         [(0, 8), (0, 8), (8,), (8,)],
         (0, 8),
     ),
-    "swiglu": (kernels.swiglu, [(0, 3, 10)], (0, 3, 5)),
-    "gelu": (kernels.gelu, [(0, 3)], (0, 3)),
-    "weighted_activation": (
-        lambda x, w: weighted_activation(x, w, "swiglu"),
+    "swiglu": (lambda x: kernels.activate(x, "swiglu"), [(0, 3, 10)], (0, 3, 5)),
+    "gelu": (lambda x: kernels.activate(x, "gelu"), [(0, 3)], (0, 3)),
+    "swiglu of experts": (
+        lambda x, w: kernels.activate(x, "swiglu", w),
         [(0, 10), (0,)],
         (0, 5),
     ),

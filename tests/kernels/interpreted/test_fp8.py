@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.fp8 import gemm as module
 from megatron5d.kernels.fp8 import norm_swiglu as fp8_fused
 from megatron5d.kernels.fp8.gemm import fp8_matmul
@@ -206,13 +205,16 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
     gate_up, weights = torch.randn(rows, 2 * width).to(dtype), torch.rand(rows)
     x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, width), (width,), (width,)))
     for how in ({}, {"powers_of_two": True}):
-        got, want = swiglu_quantized(gate_up, **how), quantize_rows(kernels.swiglu(gate_up), **how)
+        got, want = (
+            swiglu_quantized(gate_up, **how),
+            quantize_rows(kernels.activate(gate_up, "swiglu"), **how),
+        )
         assert torch.equal(got.scales, want.scales) and torch.equal(
             got.values.float(), want.values.float()
         )
-        near(got, quantize_reference(kernels.swiglu_reference(gate_up), 1, **how))
+        near(got, quantize_reference(kernels.activation_reference(gate_up, "swiglu"), 1, **how))
         got = swiglu_quantized(gate_up, weights=weights, **how)
-        want = quantize_rows(weighted_activation(gate_up, weights, "swiglu"), **how)
+        want = quantize_rows(kernels.activate(gate_up, "swiglu", weights), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(
             got.values.float(), want.values.float()
         )
@@ -248,7 +250,7 @@ def test_a_gradient_of_swiglu_is_quantised_both_ways_at_once(rows, width, how):
     )
     gate_up, dy = gate_up[:, 8:-8], dy[:, 8:]
     dy[-1, 3], gate_up[0, -1] = 0.0, torch.nan
-    straight = quantize_rows(kernels.activation_backward(dy, gate_up, None, "swiglu")[0], **how)
+    straight = quantize_rows(kernels.activation_backward(dy, gate_up, "swiglu")[0], **how)
     turned = fp8_transpose(straight, powers_of_two=how.get("powers_of_two", False))
     got = swiglu_backward_quantized(dy[None], gate_up[None], **how)
     for mine, wanted in zip(got, (straight, turned)):
@@ -266,8 +268,8 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
     sizes = (2, rows, 2 * width), (2, rows, width), (width,), (width,)
     gate_up, x, weight, bias = (torch.randn(size, requires_grad=True) for size in sizes)
     dy, dx = torch.randn(2, rows, width), torch.randn(2, rows, width)
-    (wanted,) = torch.autograd.grad(kernels.swiglu(gate_up), gate_up, dy)
-    assert torch.equal(kernels.activation_backward(dy, gate_up.detach(), None, "swiglu")[0], wanted)
+    (wanted,) = torch.autograd.grad(kernels.activate(gate_up, "swiglu"), gate_up, dy)
+    assert torch.equal(kernels.activation_backward(dy, gate_up.detach(), "swiglu")[0], wanted)
     with torch.no_grad():
         biases = {False: None, True: bias}
         ours, centered = (

@@ -32,8 +32,8 @@ def overwritten(monkeypatch):
     """Of each backward of SwiGLU, whether it has written over its input."""
     found, original = [], activation.activation_backward
 
-    def observed(dy, gate_up, *rest):
-        gradients = original(dy, gate_up, *rest)
+    def observed(dy, gate_up, *args, **options):
+        gradients = original(dy, gate_up, *args, **options)
         found.append(gradients[0].data_ptr() == gate_up.data_ptr())
         return gradients
 

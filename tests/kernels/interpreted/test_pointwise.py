@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import GATED, KINDS, activation_reference, weighted_activation
+from megatron5d.kernels.activation import GATED, KINDS, activate, activation_reference
 
 pytestmark = pytest.mark.alike
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -32,23 +32,24 @@ def compare(run, reference, *inputs):
         assert relative(a, b) < tolerance
 
 
+def input_of(kind, shape):
+    """A random input of an activation with outputs of this shape."""
+    return torch.randn(*shape[:-1], shape[-1] * (2 if kind in GATED else 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 254), (2, 258), (1, 8194)])
-def test_swiglu(shape, dtype):
-    compare(kernels.swiglu, kernels.swiglu_reference, torch.randn(shape).to(dtype))
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 129), (1, 4097)])
+def test_activations(shape, dtype, kind):
+    """Inputs of the clamped kind exceed its limits, beyond which gradients are 0."""
+    x = (6 if kind == "swiglu_clamped" else 1) * input_of(kind, shape)
+    compare(partial(activate, kind=kind), partial(activation_reference, kind=kind), x.to(dtype))
 
 
 def test_swiglu_of_a_slice():
-    compare(kernels.swiglu, kernels.swiglu_reference, torch.randn(6, 50)[:, 3:37])
-    compare(kernels.swiglu, kernels.swiglu_reference, torch.randn(34, 6).t())
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 43), (4097,)])
-def test_gelu(shape, dtype, approximate):
-    run = lambda x: kernels.gelu(x, approximate)  # noqa: E731
-    compare(run, lambda x: kernels.gelu_reference(x, approximate), torch.randn(shape).to(dtype))
+    swiglu, reference = (partial(run, kind="swiglu") for run in (activate, activation_reference))
+    compare(swiglu, reference, torch.randn(6, 50)[:, 3:37])
+    compare(swiglu, reference, torch.randn(34, 6).t())
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -84,78 +85,61 @@ def test_rope_of_views_into_one_qkv():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", ["geglu_tanh", "swiglu_clamped"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 258)])
-def test_gated(shape, dtype, kind):
-    """The clamp's with values of up to 20: beyond its limits, where a gradient is 0."""
-    run = partial(kernels.activate, kind=kind)
-    compare(
-        run,
-        lambda x: activation_reference(x, None, kind),
-        ((6 if kind == "swiglu_clamped" else 1) * torch.randn(shape)).to(dtype),
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (2, 129)])
+def test_activations_backward_over_their_input(kind, shape):
+    leaf, dy = input_of(kind, shape).bfloat16().requires_grad_(), torch.randn(shape).bfloat16()
+    (expected,) = torch.autograd.grad(activate(leaf, kind), leaf, dy)
+    x = leaf.clone()
+    y = activate(x, kind, overwrite=True)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert torch.equal(dx, expected) and dx.data_ptr() == x.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 258)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_of_experts(kind, shape, dtype):
+    """Times a weight per row, against float64; and written over their input, to the bit."""
+    x, dy = input_of(kind, shape).to(dtype).requires_grad_(), torch.randn(shape).to(dtype)
+    weights = torch.rand(shape[0], 2)[:, 1].requires_grad_()  # strided
+    y = activate(x, kind, weights)
+    results = (y, *torch.autograd.grad(y, (x, weights), dy))
+    wide = [leaf.detach().double().requires_grad_() for leaf in (x, weights)]
+    exact = activate(wide[0], kind) * wide[1][:, None]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    exact_grads = torch.autograd.grad(exact, wide, dy.double())
+    for result, expected in zip(results, (exact, *exact_grads)):
+        assert (result.double() - expected).norm() < tolerance * expected.norm() + 1e-6
+    copy = x.clone()
+    in_place = torch.autograd.grad(
+        activate(copy, kind, weights, overwrite=True), (copy, weights), dy
+    )
+    assert (
+        all(map(torch.equal, in_place, results[1:])) and in_place[0].data_ptr() == copy.data_ptr()
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 258)])
-def test_activations_backward_over_their_input(kind, shape):
-    leaf = torch.randn(shape).bfloat16().requires_grad_()
-    dy = torch.randn(*shape[:-1], shape[-1] // (2 if kind in GATED else 1)).bfloat16()
-    (want,) = torch.autograd.grad(kernels.activate(leaf, kind), leaf, dy)
-    held = leaf.clone()
-    got = torch.autograd.grad(kernels.activate(held, kind, True), held, dy, retain_graph=True)[0]
-    assert torch.equal(got, want) and got.data_ptr() == held.data_ptr()
-    y = kernels.activate(held, kind, True)
-    y.backward(dy, retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(dy)
-    with pytest.raises(ValueError, match="the leaf"):
-        kernels.activate(leaf, kind, True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, width", [(1, 1), (5, 7), (3, 258)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_experts(kind, rows, width, dtype):
-    """Times a weight of each row, against float64; and over their input, to the bit."""
-    x = torch.randn(rows, width * (2 if kind in GATED else 1)).to(dtype).requires_grad_()
-    # not side by side
-    weights, dy = torch.rand(rows, 2)[:, 1].requires_grad_(), torch.randn(rows, width).to(dtype)
-    y = weighted_activation(x, weights, kind)
-    found = (y, *torch.autograd.grad(y, (x, weights), dy))
-    wide = [each.detach().double().requires_grad_() for each in (x, weights)]
-    exact = kernels.activate(wide[0], kind) * wide[1][:, None]
-    wanted = (exact, *torch.autograd.grad(exact, wide, dy.double()))
-    for got, want in zip(found, wanted):
-        assert (got.double() - want).norm() < (
-            1e-5 if dtype == torch.float32 else 1e-2
-        ) * want.norm() + 1e-6
-    held = x.clone()
-    again = torch.autograd.grad(weighted_activation(held, weights, kind, True), (held, weights), dy)
-    assert all(map(torch.equal, again, found[1:])) and again[0].data_ptr() == held.data_ptr()
-
-
-def test_activations_of_experts_refuse():
+def test_invalid_activations_are_rejected():
     x, weights = torch.randn(4, 6).requires_grad_(), torch.rand(4)
-    for bad in ((x, weights, "relu"), (x, weights[:3], "swiglu"), (x, weights, "swiglu", True)):
-        with pytest.raises(ValueError, match=r"not 'relu'|\(3,\) weights|the leaf"):
-            weighted_activation(*bad)
-    part = x.detach()[:, 1:5].requires_grad_() * 1  # a block of its own: written over
-    before, slice_of = part.detach().clone(), (x * 1)[:, 1:5]
-    for each in (part, slice_of):
-        weighted_activation(each, weights, "swiglu", overwrite=True).sum().backward(
-            retain_graph=True
-        )
-    assert torch.equal(slice_of, before) and not torch.equal(part, before)
+    with pytest.raises(ValueError, match="unknown activation 'relu': expected one of swiglu"):
+        activate(x, "relu", weights)
+    with pytest.raises(ValueError, match=r"one weight per row of x \(4, 6\) \(got \(3,\)\)"):
+        activate(x, "swiglu", weights[:3])
+    with pytest.raises(ValueError, match="would replace the leaf"):
+        activate(x, "swiglu", weights, overwrite=True)
 
 
-def test_swiglu_of_a_slice_is_never_overwritten():
-    whole = torch.randn(6, 50).requires_grad_()
-    part = (whole * 1)[:, 3:37]
-    before = part.detach().clone()
-    kernels.swiglu(part, overwrite=True).sum().backward()
-    assert torch.equal(part, before)
+@pytest.mark.parametrize("weights", [None, torch.ones(4)])
+def test_only_a_contiguous_input_is_overwritten(weights):
+    strided = (torch.randn(4, 6).requires_grad_() * 1)[:, 1:5]
+    contiguous = torch.randn(4, 4).requires_grad_() * 1
+    for x in (strided, contiguous):
+        before = x.detach().clone()
+        activate(x, "swiglu", weights, overwrite=True).sum().backward()
+        assert torch.equal(x, before) == (x is strided)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

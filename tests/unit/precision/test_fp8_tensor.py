@@ -11,7 +11,6 @@ from whole_stage import WholeStage
 
 from megatron5d import kernels
 from megatron5d.config.schema import RecomputeConfig
-from megatron5d.kernels.activation import weighted_activation
 from megatron5d.kernels.plain_norm import layer_norm_reference, rms_norm_reference
 from megatron5d.model.gpt import GPT
 from megatron5d.phases import recompute as activations
@@ -33,11 +32,11 @@ def test_operations_alone(dtype, powers_of_two):
     sizes = (5, 3, 400), (5, 3, 200), (200,), (200,)
     gate_up, x, weight, bias = (torch.randn(size).to(dtype).requires_grad_() for size in sizes)
     row, probs = torch.randn(5, 400).to(dtype).requires_grad_(), torch.rand(5).requires_grad_()
-    weighted = of_experts.activate(row, probs, "swiglu"), weighted_activation(row, probs, "swiglu")
+    weighted = of_experts.activate(row, probs, "swiglu"), kernels.activate(row, "swiglu", probs)
     scaled = rms_norm_reference(x, weight, 1e-5)  # what runs on a CPU rounds otherwise
     centered = layer_norm_reference(x, weight, bias, 1e-5)
     cases = [
-        ((gemms.activate(gate_up, "swiglu"),), (kernels.swiglu(gate_up),), (gate_up,)),
+        ((gemms.activate(gate_up, "swiglu"),), (kernels.activate(gate_up, "swiglu"),), (gate_up,)),
         ((weighted[0],), (weighted[1],), (row, probs)),
         (gemms.rms_norm(x, weight, 1e-5), (scaled, x), (x, weight)),
         (gemms.layer_norm(x, weight, bias, 1e-5), (centered, x), (x, weight, bias)),
