@@ -1,14 +1,13 @@
-"""Compare tokenising, preprocessing and Megatron's order with the libraries that do the same: CPU
-seconds by turns.
+"""Compare tokenizing, preprocessing and Megatron's sample order with libraries that do the same.
 
     python tools/bench_data.py [--mb 8] [--tokens 1e9] [--repeats 5] [--dir DIR] [--json]
 
 Peers: tokenizers and tiktoken; the loop of Megatron's preprocess_data.py with the tokenizer and
-    builder of
-megatron-core; its GPTDataset and BlendedDataset. Texts are the interpreter's own sources, the
-tokenizer is trained on them. Every way is measured by turns with its children; the least of several
-times counts, and results are compared. Of preprocessing the time of each further MB counts, without
-the start. Exit code 2 for bad input or without the peers.
+builder of megatron-core; its GPTDataset and BlendedDataset. Texts are the interpreter's own
+sources, on which the tokenizer is trained. Figures are CPU seconds, with those of child processes.
+Measurements alternate, the least of several counts, and results are compared. Preprocessing is
+measured on half of the texts and on all: the difference excludes the start. Exit code 2 for bad
+input or where a peer is missing.
 """
 
 import argparse
@@ -29,11 +28,13 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.config.errors import exit_code
 from megatron5d.tools.options import add_measurement
 
 SEQ_LEN, MEAN_TOKENS, SEED = 4096, 1000, 1234  # of a sample; of a document
 VOCAB, EOD = 16_000, "<|endoftext|>"
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
+PROVIDERS = ("ours", "megatron")
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +52,7 @@ def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and rejects bad options before the imports below, which take seconds
     _arguments()
 
 import numpy as np
@@ -64,76 +65,74 @@ from megatron5d.data.preprocess import Job, preprocess
 from megatron5d.data.samples import Samples, open_samples
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.tools.bench.harness import Calls, least_seconds
+from megatron5d.tools.bench.results import print_rows
 from megatron5d.tools.tokenizer import train_byte_level
 
-Row = dict[str, float]  # way -> CPU seconds
+Seconds = dict[str, float]  # provider -> CPU seconds
 
 
-def texts(num_bytes: float) -> list[str]:
-    """Returns sources of the interpreter, again and again where there are too few."""
+def read_texts(num_bytes: float) -> list[str]:
+    """Sources of the interpreter, repeated if they are too few."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    found, size = [], 0
+    texts, size = [], 0
     while size < num_bytes:
         for path in files:
             if size < num_bytes and "site-packages" not in path.parts and path.stat().st_size:
-                found.append(path.read_bytes().decode("utf-8", "replace"))
+                texts.append(path.read_bytes().decode("utf-8", "replace"))
                 size += path.stat().st_size
-    return found
+    return texts
 
 
-def encoding(folder: Path, documents: list[str], repeats: int) -> Row:
+def measure_encoding(folder: Path, texts: list[str], repeats: int) -> Seconds:
     """Measures BPE encoding, once all engines are loaded."""
     import tiktoken
     import tokenizers
 
-    tokenizer, theirs = (
-        load_tokenizer(folder),
-        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
-    )
-    taken = {sign: byte for byte, sign in byte_signs().items()}
+    tokenizer = load_tokenizer(folder)
+    peer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    byte_of = {sign: byte for byte, sign in byte_signs().items()}
     ranks = {
-        bytes(taken[sign] for sign in token): i
-        for token, i in theirs.get_vocab().items()
+        bytes(byte_of[sign] for sign in token): i
+        for token, i in peer.get_vocab().items()
         if token != EOD
     }
-    tiktokens = tiktoken.Encoding(
+    encoding = tiktoken.Encoding(
         "bench", pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens={}
     )
-    tokenizer.encode_all(documents[:1])
-    ways: Calls = {
-        "ours": lambda: tokenizer.encode_all(documents),
+    tokenizer.encode_all(texts[:1])
+    calls: Calls = {
+        "ours": lambda: tokenizer.encode_all(texts),
         "encode_batch_fast": lambda: [  # one by one, which takes it less CPU time
-            theirs.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in documents
+            peer.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in texts
         ],
-        "tiktoken": lambda: [tiktokens.encode_ordinary(text) for text in documents],
+        "tiktoken": lambda: [encoding.encode_ordinary(text) for text in texts],
     }
 
-    def check(found: dict[str, Any]) -> None:
-        assert found["ours"] == found["encode_batch_fast"] == found["tiktoken"]
+    def check(results: dict[str, Any]) -> None:
+        assert results["ours"] == results["encode_batch_fast"] == results["tiktoken"]
 
-    return least_seconds(ways, repeats, check)[0]
+    return least_seconds(calls, repeats, check)[0]
 
 
 @cache
-def _tokenizer(folder: Path) -> Any:
+def _megatron_tokenizer(folder: Path) -> Any:
     from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(str(folder), use_fast=True)
 
 
 def _encode(folder: Path, line: str) -> list[int]:
-    ids = _tokenizer(folder).text_to_ids(json.loads(line)["text"])
-    return [*ids, _tokenizer(folder).eod] if ids else ids
+    ids = _megatron_tokenizer(folder).text_to_ids(json.loads(line)["text"])
+    return [*ids, _megatron_tokenizer(folder).eod] if ids else ids
 
 
 def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -> None:
-    """Does what preprocess_data.py --append-eod does: a pool that encodes lines, and a builder that
-    writes."""
+    """Does what preprocess_data.py --append-eod does: a pool encodes lines, a builder writes."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     with (
         lines.open(encoding="utf-8") as file,
-        multiprocessing.Pool(workers, _tokenizer, (folder,)) as pool,
+        multiprocessing.Pool(workers, _megatron_tokenizer, (folder,)) as pool,
     ):
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype_for_vocab(VOCAB).type)
         for ids in pool.imap(partial(_encode, folder), file, 32):
@@ -143,86 +142,81 @@ def megatron_preprocess(folder: Path, lines: Path, prefix: Path, workers: int) -
         pool.join()
 
 
-def preprocessing(folder: Path, documents: list[str], workers: int, repeats: int) -> Row:
-    """Measures preprocessing of half the documents and of all: the difference is the time of what
-    is more."""
-    _tokenizer(folder)  # before a pool is forked, as Megatron does
-    ways: Calls = {}
-    sizes = {"some": len(documents) // 2, "all": len(documents)}
-    for size, count in sizes.items():
-        lines, theirs = folder / f"{size}.jsonl", folder / f"megatron_{size}"
+def measure_preprocessing(folder: Path, texts: list[str], workers: int, repeats: int) -> Seconds:
+    """Measures preprocessing of half of the texts and of all, and returns the difference."""
+    _megatron_tokenizer(folder)  # before a pool is forked, as Megatron does
+    calls: Calls = {}
+    counts = {"half": len(texts) // 2, "all": len(texts)}
+    for part, count in counts.items():
+        lines, prefix = folder / f"{part}.jsonl", folder / f"megatron_{part}"
         lines.write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in documents[:count]),
-            encoding="utf-8",
+            "".join(json.dumps({"text": text}) + "\n" for text in texts[:count]), encoding="utf-8"
         )
-        job = Job((lines,), str(folder / f"ours_{size}"), Recipe(str(folder), append_eod=True))
-        ways[f"ours {size}"] = partial(preprocess, job, workers, overwrite=True)
-        ways[f"megatron {size}"] = partial(megatron_preprocess, folder, lines, theirs, workers)
+        job = Job((lines,), str(folder / f"ours_{part}"), Recipe(str(folder), append_eod=True))
+        calls[f"ours {part}"] = partial(preprocess, job, workers, overwrite=True)
+        calls[f"megatron {part}"] = partial(megatron_preprocess, folder, lines, prefix, workers)
 
     def check(_: dict[str, Any]) -> None:
-        for size in sizes:
-            for suffix in (".bin", ".idx"):
-                ours, theirs = (
-                    (folder / f"{who}_{size}{suffix}").read_bytes() for who in ("ours", "megatron")
-                )
-                assert ours == theirs, suffix
+        for file in (f"{part}{suffix}" for part in counts for suffix in (".bin", ".idx")):
+            ours, megatron = ((folder / f"{name}_{file}").read_bytes() for name in PROVIDERS)
+            assert ours == megatron, file
 
-    found, _ = least_seconds(ways, repeats, check)
-    return {who: found[f"{who} all"] - found[f"{who} some"] for who in ("ours", "megatron")}
+    seconds, _ = least_seconds(calls, repeats, check)
+    return {name: seconds[f"{name} all"] - seconds[f"{name} half"] for name in PROVIDERS}
 
 
 def write_index(prefix: str, tokens: float, seed: int) -> None:
-    """Writes a dataset whose documents have lengths as in text, log-normal; its tokens are a hole
-    in the file."""
-    random = np.random.default_rng(seed)
-    lengths = 1 + random.lognormal(
-        np.log(MEAN_TOKENS) - 0.5, 1.0, int(tokens / MEAN_TOKENS)
-    ).astype(np.int64)
+    """Writes a dataset of log-normal document lengths, whose tokens are a hole in the file."""
+    generator = np.random.default_rng(seed)
+    count = int(tokens / MEAN_TOKENS)
+    lengths = 1 + generator.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, count).astype(np.int64)
     lengths.astype("<i4").tofile(f"{prefix}.lengths.partial")
     with open(f"{prefix}.bin.partial", "wb") as file:
         file.truncate(2 * int(lengths.sum()))
     finish_partial(prefix, np.dtype(np.uint16))
 
 
-def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) -> Row:
-    """Measures how long the indices of one epoch take, of one dataset or of a blend; they are built
-    and stored."""
+class _Tokenizer:
+    """What Megatron's datasets read of a tokenizer."""
+
+    eod, vocab_size = 0, VOCAB
+    unique_identifiers: dict[str, str] = {}
+
+
+def megatron_samples(prefixes: Sequence[str], weights: list | None, count: int, cache: Path) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=SEQ_LEN,
+        split="1,0,0",
+        path_to_cache=str(cache),
+        tokenizer=_Tokenizer(),
+        blend=(list(prefixes), weights),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    sizes = [count, 0, 0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
+
+
+def measure_order(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) -> Seconds:
+    """Measures building and storing the indices of an epoch, of one dataset or of a blend."""
     count, blended = int(tokens // SEQ_LEN), len(prefixes) > 1
 
-    class Tokenizer:
-        eod, vocab_size, unique_identifiers = 0, VOCAB, {}  # type: ignore[var-annotated]
-
-    def theirs() -> Any:
+    def build_megatron() -> Any:
         shutil.rmtree(cache, ignore_errors=True)
-        config = GPTDatasetConfig(
-            random_seed=SEED,
-            sequence_length=SEQ_LEN,
-            split="1,0,0",
-            path_to_cache=str(cache),
-            tokenizer=Tokenizer(),
-            blend=(list(prefixes), list(WEIGHTS) if blended else None),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-        )
-        return BlendedMegatronDatasetBuilder(
-            GPTDataset, [count, 0, 0], lambda: True, config
-        ).build()[0]
+        return megatron_samples(prefixes, list(WEIGHTS) if blended else None, count, cache)
 
-    def ours() -> Samples:
+    def build_ours() -> Samples:
         shutil.rmtree(cache, ignore_errors=True)
-        sources = (
-            [f"{weight} {prefix}" for weight, prefix in zip(WEIGHTS, prefixes)]
-            if blended
-            else list(prefixes)
-        )
+        blend = [f"{weight} {prefix}" for weight, prefix in zip(WEIGHTS, prefixes)]
         return open_samples(
-            sources,
+            blend if blended else list(prefixes),
             seq_len=SEQ_LEN,
             order="megatron",
             seed=SEED,
@@ -231,69 +225,67 @@ def ordering(prefixes: Sequence[str], tokens: float, cache: Path, repeats: int) 
             cache_dir=cache,
         )
 
-    def check(found: dict[str, Any]) -> None:
-        mine, other = found["ours"], found["megatron"]
-        assert mine.num_samples == len(other)
-        for stream, dataset in zip(mine.streams, other.datasets if blended else [other]):
+    def check(results: dict[str, Any]) -> None:
+        ours, megatron = results["ours"], results["megatron"]
+        assert ours.num_samples == len(megatron)
+        for stream, dataset in zip(ours.streams, megatron.datasets if blended else [megatron]):
             assert (stream.order.sample_index == dataset.sample_index).all()
             assert (stream.order.shuffle_index == dataset.shuffle_index).all()
         for i in range(0, count, 1 + count // 1000) if blended else ():
-            stream, k = mine.locate(i)
-            assert (mine.streams.index(stream), k) == (
-                other.dataset_index[i],
-                other.dataset_sample_index[i],
-            )
+            stream, number = ours.locate(i)
+            expected = megatron.dataset_index[i], megatron.dataset_sample_index[i]
+            assert (ours.streams.index(stream), number) == expected
 
-    return least_seconds({"ours": ours, "megatron": theirs}, repeats, check)[0]
+    calls: Calls = {"ours": build_ours, "megatron": build_megatron}
+    return least_seconds(calls, repeats, check)[0]
 
 
-def rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Row]]:
-    """Yields what is measured, and the CPU seconds of each way."""
+def measured_rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Seconds]]:
+    """Yields the rows of the table."""
     import torch.distributed as dist
 
-    documents = texts(arguments.mb * 1e6)
-    train_byte_level(documents, VOCAB, folder)
-    yield "BPE encoding", encoding(folder, documents, arguments.repeats)
+    repeats = arguments.repeats
+    texts = read_texts(arguments.mb * 1e6)
+    train_byte_level(texts, VOCAB, folder)
+    yield "BPE encoding", measure_encoding(folder, texts, repeats)
     for workers in (1, 2):
-        row = preprocessing(folder, documents, workers, arguments.repeats)
-        yield f"preprocessing, {workers} worker{'s' * (workers > 1)}", row
+        name = f"preprocessing, {workers} worker{'s' * (workers > 1)}"
+        yield name, measure_preprocessing(folder, texts, workers, repeats)
     prefixes = [str(folder / f"index{i}") for i in range(5)]
     for i, prefix in enumerate(prefixes):
         write_index(prefix, arguments.tokens / (4 if i else 1), i)
-    # Megatron-Core's datasets ask it
+    # Megatron-Core's datasets need a process group
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        for what, part in (
-            ("order: one dataset", prefixes[:1]),
-            ("order: a blend of four", prefixes[1:]),
-        ):
-            yield what, ordering(part, arguments.tokens, folder / "cache", arguments.repeats)
+        for name, blend in (("one dataset", prefixes[:1]), ("a blend of four", prefixes[1:])):
+            seconds = measure_order(blend, arguments.tokens, folder / "cache", repeats)
+            yield f"order: {name}", seconds
     finally:
         dist.destroy_process_group()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
+def _line(name: str, seconds: Seconds) -> str:
+    ratios = (
+        f"{seconds['ours'] / other:6.2f} of {peer} ({other:.3f})"
+        for peer, other in seconds.items()
+        if peer != "ours"
+    )
+    return f"{name:28}{seconds['ours']:8.3f} CPU s  {'  '.join(ratios)}"
+
+
+def run(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")  # megatron-core announces what it would do with a GPU
     logging.disable(logging.WARNING)
-    found = {}
     try:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-            for what, row in rows(arguments, Path(folder)):
-                found[what] = row
-                ratios = (
-                    f"{row['ours'] / s:6.2f} of {name} ({s:.3f})"
-                    for name, s in row.items()
-                    if name != "ours"
-                )
-                if not arguments.json:
-                    print(f"{what:28}{row['ours']:8.3f} CPU s  {'  '.join(ratios)}", flush=True)
-    except (ImportError, ValueError, OSError) as error:
-        print(f"bench_data: {error}", file=sys.stderr)
-        return 2
-    if arguments.json:
-        print(json.dumps(found))
-    return 0
+            print_rows(measured_rows(arguments, Path(folder)), _line, arguments.json)
+    except ImportError as error:
+        raise ValueError(error) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    return exit_code("bench_data", lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Compare what the host does beside arithmetic: our layers, operations and steps with those of
-torch and transformers.
+"""Compare the host time of our layers, operations and steps with torch and transformers.
 
     python tools/bench_host.py [row ...] [--rounds 20] [--json]
 
-Rows: dense, moe (a layer, forward and backward); tp (a dense layer under tp 2 with sp, in a group
-    that sends nothing);
-layer_norm, attention, linear, rope; gpt2_fp32, gpt2_bf16 (a training step of 14 M parameters, the
-only rows with arithmetic worth its name); gpu_dense, gpu_moe (a layer's launches on a GPU, in
-bf16), gpu_dense_graphs, gpu_moe_graphs (the same under train.cuda_graph=phases). No names: all of
-them, those of a GPU where there is one. The figure is CPU seconds, ours / theirs, above 1 where we
-are slower. Sides are measured by turns in one process with one thread, and the least of all rounds
-counts: it is what a busy machine changes least. Peers that are not installed are left out. Exit
-code 2 for bad input.
+Rows:
+    dense, moe                  a layer, forward and backward
+    tp                          a dense layer under tp 2 with sp, in a group that sends nothing
+    layer_norm, attention, linear, rope
+    gpt2_fp32, gpt2_bf16        a training step of 14 M parameters, where arithmetic counts, too
+    gpu_dense, gpu_moe          a layer's launches on a GPU, in bf16
+    gpu_dense_graphs, gpu_moe_graphs    the same under train.cuda_graph=phases
+
+Without names, all rows that this machine can run. The figure is CPU seconds, ours / theirs: above 1
+where we are slower. Both sides alternate in one process with one thread, and the least of all
+rounds counts: a busy machine changes it least. Peers that are not installed are left out. Exit code
+2 for bad input.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def _arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and rejects bad options before the imports below, which take seconds
     _arguments()
 
 import torch
@@ -74,13 +75,17 @@ from megatron5d.phases.phase import phases_in
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 from megatron5d.tensor_parallel.linear import local_linear
-from megatron5d.tools.bench import training
+from megatron5d.tools.bench.harness import Calls
+from megatron5d.tools.bench.results import print_rows
+from megatron5d.tools.bench.training import (
+    our_step,
+    token_rows,
+    transformers_model,
+    transformers_step,
+)
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
-
-Sides = dict[str, Callable[[], object]]
-"""Who -> forward and backward once; ours comes first."""
 
 LAYER = [
     "model=tiny",
@@ -125,58 +130,65 @@ GPT2 = [
     "optim.clip=1.0",
 ]
 CPU = torch.device("cpu")
-TIMED_S = 0.02  # of a round, at least, but for steps
+Forward = Callable[..., Tensor]
+MIN_ROUND_S = 0.02  # of several calls, where one takes less
 
 
 def our_layer(
     config: Config, world: int = 1, device: torch.device = CPU, graphs: bool = False
 ) -> Callable[[], object]:
-    """Returns forward and backward of a block as a stage runs them, into main gradients as in
-    training."""
+    """Forward and backward of a block as a stage runs them, into main gradients as in training."""
     model = GPT(config, build_mesh(sizes_of(config, world)), device)
     model.initialize(0)
     for parameter in model.parameters():
         state_of(parameter).main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    replayed = PhaseGraphs(Ledger()) if graphs else None
-    stage = Stage(phases_in(model.layers["0"]), graphs=replayed)
+    phase_graphs = PhaseGraphs(Ledger()) if graphs else None
+    stage = Stage(phases_in(model.layers["0"]), graphs=phase_graphs)
     batch = make_micro_batch(
         torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
     ).to(device)
+    # all layers of a stage share rotary tables; the other sides get theirs made, too
     attention: Any = model.layers["0"].attention
-    # made once for all layers of a stage: every side is given its own
     tables = attention.rope(copy(batch))
     attention.rope = lambda batch: tables
-    shape = (
-        2,
-        config.train.seq_len // config.parallel.tp,
-        config.train.mbs,
-        config.model.hidden_size,
-    )
-    x, dy = torch.randn(shape, device=device, dtype=DTYPES[config.precision.dtype])
+    shape = (config.train.seq_len // config.parallel.tp, config.train.mbs, config.model.hidden_size)
+    x, dy = torch.randn((2, *shape), device=device, dtype=DTYPES[config.precision.dtype])
 
     def run() -> None:
-        if replayed is not None:
-            replayed.start_step(1)
-        for op, given in (("F", x), ("B", dy)):
-            action = stage.begin(op, 0, given, batch)
+        if phase_graphs is not None:
+            phase_graphs.start_step(1)
+        for op, received in (("F", x), ("B", dy)):
+            action = stage.begin(op, 0, received, batch)
             while action.advance():
                 pass
 
     return run
 
 
-def recorded(forward: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], object]:
-    """Returns forward and backward of plain autograd, whose gradients add up in the leaves."""
+def with_backward(forward: Forward, *inputs: Tensor) -> Callable[[], object]:
+    """Forward and backward of plain autograd, whose gradients add up in the leaves."""
     leaves = [x.requires_grad_() for x in inputs]
     dy = torch.randn_like(forward(*leaves))
     return lambda: forward(*leaves).backward(dy)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary positions as transformers does."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of torch, of `[s, b, heads, d]`."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+
+
 class PlainBlock(nn.Module):
-    """A block as one writes it by hand in torch, for one architecture: `[s, b, h]` -> the same.
+    """A transformer block as written by hand in torch: `[s, b, h]` -> the same.
 
     Args:
-        ranks: that share the sequence between the matrices, and the matrices; of the default group.
+        ranks: of the default group, which shard the matrices, and between them the sequence.
     """
 
     def __init__(self, config: Config, ranks: int = 1) -> None:
@@ -184,45 +196,37 @@ class PlainBlock(nn.Module):
         model, self.ranks = config.model, ranks
         h, self.heads, self.d = model.hidden_size, model.num_heads // ranks, model.head_dim
         self.experts, self.top_k, f = model.num_experts, model.top_k, model.ffn_hidden_size // ranks
-        many = (self.experts,) if self.experts else ()
+        experts = (self.experts,) if self.experts else ()
         shapes = [
             (h,),
             (h,),
             (3 * self.heads * self.d, h),
             (h, self.heads * self.d),
-            (*many, 2 * f, h),
-            (*many, h, f),
+            (*experts, 2 * f, h),
+            (*experts, h, f),
+            (self.experts or 1, h),
         ]
-        self.weights = nn.ParameterList(
-            torch.randn(shape) / 6 for shape in (*shapes, (self.experts or 1, h))
-        )
+        self.weights = nn.ParameterList(torch.randn(shape) / 6 for shape in shapes)
         angle = torch.randn(config.train.seq_len, 1, 1, self.d)
         self.cos, self.sin = angle.cos(), angle.sin()
 
     def forward(self, x: Tensor) -> Tensor:
         norm, mlp_norm, qkv, out, up, down, router = self.weights
-        h = self.gathered(F.rms_norm(x, norm.shape, norm, 1e-5))
+        h = self.gather(F.rms_norm(x, norm.shape, norm, 1e-5))
         q, k, v = F.linear(h, qkv).unflatten(-1, (3, self.heads, self.d)).unbind(2)
-        q, k, v = (
-            each.permute(1, 2, 0, 3)
-            for each in (turned(q, self.cos, self.sin), turned(k, self.cos, self.sin), v)
-        )
-        core = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
-        )
-        x = x + self.scattered(F.linear(core, out))
-        h = self.gathered(F.rms_norm(x, mlp_norm.shape, mlp_norm, 1e-5))
+        q, k = (rotate(heads, self.cos, self.sin) for heads in (q, k))
+        core = causal_attention(q, k, v).flatten(2)
+        x = x + self.scatter(F.linear(core, out))
+        h = self.gather(F.rms_norm(x, mlp_norm.shape, mlp_norm, 1e-5))
         if self.experts:
-            return x + self.routed(h.flatten(0, 1), up, down, router).view(h.shape)
+            return x + self.mix_experts(h.flatten(0, 1), up, down, router).view(h.shape)
         gate, inner = F.linear(h, up).chunk(2, -1)
-        return x + self.scattered(F.linear(F.silu(gate) * inner, down))
+        return x + self.scatter(F.linear(F.silu(gate) * inner, down))
 
-    def routed(self, h: Tensor, up: Tensor, down: Tensor, router: Tensor) -> Tensor:
+    def mix_experts(self, h: Tensor, up: Tensor, down: Tensor, router: Tensor) -> Tensor:
         weights, experts = F.softmax(F.linear(h, router), -1).topk(self.top_k)
-        weights, order = (
-            weights / weights.sum(-1, keepdim=True),
-            experts.flatten().argsort(stable=True),
-        )
+        weights = weights / weights.sum(-1, keepdim=True)
+        order = experts.flatten().argsort(stable=True)
         ends = torch.bincount(experts.flatten(), minlength=self.experts).cumsum(0).to(torch.int32)
         gate, inner = F.grouped_mm(h[order // self.top_k], up.transpose(1, 2), offs=ends).chunk(
             2, -1
@@ -232,20 +236,14 @@ class PlainBlock(nn.Module):
             0, order // self.top_k, y * weights.flatten()[order, None]
         )
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x if self.ranks == 1 else _Collective.apply(x, False)
 
-    def scattered(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         return x if self.ranks == 1 else _Collective.apply(x, True)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions as transformers does."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def _exchanged(x: Tensor, scatters: bool) -> Tensor:
+def _exchange(x: Tensor, scatters: bool) -> Tensor:
     x, ranks = x.contiguous(), dist.get_world_size()
     out = x.new_empty(x.shape[0] // ranks if scatters else x.shape[0] * ranks, *x.shape[1:])
     (dist.reduce_scatter_tensor if scatters else dist.all_gather_into_tensor)(out, x)
@@ -256,102 +254,94 @@ class _Collective(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, scatters: bool):
         ctx.scatters = scatters
-        return _exchanged(x, scatters)
+        return _exchange(x, scatters)
 
     @staticmethod
     def backward(ctx, dy):
-        return _exchanged(dy, not ctx.scatters), None
+        return _exchange(dy, not ctx.scatters), None
 
 
-def layer(*options: str) -> Sides:
-    """Makes a block, dense or with experts: ours, transformers', and a plain one of torch."""
-    config = load_config([*LAYER, *options])
+def layer(*overrides: str) -> Calls:
+    """A block, dense or with experts: ours, transformers', and one in plain torch."""
+    config = load_config([*LAYER, *overrides])
     s, h = config.train.seq_len, config.model.hidden_size
-    sides = {"ours": our_layer(config)}
+    calls: Calls = {"ours": our_layer(config)}
     if find_spec("transformers"):
-        whole = training.transformers_model(config, CPU).model
-        tables = whole.rotary_emb(torch.zeros(1, s, h), torch.arange(s)[None])
-        sides["transformers"] = recorded(
-            partial(whole.layers[0], position_embeddings=tables), torch.randn(1, s, h)
-        )
-    return sides | {"plain torch": recorded(PlainBlock(config), torch.randn(s, 1, h))}
+        model = transformers_model(config, CPU).model
+        tables = model.rotary_emb(torch.zeros(1, s, h), torch.arange(s)[None])
+        block = partial(model.layers[0], position_embeddings=tables)
+        calls["transformers"] = with_backward(block, torch.randn(1, s, h))
+    return calls | {"plain torch": with_backward(PlainBlock(config), torch.randn(s, 1, h))}
 
 
-def sharded_layer() -> Sides:
-    """Makes a dense block under tp 2 with sp, in a group that sends nothing and that `ratios`
-    ends."""
+def sharded_layer() -> Calls:
+    """A dense block under tp 2 with sp, in a group that sends nothing; `ratios` destroys it."""
     from torch.testing._internal.distributed import fake_pg
 
     dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
     config = load_config([*LAYER, "parallel.tp=2", "parallel.sp=true"])
     x = torch.randn(config.train.seq_len // 2, 1, config.model.hidden_size)
-    return {"ours": our_layer(config, 2), "by hand": recorded(PlainBlock(config, 2), x)}
+    return {"ours": our_layer(config, 2), "by hand": with_backward(PlainBlock(config, 2), x)}
 
 
-def gpu_layer(kind: str, graphs: bool) -> Sides:
-    """Makes a block on the GPU, ours and a plain one; on a stream of its own, as graphs need."""
+def gpu_layer(kind: str, graphs: bool) -> Calls:
+    """A block on the GPU, ours and in plain torch; on a stream of its own, as graphs require."""
     torch.cuda.set_stream(torch.cuda.Stream())
-    device, config = (
-        torch.device("cuda"),
-        load_config([*LAYER, *(EXPERTS if kind == "moe" else ()), *GPU_LAYER]),
-    )
+    device = torch.device("cuda")
+    config = load_config([*LAYER, *(EXPERTS if kind == "moe" else ()), *GPU_LAYER])
     plain = PlainBlock(config).to(device, torch.bfloat16)
     plain.cos, plain.sin = (table.to(device, torch.bfloat16) for table in (plain.cos, plain.sin))
-    x = torch.randn(
-        config.train.seq_len, 1, config.model.hidden_size, device=device, dtype=torch.bfloat16
-    )
+    shape = config.train.seq_len, 1, config.model.hidden_size
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
     return {
         "ours": our_layer(config, device=device, graphs=graphs),
-        "plain torch": recorded(plain, x),
+        "plain torch": with_backward(plain, x),
     }
 
 
-def operation(name: str) -> Sides:
-    """Makes one of our operations and torch's own; of 8 tokens, 4 heads of 8."""
-    rows, heads = partial(torch.randn, 8, 1, 32), partial(torch.randn, 8, 1, 4, 8)
-    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+def operation(name: str) -> Calls:
+    """One of our operations and torch's own, of 8 tokens, 4 heads of 8."""
     angle = torch.randn(8, 1, 4)
     tables = angle.cos(), angle.sin()
     cos, sin = (torch.cat((x, x), -1).unsqueeze(2) for x in tables)
-    pairs: dict[
-        str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[], list[Tensor]]]
-    ] = {
+    rows, heads = (8, 1, 32), (8, 1, 4, 8)
+    operations: dict[str, tuple[Forward, Forward, tuple[tuple[int, ...], ...]]] = {
         "layer_norm": (
             partial(layer_norm, eps=1e-5),
             lambda x, w, b: F.layer_norm(x, (32,), w, b),
-            lambda: [rows(), torch.ones(32), torch.zeros(32)],
+            (rows, (32,), (32,)),
         ),
         "attention": (
             lambda q, k, v: attention(q, k, v, scale=8**-0.5)[0],
-            lambda q, k, v: sdpa(*(x.permute(1, 2, 0, 3) for x in (q, k, v))).permute(2, 0, 1, 3),
-            lambda: [heads(), heads(), heads()],
+            causal_attention,
+            (heads, heads, heads),
         ),
-        "linear": (local_linear, F.linear, lambda: [rows(), torch.randn(32, 32)]),
+        "linear": (local_linear, F.linear, (rows, (32, 32))),
         "rope": (
             lambda q, k: torch.cat(apply_rope(q, k, *tables)),
-            lambda q, k: torch.cat((turned(q, cos, sin), turned(k, cos, sin))),
-            lambda: [heads(), heads()],
+            lambda q, k: torch.cat((rotate(q, cos, sin), rotate(k, cos, sin))),
+            (heads, heads),
         ),
     }
-    mine, theirs, inputs = pairs[name]
-    return {"ours": recorded(mine, *inputs()), "torch": recorded(theirs, *inputs())}
+    ours, theirs, shapes = operations[name]
+    return {
+        side: with_backward(forward, *map(torch.randn, shapes))
+        for side, forward in (("ours", ours), ("torch", theirs))
+    }
 
 
-def training_step(dtype: str) -> Sides:
-    """Makes a step of a small GPT-2, transformers' under autocast for bf16, with torch's fused
-    AdamW."""
-    config, device = load_config([*GPT2, f"precision.dtype={dtype}"]), CPU
-    rows = next(training.token_rows(config))
-    sides: Sides = {"ours": partial(training.our_step(config, device), rows)}
+def training_step(dtype: str) -> Calls:
+    """A step of a small GPT-2, ours and transformers'."""
+    config = load_config([*GPT2, f"precision.dtype={dtype}"])
+    rows = next(token_rows(config))
+    calls: Calls = {"ours": partial(our_step(config, CPU), rows)}
     if find_spec("transformers"):
-        sides["transformers"] = partial(
-            training.transformers_step(config, device, compiled=False), rows
-        )
-    return sides
+        calls["transformers"] = partial(transformers_step(config, CPU, compiled=False), rows)
+    return calls
 
 
-def sides_of(row: str) -> Sides:
-    """Makes the sides of a row of the table."""
+def calls_of(row: str) -> Calls:
+    """The sides of a row: forward and backward once, ours first."""
     if row in OPERATIONS:
         return operation(row)
     if row.startswith("gpt2_"):
@@ -362,54 +352,52 @@ def sides_of(row: str) -> Sides:
     return sharded_layer() if row == "tp" else layer(*(EXPERTS if row == "moe" else ()))
 
 
-def cpu_seconds(sides: Sides, rounds: int) -> dict[str, float]:
-    """Returns the least CPU time of a call of each side, which are measured by turns."""
-    calls, least = {}, dict.fromkeys(sides, float("inf"))
-    for name, run in sides.items():
-        run()
-        begin = time.process_time()
-        run()
-        calls[name] = max(1, round(TIMED_S / max(time.process_time() - begin, 1e-5)))
+def cpu_seconds(calls: Calls, rounds: int) -> dict[str, float]:
+    """Least CPU time of each call; the calls alternate."""
+    counts, least = {}, dict.fromkeys(calls, float("inf"))
+    for name, call in calls.items():
+        call()
+        start = time.process_time()
+        call()
+        counts[name] = max(1, round(MIN_ROUND_S / max(time.process_time() - start, 1e-5)))
     for _ in range(rounds):
-        for name, run in sides.items():
-            begin = time.process_time()
-            for _ in range(calls[name]):
-                run()
-            least[name] = min(least[name], (time.process_time() - begin) / calls[name])
+        for name, call in calls.items():
+            start = time.process_time()
+            for _ in range(counts[name]):
+                call()
+            least[name] = min(least[name], (time.process_time() - start) / counts[name])
     return least
 
 
 def ratios(row: str, rounds: int) -> dict[str, float]:
-    """Returns our CPU time over that of each peer of a row."""
+    """Our CPU time over that of each peer of a row."""
     try:
-        seconds = cpu_seconds(sides_of(row), rounds)
+        seconds = cpu_seconds(calls_of(row), rounds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    mine = seconds.pop("ours")
-    return {name: mine / other for name, other in seconds.items()}
+    ours = seconds.pop("ours")
+    return {name: ours / other for name, other in seconds.items()}
+
+
+def _line(row: str, row_ratios: dict[str, float]) -> str:
+    columns = (f"{value:6.2f} of {name}" for name, value in row_ratios.items())
+    return " ".join([f"{row:16}", *columns])
 
 
 def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
-    if not torch.cuda.is_available() and (rows := [row for row in arguments.rows if row in ON_GPU]):
+    has_gpu = torch.cuda.is_available()
+    rows = arguments.rows or (ROWS if has_gpu else ON_CPU)
+    if not has_gpu and (on_gpu := [row for row in rows if row in ON_GPU]):
         print(
-            f"bench_host.py: {', '.join(rows)}: torch finds no GPU; other rows need none",
+            f"bench_host: {', '.join(on_gpu)}: torch finds no GPU; other rows need none",
             file=sys.stderr,
         )
         return 2
-    found = {}
-    for row in arguments.rows or (ROWS if torch.cuda.is_available() else ON_CPU):
-        found[row] = ratios(row, arguments.rounds)
-        if not arguments.json:
-            print(
-                f"{row:16}",
-                *(f"{value:6.2f} of {name}" for name, value in found[row].items()),
-                flush=True,
-            )
-    if arguments.json:
-        print(json.dumps(found))
+    measured = ((row, ratios(row, arguments.rounds)) for row in rows)
+    print_rows(measured, _line, arguments.json)
     return 0
 
 

@@ -1,10 +1,9 @@
-"""Measure every kernel on this GPU, and compare it with torch, the vendor's libraries and the compiler.
+"""Measure every kernel on this GPU, and compare it with torch, the compiler and other libraries.
 
-    python tools/bench_kernels.py                                 all rows, as a table
+    python tools/bench_kernels.py                                    all rows, as a table
     python tools/bench_kernels.py attention --json attention.json
-    python tools/bench_kernels.py --choose                        also write the order of libraries
-                                                                  that kernels.*=auto uses on this GPU
-    python tools/bench_kernels.py --list                          the rows, without a GPU
+    python tools/bench_kernels.py --choose        also write which libraries kernels.*=auto prefers
+    python tools/bench_kernels.py --list          the rows, without a GPU
 
 Needs torch and Triton only; Liger-Kernel is measured where it is installed. A time is the median of
 many calls on several sets of inputs with a cold cache. Shares are of the copy bandwidth or bfloat16

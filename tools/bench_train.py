@@ -245,10 +245,11 @@ def table(name: str, row: Row, facts: Mapping[str, Any]) -> str:
         share = "    -" if mfu is None else f"{mfu:5.1%}"
         ratio = f"ours is {ours / rate:.2f} x" if ours and provider != "ours" else ""
         ended = f"after {figures['steps']} steps: {figures['ended']}" if "ended" in figures else ""
-        lines.append(
+        line = (
             f"  {provider:24} {rate:10,.0f} tokens/s  MFU {share}  {figures['memory_gb']:6.1f} GB  "
-            f"loss {figures['first_loss']:.3f} -> {figures['last_loss']:.3f}  {ratio}  {ended}".rstrip()
+            f"loss {figures['first_loss']:.3f} -> {figures['last_loss']:.3f}  {ratio}  {ended}"
         )
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 

@@ -222,7 +222,7 @@ def device_is_lost() -> bool:
 
 
 def clear_device() -> None:
-    """Forgets compiled functions, so that other shapes do not count as dynamic, and frees memory."""
+    """Frees memory, and forgets compiled functions, which make other shapes dynamic."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
