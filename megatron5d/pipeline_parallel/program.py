@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OPS = ("F", "I", "W", "B")
 """F forward; I backward of the input; W backward of the weights; B both at once, in one action."""
+F, I, W, B = range(len(OPS))  # indices into OPS
 
 
 class Action(NamedTuple):

@@ -15,7 +15,7 @@ from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_names
-from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, simulate
+from megatron5d.pipeline_parallel.simulate import Simulation, activations_by_slot, simulate
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory.forecast import Target
 from megatron5d.planning.memory.peak import Moment
@@ -72,7 +72,7 @@ def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list
         count = len(program.table.slot_start) - 1
         if count <= room:
             room -= count
-            held = held_activations(program, costs)
+            held = activations_by_slot(program, costs)
             edges = program.table.rank_start.tolist()
             records[-1] |= {
                 "slots": slots_of(program, found),

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Program
-from megatron5d.pipeline_parallel.simulate import wiring
+from megatron5d.pipeline_parallel.simulate import dependencies
 
 _njit: Any
 try:
@@ -90,9 +90,9 @@ def graph_of(
     program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]
 ) -> Graph:
     """Returns what stays of a Program while its slots move; the arguments are those of `refine`."""
-    table, (inputs, latencies, outputs, num_values) = program.table, wiring(program, costs.comm)
+    table, (inputs, latencies, outputs) = program.table, dependencies(program, costs.comm)
     op, stage = table.op.astype(np.int64), table.stage
-    makers = np.full(num_values, -1)
+    makers = np.full(3 * program.num_stages * program.num_microbatches + 1, -1)
     makers[outputs] = np.arange(len(op))
     # a full backward is in one stream with the input gradients, for both send the same message
     sends = np.where(op == OPS.index("B"), OPS.index("I"), op)
@@ -104,8 +104,8 @@ def graph_of(
     return Graph(
         rank_start=table.slot_start[table.rank_start],
         rank=table.rank,
-        inputs=makers[np.array(inputs)].reshape(-1, 2),
-        latencies=np.array(latencies).reshape(-1, 2),
+        inputs=makers[inputs],
+        latencies=latencies,
         op=op,
         microbatch=table.microbatch.astype(np.int64),
         stream=(direction * program.num_stages + stage) * len(OPS) + sends,

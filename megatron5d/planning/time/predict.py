@@ -16,7 +16,7 @@ import torch
 from megatron5d.config.schema import Config, LogConfig
 from megatron5d.model.flops import flops_per_token
 from megatron5d.pipeline_parallel.program import Program
-from megatron5d.pipeline_parallel.simulate import kept_between_slots, simulate, waiting_shares
+from megatron5d.pipeline_parallel.simulate import idle_fractions, peak_between_slots, simulate
 from megatron5d.planning.clusters import Cluster, cluster_of
 from megatron5d.planning.fit import device_bytes, shortage, target_here
 from megatron5d.planning.memory.forecast import Forecaster, Target
@@ -88,7 +88,7 @@ class Estimator:
             op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages])
             for op in ops
         }
-        allocated = kept_between_slots(
+        allocated = peak_between_slots(
             program, kept["F"], kept["F"] + kept["I"] if "I" in ops else 0.0
         )
         for rank in range(program.num_ranks):
@@ -220,7 +220,7 @@ def _named(error: Exception) -> str:
 
 
 def expected_bubble(config: Config, layout: PipelineLayout, program: Program) -> list[float]:
-    """Returns the bubble of every pipeline rank, see `waiting_shares`.
+    """Returns the bubble of every pipeline rank, see `idle_fractions`.
 
     Args:
         config: of the run.
@@ -229,4 +229,4 @@ def expected_bubble(config: Config, layout: PipelineLayout, program: Program) ->
         program: of a step.
     """
     dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
-    return waiting_shares(program, simulate(program, run_costs(dealt).of(program.placement)))
+    return idle_fractions(program, simulate(program, run_costs(dealt).of(program.placement)))

@@ -31,7 +31,7 @@ import numpy as np
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Program
-from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_shares
+from megatron5d.pipeline_parallel.simulate import Simulation, idle_fractions, simulate
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.time.dp_traffic import (
     Sharding,
@@ -143,7 +143,7 @@ class StepCost:
         tflops_per_gpu: of the model (model/flops.py), recomputation not counted.
         mfu: those of the device's peak in 16 bits.
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
-        bubble: for each pipeline rank, `waiting_shares` of the step's Program.
+        bubble: for each pipeline rank, `idle_fractions` of the step's Program.
         program: of the step.
         costs: seconds of its passes, and bytes of activations that a micro-batch keeps of each
             stage.
@@ -328,7 +328,7 @@ def step_cost(
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
     sent = sent_bytes(prices.messages, prices.sharding, program, stages)
-    waiting = tuple(waiting_shares(program, found))
+    waiting = tuple(idle_fractions(program, found))
     return StepCost(
         seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found
     )

@@ -18,7 +18,7 @@ from megatron5d.comm.ledger import Exposure
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
-from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
+from megatron5d.pipeline_parallel.simulate import idle_fractions, simulate
 from megatron5d.topology.axis import Axis
 
 pytestmark = [] if may_come_first() else pytest.mark.timing
@@ -69,12 +69,12 @@ def check(program: Program, costs: Costs) -> None:
         ratios.append(makespan / (expected.makespan * unit_s))
         bubbles = [bubble for _, _, _, bubble in found]
         if 0.98 < ratios[-1] < 1.05 and bubbles == pytest.approx(
-            waiting_shares(program, expected), abs=0.05
+            idle_fractions(program, expected), abs=0.05
         ):
             return
     pytest.fail(
         f"{program.name}: measured over simulated makespan was {ratios}, at last with {LAST_UNIT_S} s a forward; then "
-        f"ranks waited for the shares {bubbles}, simulated {waiting_shares(program, expected)}"
+        f"ranks waited for the shares {bubbles}, simulated {idle_fractions(program, expected)}"
     )
 
 

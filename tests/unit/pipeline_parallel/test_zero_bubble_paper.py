@@ -20,7 +20,7 @@ import pytest
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import build_program
-from megatron5d.pipeline_parallel.simulate import held_activations, held_stash, simulate
+from megatron5d.pipeline_parallel.simulate import activations_by_slot, simulate, stash_by_slot
 from megatron5d.pipeline_parallel.verify import verify
 from tests.unit.pipeline_parallel.zero_bubble_greedy import zero_bubble_greedy
 
@@ -275,7 +275,7 @@ def gigabytes(name: str, row: Row) -> float:
     even = Costs().of(program.placement)
     sizes = StageCosts(even.compute, even.a2a, 0.0, activation=held_layers, stash=held_layers)
     bytes_of = whole(row.model)
-    held = held_activations(program, sizes) * bytes_of - held_stash(program, sizes) * (
+    held = activations_by_slot(program, sizes) * bytes_of - stash_by_slot(program, sizes) * (
         bytes_of - STASHED
     )
     element = SEQ * model.sequences * model.hidden

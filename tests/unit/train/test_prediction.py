@@ -17,7 +17,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.pipeline_parallel.registry import build_program
-from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
+from megatron5d.pipeline_parallel.simulate import idle_fractions, simulate
 from megatron5d.planning.schedule_search.auto_schedule import known_programs, layout_of
 from megatron5d.planning.schedule_search.stage_costs import run_costs
 from megatron5d.planning.time.predict import expected_bubble
@@ -43,7 +43,7 @@ def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
         told[told.index("measured of step 3 (predicted):") :].splitlines(),
     )
 
-    shares = waiting_shares(
+    shares = idle_fractions(
         program := build_program("1f1b", 2, 4), simulate(program, run_costs(config))
     )
     # the last rank waits for its first forward alone
@@ -96,7 +96,7 @@ def test_the_bubble_is_that_of_the_split_that_auto_has_found():
     plan = layout_of(found, 4)
     assert plan.layers == (0, 2, 2, 2, 2, 2, 2, 0) and found.config.pipeline.split == "cost"
     costs = run_costs(found.config).of(plan.placement)
-    shares = waiting_shares(program := plan.program_of(8), simulate(program, costs))
+    shares = idle_fractions(program := plan.program_of(8), simulate(program, costs))
     assert expected_bubble(config, plan, program) == pytest.approx(shares)
 
 
