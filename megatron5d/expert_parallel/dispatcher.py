@@ -14,7 +14,7 @@ weights. Each all-to-all starts in one phase of the layer and is waited for in a
 source rank, then by token, and a token's outputs are summed in the order of its choices: the same
 tokens give the same sums, in the same order, on any layout. Splits of an all-to-all must be on the
 host. They are counted, for which the host waits for the device in every `dispatch`, once a layer
-and micro-batch, and again where a layer is recomputed; or they are planned (`Room`): every rank
+and micro-batch, and again where a layer is recomputed; or they are planned (`SendCapacity`): every rank
 sends every other one as many rows, some of them empty, and nobody waits. With ep 1 there is always
 room for all. Empty rows come last at the experts and are zeros after their GEMMs. A forecast on the
 meta device has no values to count and assumes a load (`PlannedLoad`). Memory: a rank receives at
@@ -77,48 +77,49 @@ class PlannedLoad:
         return split.expand(ep.size, etp.size, ep.size, num_local)
 
 
-class Room:
-    """How many rows a rank sends each other one, where that is planned and not counted
-    (moe.exchange=planned).
+class SendCapacity:
+    """Rows that a rank sends each other one, planned instead of counted (moe.exchange=planned).
 
-    A step that is not over when a rank has more to send is run once more with counted rows; so are
-    the steps that follow, twice as many each time that this happens again soon: a router that is
-    still uneven costs little.
+    A step in which a rank has more rows to send is run again with counted rows. So are the
+    following steps, twice as many each time that it happens again soon: a router that stays uneven
+    costs little.
 
     Args:
-        imbalance: rows that there is room for, in even shares; None = rows are counted.
+        imbalance: capacity of a pair of ranks, as a multiple of an even share.
+        device: of the count of exceeded pairs.
     """
 
-    MOST_COUNTED_STEPS = 64
+    MAX_COUNTED_STEPS = 64
 
-    def __init__(self, imbalance: float | None, device: torch.device | str) -> None:
-        self.imbalance, self.planned = imbalance, False
-        # pairs of ranks without room, this step
-        self.refused = torch.zeros(1, dtype=torch.float64, device=device)
-        self._counted_steps = self._last = 0
+    def __init__(self, imbalance: float, device: torch.device | str) -> None:
+        self.imbalance, self.is_planned = imbalance, False
+        # pairs of ranks with more rows than capacity, in this step
+        self.exceeded = torch.zeros(1, dtype=torch.float64, device=device)
+        self._counted_steps = self._last_counted_steps = 0
 
     def start_step(self) -> None:
-        """Plans the step's rows, if they are to be planned."""
-        self.planned = self.imbalance is not None and self._counted_steps == 0
+        """Plans the step's rows, unless they must be counted."""
+        self.is_planned = self._counted_steps == 0
         self._counted_steps = max(0, self._counted_steps - 1)
 
-    def finish_step(self, refused: float) -> bool:
-        """Says whether the step must be run once more, with counted rows, from what all ranks
-        refused."""
-        was_planned, self.planned = self.planned, False
-        self.refused.zero_()
-        if refused:
-            self._counted_steps = self._last = min(2 * self._last or 1, self.MOST_COUNTED_STEPS)
-        elif was_planned:
-            self._last = 0
-        return refused > 0
+    def finish_step(self, exceeded: float) -> bool:
+        """Whether the step must be run again with counted rows.
 
-    def of_pair(self, num_choices: int, ep: Axis) -> int | None:
-        """Returns the rows that a rank of `num_choices` sends each other one; None = as many as are
-        counted."""
-        if ep.size == 1:
-            return num_choices
-        if not self.planned or self.imbalance is None:
+        Args:
+            exceeded: the sum of `self.exceeded` over all ranks.
+        """
+        was_planned, self.is_planned = self.is_planned, False
+        self.exceeded.zero_()
+        if exceeded:
+            steps = min(2 * self._last_counted_steps or 1, self.MAX_COUNTED_STEPS)
+            self._counted_steps = self._last_counted_steps = steps
+        elif was_planned:
+            self._last_counted_steps = 0
+        return exceeded > 0
+
+    def rows_per_pair(self, num_choices: int, ep: Axis) -> int | None:
+        """Rows that a rank with `num_choices` sends each other one; None = as many as counted."""
+        if not self.is_planned:
             return None
         return min(num_choices, math.ceil(num_choices / ep.size * self.imbalance))
 
@@ -222,7 +223,7 @@ class Dispatcher:
         ep_etp: both as one axis, etp fastest.
         codec: how rows are encoded on their way to the experts (moe.fp8_dispatch); None = as they
             are.
-        room: of the rows for each rank; None = rows are counted.
+        capacity: of the rows for each rank; None = rows are counted.
     """
 
     def __init__(
@@ -232,9 +233,9 @@ class Dispatcher:
         etp: Axis,
         ep_etp: Axis,
         codec: Codec | None = None,
-        room: Room | None = None,
+        capacity: SendCapacity | None = None,
     ) -> None:
-        self.codec, self.room = codec, room or Room(None, "cpu")
+        self.codec, self.capacity = codec, capacity
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
         self.planned = PlannedLoad()  # what forecasts assume instead of counts
@@ -258,7 +259,7 @@ class Dispatcher:
             this rank.
         """
         order = permutation(experts, self.num_experts)
-        room = self.room.of_pair(experts.numel(), self.ep)
+        room = self._rows_per_pair(experts.numel())
         if self.ep_etp.size == 1:  # nothing to learn from others, and nothing to sort anew
             state = self._exchanges(
                 order, [experts.numel()], [experts.numel()], [experts.numel()], None
@@ -281,6 +282,12 @@ class Dispatcher:
             rows, by_row = rows[: state.num_sent], by_row[: state.num_sent]
         # [n·k, h] and [n·k] under way  2× all_to_all ep
         return state.dispatching.start(rows), state.weights.start(by_row), state
+
+    def _rows_per_pair(self, num_choices: int) -> int | None:
+        """Rows that this rank sends each other one; None = as many as counted."""
+        if self.ep.size == 1:
+            return num_choices
+        return None if self.capacity is None else self.capacity.rows_per_pair(num_choices, self.ep)
 
     def _exchanges(
         self,
@@ -311,8 +318,8 @@ class Dispatcher:
         ep, etp, local = self.ep, self.etp, self.num_local
         # source ep, source etp, target ep, its expert
         by_rank = counts.view(ep.size, etp.size, ep.size, local)
-        if ep.size > 1:
-            self.room.refused += (by_rank.sum(-1) > room).sum()
+        if ep.size > 1 and self.capacity is not None:
+            self.capacity.exceeded += (by_rank.sum(-1) > room).sum()
         # [etp·ep, E/ep], as rows arrive
         ends = by_rank[:, :, ep.rank].transpose(0, 1).flatten(0, 1).cumsum(-1)
         slot = torch.arange(room, device=counts.device).expand(len(ends), room)

@@ -10,6 +10,7 @@ The router's weights are applied between the two (kernels/activation.py).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,46 +65,57 @@ class Experts(nn.Module):
         h, f = config.hidden_size, config.expert_hidden_size
         self.activation, self.ep, self.etp = config.activation, ep, etp
         self.num_local = ep.divide(config.num_experts, "model.num_experts")  # E/ep
-        first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
-        halves = 2 if config.gated else 1
-        if etp.size == 1:
-            local_shape: tuple[int, ...] = (self.num_local, halves * f, h)
-            pieces: tuple[Piece, ...] = (Piece((first, 0, 0), local_shape),)
-        else:  # gate rows and up rows of an expert are two rectangles of the whole, so dim 0 stacks both of all experts
-            local_shape = (self.num_local * halves, inner, h)
-            pieces = tuple(
-                Piece(
-                    (first + e, part * f + etp.rank * inner, 0),
-                    (1, inner, h),
-                    row=e * halves + part,
-                )
-                for e in range(self.num_local)
-                for part in range(halves)
-            )
-        shape, stack = (config.num_experts, halves * f, h), (f,) * halves
-        up = ShardSpec(
-            f"{name}.up.weight", shape, pieces, expert=True, init=config.init_std, stack=stack
-        )
-        self.up = new_parameter(local_shape, up, **factory)
-        local_shape = (self.num_local, h, inner)
-        pieces = (Piece((first, 0, etp.rank * inner), local_shape),)
-        whole = (config.num_experts, h, f)
-        down = ShardSpec(
-            f"{name}.down.weight", whole, pieces, expert=True, init=config.output_init_std
-        )
-        self.down = new_parameter(local_shape, down, **factory)
+        inner = etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
+        self.up = self._up(config, name, inner, factory)
+        piece = Piece((ep.rank * self.num_local, 0, etp.rank * inner), (self.num_local, h, inner))
+        shape, init = (config.num_experts, h, f), config.output_init_std
+        spec = ShardSpec(f"{name}.down.weight", shape, (piece,), expert=True, init=init)
+        self.down = new_parameter(piece.shape, spec, **factory)
         self.up_bias = self.down_bias = None
         if config.mlp_bias:
-            pieces = tuple(Piece(each.offset[:-1], each.shape[:-1], each.row) for each in up.pieces)
-            bias = ShardSpec(f"{name}.up.bias", shape[:-1], pieces, expert=True, decay=False)
-            self.up_bias = new_parameter(tuple(self.up.shape[:-1]), bias, **factory)
-            # the first alone adds it
-            copies, owner = ((etp.name,) if etp.size > 1 else ()), etp.rank == 0
-            piece = Piece((first, 0), (self.num_local, h), summed=copies, owner=owner)
-            bias = ShardSpec(
-                f"{name}.down.bias", (config.num_experts, h), (piece,), expert=True, decay=False
+            self.up_bias = self._up_bias(name, factory)
+            self.down_bias = self._down_bias(name, factory)
+
+    def _up(
+        self, config: ModelConfig, name: str, inner: int, factory: dict[str, Any]
+    ) -> nn.Parameter:
+        h, f = config.hidden_size, config.expert_hidden_size
+        first, num_local, halves = self.ep.rank * self.num_local, self.num_local, 1 + config.gated
+        local_shape: tuple[int, ...] = (num_local, halves * f, h)
+        pieces: tuple[Piece, ...] = (Piece((first, 0, 0), local_shape),)
+        if self.etp.size > 1:
+            # The gate rows and the up rows of an expert are two rectangles of the global tensor,
+            # so dim 0 stacks both of all experts.
+            local_shape = (num_local * halves, inner, h)
+            pieces = tuple(
+                Piece(
+                    (first + expert, half * f + self.etp.rank * inner, 0),
+                    (1, inner, h),
+                    row=expert * halves + half,
+                )
+                for expert in range(num_local)
+                for half in range(halves)
             )
-            self.down_bias = new_parameter(piece.shape, bias, **factory)
+        shape, stack = (config.num_experts, halves * f, h), (f,) * halves
+        spec = ShardSpec(
+            f"{name}.up.weight", shape, pieces, expert=True, init=config.init_std, stack=stack
+        )
+        return new_parameter(local_shape, spec, **factory)
+
+    def _up_bias(self, name: str, factory: dict[str, Any]) -> nn.Parameter:
+        weight = spec_of(self.up)
+        pieces = tuple(Piece(p.offset[:-1], p.shape[:-1], p.row) for p in weight.pieces)
+        spec = ShardSpec(f"{name}.up.bias", weight.shape[:-1], pieces, expert=True, decay=False)
+        return new_parameter(tuple(self.up.shape[:-1]), spec, **factory)
+
+    def _down_bias(self, name: str, factory: dict[str, Any]) -> nn.Parameter:
+        num_experts, h, _ = spec_of(self.down).shape
+        # Only the first etp rank adds the bias to its partial sum.
+        copies, owner = (self.etp.name,) if self.etp.size > 1 else (), self.etp.rank == 0
+        offset, shape = (self.ep.rank * self.num_local, 0), (self.num_local, h)
+        piece = Piece(offset, shape, summed=copies, owner=owner)
+        spec = ShardSpec(f"{name}.down.bias", (num_experts, h), (piece,), expert=True, decay=False)
+        return new_parameter(piece.shape, spec, **factory)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         """

@@ -25,7 +25,6 @@ sequence and bias: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; global: Qiu et
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,39 +33,12 @@ from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
+from megatron5d.expert_parallel.token_share import Tokens
 from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.kernels.routing import best
 from megatron5d.topology.axis import Axis
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a micro-batch that one rank routes."""
-
-    sequence: Tensor  # int64 `[n]`, which sequence of the micro-batch each belongs to
-    order: Tensor  # int64 `[n]`, place of each in the whole micro-batch
-    real: Tensor | None  # bool `[n]`, False for padding; None = all real
-    num_sequences: int  # of the micro-batch
-    # int64 `[num_sequences]`, in training: their numbers among all of the run
-    samples: Tensor | None = None
-
-    @property
-    def turns(self) -> Tensor:
-        """int64 `[n]`: place in the sequence plus the sequence's number, the same on any layout."""
-        samples = self.sequence if self.samples is None else self.samples[self.sequence]
-        return self.order // self.num_sequences + samples
-
-    def masked(self, x: Tensor) -> Tensor:
-        """Returns `x` `[n, ...]` with zeros for padding."""
-        return x if self.real is None else x * self.real.view(-1, *(1,) * (x.ndim - 1)).to(x.dtype)
-
-    def per_sequence(self, x: Tensor) -> Tensor:
-        """Sums of `[n, E]` over each sequence's tokens, `[num_sequences, E]`, in one order on any
-        device."""
-        member = torch.arange(self.num_sequences, device=x.device)[:, None] == self.sequence
-        return member.to(x.dtype) @ self.masked(x)
 
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:

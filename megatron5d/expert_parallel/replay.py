@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
-from megatron5d.expert_parallel.load_balancing import Tokens
+from megatron5d.expert_parallel.token_share import Tokens
 
 
 class RoutingFile:

@@ -15,7 +15,7 @@ from megatron5d.config.derived import window_of
 from megatron5d.context_parallel.block_attention import KVFormat
 from megatron5d.kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.model.block_inputs import BlockInputs
-from megatron5d.model.norm import AllHeadsNorm, enter_branch, leave_branch
+from megatron5d.model.norm import AllHeadsNorm
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
@@ -78,7 +78,7 @@ class AttentionCore(nn.Module):
 
 
 class AttentionBranch(Phase):
-    """What the kinds of attention have in common: a residual branch, the first of a block."""
+    """Phase: x + post_norm(attend(norm(x))), the first branch of a block, for every attention."""
 
     kind = "attention"
     parts = KEEP_ALL  # `qkv` and `attention` may be recomputed
@@ -88,19 +88,26 @@ class AttentionBranch(Phase):
         name, self.parallel_block = f"layers.{layer}.attention", shared.model.parallel_block
         self.norm, self.post_norm = shared.pre_norm(name), shared.post_norm(name)
 
-    def enter(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
-        """Returns what the projections read, and the residual; `gemms` of the projections if
-        nothing else reads it."""
-        return enter_branch(self.norm, x, PLAIN if self.parallel_block == "one_norm" else gemms)
+    def input_gemms(self) -> Gemms:
+        """The GEMMs that read the normed input; `PLAIN` where anything else reads it too."""
+        raise NotImplementedError
 
-    def leave(self, x: Tensor, y: Tensor, normed: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the residual plus the output `y`; in a parallel block also what the MLP reads."""
-        y = leave_branch(x, y, self.post_norm)
-        return (
-            y
-            if self.parallel_block == "none"
-            else (y, x if self.parallel_block == "two_norms" else normed)
-        )
+    def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
+        """Maps the normed input `[s/cp/tp, b, h]` -> the branch's output, of the same shape."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same.
+
+        In a parallel block it returns a pair: the sum, and what the second branch reads.
+        """
+        # The second branch of such a block reads the normed input too.
+        gemms = PLAIN if self.parallel_block == "one_norm" else self.input_gemms()
+        normed, residual = self.norm.branch(x, gemms)
+        y = residual + self.post_norm(self.attend(normed, batch, defer))
+        if self.parallel_block == "none":
+            return y
+        return y, residual if self.parallel_block == "two_norms" else normed
 
 
 class SelfAttention(AttentionBranch):
@@ -155,10 +162,10 @@ class SelfAttention(AttentionBranch):
             **linear,
         )
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice,
-        see `leave`."""
-        normed, x = self.enter(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
+    def input_gemms(self) -> Gemms:
+        return gemms_of(self.qkv.weight)
+
+    def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         # a part that recompute.parts names is recomputed in the backward
         q, k, v, *gate = self.parts.run(
             "qkv", partial(self._heads, batch=batch, defer=defer), normed
@@ -166,7 +173,7 @@ class SelfAttention(AttentionBranch):
         # [s/cp, b, a·d/tp]
         core = self.parts.run("attention", partial(self.core, batch=batch), q, k, v)
         core = core * torch.sigmoid(gate[0]) if gate else core
-        return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
+        return self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
         """Returns rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and any gate's `[s/cp,

@@ -147,7 +147,7 @@ def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mes
 
 
 if TYPE_CHECKING:
-    from megatron5d.expert_parallel.load_balancing import Balancer
+    from megatron5d.model.moe_inputs import MoEInputs
 
 
 class GPT(nn.Module):
@@ -169,9 +169,10 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
-        self.balancer = self._balancer(config, mesh, device, replicas)
-        shared = BlockInputs(config, mesh, device, self.balancer)
-        self.room = shared.room if config.moe.exchange == "planned" else None
+        moe = self._moe_inputs(config, mesh, device, replicas)
+        self.balancer = None if moe is None else moe.balancer
+        self.send_capacity = None if moe is None else moe.send_capacity
+        shared = BlockInputs(config, mesh, device, moe)
         self.embedding = (
             Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
         )
@@ -214,19 +215,18 @@ class GPT(nn.Module):
         # its head is not recomputed
         set_recompute(phases_in(block)[:-1], shared.config.recompute, stage, place)
 
-    def _balancer(
+    def _moe_inputs(
         self, config: Config, mesh: Mesh, device: torch.device | str, replicas: SharedRanks
-    ) -> Balancer | None:
-        """Builds the balancer of this rank's MoE layers; a rank without any takes part in its
-        collectives."""
+    ) -> MoEInputs | None:
+        """Builds what the MoE layers of this rank share; None for a dense model."""
         if not config.model.num_experts:
             return None
-        from megatron5d.expert_parallel.load_balancing import Balancer
+        from megatron5d.model.moe_inputs import moe_inputs
 
-        mine = [i for spec in self.stages.values() for i in spec.blocks(config.model)]
-        here = [i for i in mine if is_moe(config.model, i)]
+        blocks = [i for spec in self.stages.values() for i in spec.blocks(config.model)]
+        layers = [i for i in blocks if is_moe(config.model, i)]
         stage = mesh["stage_pair" if "pair" in replicas else "stage"]
-        return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
+        return moe_inputs(config, mesh, device, layers, stage)
 
     def units_of(self, stage: int) -> list[list[Phase]]:
         """Returns the phases of a local stage in units of data parallelism, which are gathered and

@@ -91,10 +91,7 @@ class MultiLatentAttention(AttentionBranch):
             **shared.factory,
         )
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice,
-        see `leave`."""
-        normed, x = self.enter(x, self._first_gemms())  # [s/cp/tp, b, h]
+    def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp a part that recompute.parts
         # names is recomputed in the backward
         latents = self._down(normed, defer)
@@ -102,7 +99,7 @@ class MultiLatentAttention(AttentionBranch):
         heads = self.parts.run("qkv", partial(self._up, batch=batch, defer=defer), *latents)
         # [s/cp, b, a·dv/tp]
         core = self.parts.run("attention", partial(self._core, batch=batch), *heads)
-        return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
+        return self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
         """Returns latent queries `[s/cp, b, rq]` (or x itself), c_kv `[s/cp, b, r]` and k_pe
@@ -146,8 +143,7 @@ class MultiLatentAttention(AttentionBranch):
             return self.core.compressed(q, keys[0], kv_format, batch)
         return self.core(q, *keys, batch=batch)
 
-    def _first_gemms(self) -> Gemms:
-        """Returns the GEMMs that read the norm; plain ones where `_enter` reads it too."""
+    def input_gemms(self) -> Gemms:
         if not self.enters_late or self.q_down is None:
             return PLAIN
         return gemms_of(self.kv_down, self.q_down)

@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron5d.model.block_inputs import BlockInputs
-from megatron5d.model.norm import enter_branch, leave_branch
+from megatron5d.model.norm import NoNorm, branch_input
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
@@ -65,7 +65,7 @@ class MLP(Phase):
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
         model, name = shared.model, f"layers.{layer}.mlp"
-        self.norm = None if model.parallel_block == "one_norm" else shared.pre_norm(name)
+        self.norm = NoNorm() if model.parallel_block == "one_norm" else shared.pre_norm(name)
         self.post_norm = shared.post_norm(name)
         self.feed_forward = FeedForward(shared, model.ffn_hidden_size, name, bias=model.mlp_bias)
 
@@ -75,7 +75,7 @@ class MLP(Phase):
         """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the
         same, one."""
         gemms = gemms_of(self.feed_forward.up.weight)
-        normed, x = enter_branch(self.norm, state, gemms)  # [s/cp/tp, b, h]
+        normed, residual = branch_input(self.norm, state, gemms)  # [s/cp/tp, b, h]
         inner = self.feed_forward.project_up(normed, defer)  # [s/cp, b, f/tp]  all_gather tp
         y = self.feed_forward.project_down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
-        return leave_branch(x, y, self.post_norm)
+        return residual + self.post_norm(y)

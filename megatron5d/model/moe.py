@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.comm.all_to_all import Codec
-from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher, Room
+from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher, SendCapacity
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import Router, round_robin, within_capacity
+from megatron5d.expert_parallel.token_share import Tokens
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
-from megatron5d.model.norm import enter_branch, leave_branch
+from megatron5d.model.norm import NoNorm, branch_input
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL, Source, recompute_from
 from megatron5d.phases.wgrad import Defer
@@ -59,7 +59,10 @@ def capturable(shared: BlockInputs) -> bool:
 
 
 def dispatcher_of(
-    num_experts: int, mesh: Mesh, codec: Codec | None = None, room: Room | None = None
+    num_experts: int,
+    mesh: Mesh,
+    codec: Codec | None = None,
+    capacity: SendCapacity | None = None,
 ) -> Dispatcher | HierarchicalDispatcher:
     """Builds the dispatcher that sends tokens straight to experts, or first to nodes
     (parallel.ep_inner)."""
@@ -70,7 +73,7 @@ def dispatcher_of(
             mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp")
         )
         return HierarchicalDispatcher(num_experts, outer, inner, etp, inner_etp, codec)
-    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec, room)
+    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec, capacity)
 
 
 def _codec(fp8: bool) -> Codec | None:
@@ -90,14 +93,14 @@ class MoEDispatch(Phase):
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
-        assert shared.balancer is not None
+        assert shared.moe is not None
         self.config, self.moe, self.layer = shared.model, shared.config.moe, layer
-        self.share, self.balancer, self.jitter = shared.token_share, shared.balancer, shared.jitter
-        self.routing = shared.routing
+        self.share, self.balancer = shared.moe.token_share, shared.moe.balancer
+        self.jitter, self.routing = shared.moe.jitter, shared.moe.routing
         self.cp_tp, name = shared.mesh["cp_tp"], f"layers.{layer}"
         self.capturable = capturable(shared)
         self.norm = (
-            None if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
+            NoNorm() if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
         )
         biased = self.config.router_bias or "bias" in self.moe.balance
         owner = self.balancer.stage.rank == 0
@@ -107,7 +110,9 @@ class MoEDispatch(Phase):
         if self.router.bias is not None:
             self.balancer.biases[layer] = self.router.bias
         codec = _codec(self.moe.fp8_dispatch)
-        self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, codec, shared.room)
+        self.dispatcher = dispatcher_of(
+            self.config.num_experts, shared.mesh, codec, shared.moe.send_capacity
+        )
 
     def forward(
         self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer
@@ -121,9 +126,9 @@ class MoEDispatch(Phase):
             2k+1 numbers a token;
         for balancing all_reduce cp_tp of E counts a sequence; the dispatcher's `dispatch`.
         """
-        normed, x = enter_branch(self.norm, state)  # [s/cp/tp, b, h]
+        normed, residual = branch_input(self.norm, state)  # [s/cp/tp, b, h]
         mine = self.share.take(normed)  # [n, h]
-        tokens = self.share.tokens(x.shape, batch)
+        tokens = self.share.tokens(residual.shape, batch)
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
         experts, weights = self.router(logits, self._forced(tokens))  # [n, k]
         if self.moe.record is not None and self.routing is not None and tokens.samples is not None:
@@ -138,7 +143,9 @@ class MoEDispatch(Phase):
         # [n, h] -> [n·k, h], [n, k] -> [n·k] under way  2× all_to_all ep
         rows, weights, dispatch = self.dispatcher.dispatch(mine, taken, weights)
         shared = normed if self.config.shared_ffn_hidden_size else None
-        return MoEState(x, rows, weights, shared, dispatch, self.parts.source("permute", mine))
+        return MoEState(
+            residual, rows, weights, shared, dispatch, self.parts.source("permute", mine)
+        )
 
     def _forced(self, tokens: Tokens) -> Tensor | None:
         """Returns int64 `[n, k]`, the experts that a token takes whatever the router says; None =
@@ -230,7 +237,8 @@ class MoECombine(Phase):
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
-        self.share, self.post_norm = shared.token_share, shared.post_norm(f"layers.{layer}.mlp")
+        assert shared.moe is not None
+        self.share, self.post_norm = shared.moe.token_share, shared.post_norm(f"layers.{layer}.mlp")
         self.capturable = capturable(shared)
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> Tensor:
@@ -238,6 +246,6 @@ class MoECombine(Phase):
 
         Comm: without sp all_gather tp of n·h elements / none; the dispatch state's `combine`.
         """
-        x, handle, _, shared, dispatch, _ = state
-        y = self.share.restore(dispatch.combine(handle), x)  # [n, h] -> [s/cp/tp, b, h]
-        return leave_branch(x, y if shared is None else y + shared, self.post_norm)
+        residual, handle, _, shared, dispatch, _ = state
+        y = self.share.restore(dispatch.combine(handle), residual)  # [n, h] -> [s/cp/tp, b, h]
+        return residual + self.post_norm(y if shared is None else y + shared)

@@ -89,6 +89,16 @@ class Norm(nn.Module):
         return f"{self.kind}, {self.weight.shape[0]}"
 
 
+class NoNorm(nn.Module):
+    """Stands where a block has no norm, and returns its input."""
+
+    def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
+        return x
+
+    def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
 class AllHeadsNorm(nn.Module):
     """RMSNorm over all heads together, which tp cuts.
 
@@ -144,24 +154,17 @@ def centred_weight(weight: Tensor) -> Tensor:
     return weight.to(statistics_dtype(weight.dtype)) + 1.0
 
 
-def enter_branch(
-    norm: Norm | None, state: Tensor | tuple[Tensor, Tensor], gemms: Gemms = PLAIN
+def branch_input(
+    norm: Norm | NoNorm, state: Tensor | tuple[Tensor, Tensor], gemms: Gemms = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """Begins a residual branch: what its first layer reads, and the residual.
+    """The normed input of a block's second branch, and its residual.
 
     Args:
-        norm: before the branch, if any.
-        state: hidden states; in the second branch of a parallel block the residual, and what the
-            branch reads.
+        norm: of the branch.
+        state: hidden states; in a parallel block the residual, and what the branch reads.
         gemms: as in Norm.
     """
     if isinstance(state, tuple):
         residual, x = state
-        return (x if norm is None else norm(x, gemms)), residual
-    return (state, state) if norm is None else norm.branch(state, gemms)
-
-
-def leave_branch(residual: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
-    """Ends a residual branch: the sum of the residual and the output, behind its norm if there is
-    one."""
-    return residual + (y if norm is None else norm(y))
+        return norm(x, gemms), residual
+    return norm.branch(state, gemms)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import scores_of, weights_of
+from megatron5d.expert_parallel.token_share import Tokens
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch
 

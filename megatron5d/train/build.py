@@ -188,7 +188,7 @@ def build_trainer(
         terms,
         config.optim,
         model.balancer,
-        model.room,
+        model.send_capacity,
         check_overlap=check,
         masked_by=masked_by,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,31 +24,18 @@ from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard, StepSamples
 
 if TYPE_CHECKING:
-    from megatron5d.expert_parallel.dispatcher import Room
+    from megatron5d.expert_parallel.dispatcher import SendCapacity
     from megatron5d.expert_parallel.load_balancing import Balancer
 
-T = TypeVar("T", torch.Tensor, list[float])
 
+def sum_over_ranks(vectors: Sequence[torch.Tensor], world: Axis) -> list[list[float]]:
+    """Sums fp64 vectors over all ranks in one collective, and waits for the device.
 
-@dataclass(frozen=True)
-class StepTerms(Generic[T]):
-    """A rank's terms of a step's figures, fp64 vectors on its device; or their totals over the
-    world, on the host."""
-
-    grad_squares: T  # [1]: of the elements that this rank counts
-    router_losses: T  # one per balancing loss
-    sums: T  # [terms + counts], as `Trainer.accumulate` returns them
-    stops: T  # [1]: 1 on a rank that was asked to stop
-    cp_balances: T  # [1]: `imbalance_of` its micro-batches
-    # [1]: pairs of ranks between which there was no room for all tokens (moe.exchange=planned)
-    refused: T
-
-    def total(self: StepTerms[torch.Tensor], world: Axis) -> StepTerms[list[float]]:
-        """Adds up the terms of all ranks, and waits for the device. Comm: all_reduce world of a few
-        numbers."""
-        parts: list[torch.Tensor] = [getattr(self, each.name) for each in fields(self)]
-        numbers = iter(all_reduce(torch.cat(parts), world).tolist())
-        return StepTerms(*([next(numbers) for _ in range(len(part))] for part in parts))
+    Comm: all_reduce world of their elements.
+    """
+    totals = all_reduce(torch.cat(list(vectors)), world).tolist()
+    starts = accumulate((len(vector) for vector in vectors), initial=0)
+    return [totals[start : start + len(vector)] for start, vector in zip(starts, vectors)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class Trainer:
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
-        room: of tokens on their way to experts; None = they are counted.
+        send_capacity: of rows sent to experts; None = they are counted.
         check_overlap: raises if another rank has not sent what this step was computed from
             (tp_overlap=fused).
         masked_by: what may leave a global batch without a target, for the message.
@@ -94,13 +82,14 @@ class Trainer:
         terms: Sequence[Term],
         config: OptimConfig,
         balancer: Balancer | None = None,
-        room: Room | None = None,
+        send_capacity: SendCapacity | None = None,
         *,
         check_overlap: Callable[[], None],
         masked_by: str,
     ) -> None:
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
-        self.terms, self.clip, self.balancer, self.room = tuple(terms), config.clip, balancer, room
+        self.terms, self.clip = tuple(terms), config.clip
+        self.balancer, self.send_capacity = balancer, send_capacity
         self.check_overlap = check_overlap
         self.guard = Guard(config, mesh, sync.buckets, masked_by)
         self._kinds: set[frozenset[str]] = set()  # of the micro-batches so far
@@ -139,8 +128,8 @@ class Trainer:
             return StepResult(
                 losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}"
             )
-        if self.room is not None:
-            self.room.start_step()
+        if self.send_capacity is not None:
+            self.send_capacity.start_step()
         result, runs = None, 0
         # once more, with counted rows, where some rank had no room for its tokens
         while result is None:
@@ -176,25 +165,28 @@ class Trainer:
         )
         # not copied from the host, which would wait for the device
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
-        refused = sums.new_zeros(1) if self.room is None else self.room.refused
-        terms = StepTerms(
-            global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances, refused
-        )
+        capacity = self.send_capacity
+        exceeded = sums.new_zeros(1) if capacity is None else capacity.exceeded
+        grad_squares = global_square_sum(self.sync.buckets).view(1)
         self.pipeline.memory.start_check(self.mesh["world"])
-        total = terms.total(self.mesh["world"])
+        (square_sum,), router_losses, sum_totals, (num_stops,), (balance_sum,), (num_exceeded,) = (
+            sum_over_ranks(
+                (grad_squares, values, sums, stops, balances, exceeded), self.mesh["world"]
+            )
+        )
         self.pipeline.memory.finish_check()
         self.check_overlap()
-        if self.room is not None and self.room.finish_step(total.refused[0]):
+        if capacity is not None and capacity.finish_step(num_exceeded):
             return None
-        num_targets = round(total.sums[len(self.terms)])
-        losses = self.means(total.sums) | dict(zip(names, total.router_losses))
-        grad_norm = math.sqrt(total.grad_squares[0])
+        num_targets = round(sum_totals[len(self.terms)])
+        losses = self.means(sum_totals) | dict(zip(names, router_losses))
+        grad_norm = math.sqrt(square_sum)
         return StepResult(
             losses=losses,
             grad_norm=grad_norm,
             num_targets=num_targets,
-            stop=total.stops[0] > 0,
-            cp_balance=total.cp_balances[0] / self.mesh["world"].size,
+            stop=num_stops > 0,
+            cp_balance=balance_sum / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
             bubble=self.pipeline.take_bubble(),
             skipped=self.guard.refuses(losses["loss"], grad_norm, sums, num_targets, where),
@@ -227,7 +219,7 @@ class Trainer:
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
             eager = watched  # such a step computes more
-        if self.room is not None and not self.room.planned:
+        if self.send_capacity is not None and not self.send_capacity.is_planned:
             eager = True  # counted rows are read on the host
         for each in graphs:
             each.start_step(len(batches), eager)
@@ -268,7 +260,9 @@ class Trainer:
         context parallelism divides.
         """
         kinds, self._kinds = self._kinds, self._kinds | {batch.kind for batch in batches}
-        counted = self.balancer is not None and self.room is None and self.mesh["ep"].size > 1
+        counted = (
+            self.balancer is not None and self.send_capacity is None and self.mesh["ep"].size > 1
+        )
         divided = any(
             batch.context is not None and batch.context.documents is not None for batch in batches
         )

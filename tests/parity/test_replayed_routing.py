@@ -16,9 +16,8 @@ from runs import records, write_corpus
 
 from megatron5d.config.schema import PipelineConfig, RecomputeConfig
 from megatron5d.context_parallel.zigzag import SequenceLayout
-from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.replay import RoutingFile
-from megatron5d.model.block_inputs import TokenShare
+from megatron5d.expert_parallel.token_share import Tokens, TokenShare
 from megatron5d.topology.axis import Axis
 from pretrain import main
 

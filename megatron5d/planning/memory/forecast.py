@@ -330,8 +330,8 @@ def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> Non
                 imbalance,
                 capacity_factor or math.inf,
             )
-    if model.room is not None:
-        model.room.start_step()
+    if model.send_capacity is not None:
+        model.send_capacity.start_step()
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:

@@ -63,11 +63,11 @@ def even_routing(dispatch):
             counts = torch.tensor([row] * counts.shape[0]).to(counts.device)
         return state(self, sent_order, counts)
 
-    def enough(self, refused):
-        self.planned = False
+    def enough(self, exceeded):
+        self.is_planned = False
         return False
 
-    dispatch.Dispatcher._state, dispatch.Room.finish_step = even_state, enough
+    dispatch.Dispatcher._state, dispatch.SendCapacity.finish_step = even_state, enough
 
 
 def no_layer_figures(balance):

@@ -7,7 +7,7 @@ from standing_ranks import run_on_standing_ranks
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import ModelConfig
-from megatron5d.expert_parallel.dispatcher import Dispatcher, Room
+from megatron5d.expert_parallel.dispatcher import Dispatcher, SendCapacity
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
 from megatron5d.model.moe import dispatcher_of
@@ -60,11 +60,11 @@ def experts_of(mesh_ep, mesh_etp):
     return made
 
 
-def layer(rank, world, ep, etp, crowd, ep_inner=1, room=None):
+def layer(rank, world, ep, etp, crowd, ep_inner=1, capacity=None):
     ledger = Ledger()
     mesh = build_mesh(resolve(world, ep=ep, etp=etp, ep_inner=ep_inner), rank, recorder=ledger)
     experts = experts_of(mesh["ep"], mesh["etp"])
-    dispatcher = dispatcher_of(E, mesh, room=room)
+    dispatcher = dispatcher_of(E, mesh, capacity=capacity)
     assert isinstance(dispatcher, HierarchicalDispatcher if 1 < ep_inner < ep else Dispatcher)
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
@@ -131,12 +131,14 @@ def both_ways(rank, world, ep, etp):
     for crowd in CROWDS:
         outcomes = []
         for imbalance in (None, float(ep), 0.3):
-            room = Room(imbalance, "cpu")
-            room.start_step()
-            *tensors, grads, num_rows, _ = layer(rank, world, ep, etp, crowd, room=room)
-            outcomes.append(
-                ([*tensors, *(grad for _, grad in grads)], num_rows, room.refused.item())
-            )
+            capacity, exceeded = None, 0
+            if imbalance is not None:
+                capacity = SendCapacity(imbalance, "cpu")
+                capacity.start_step()
+            *tensors, grads, num_rows, _ = layer(rank, world, ep, etp, crowd, capacity=capacity)
+            if capacity is not None:
+                exceeded = capacity.exceeded.item()
+            outcomes.append(([*tensors, *(grad for _, grad in grads)], num_rows, exceeded))
         found[crowd] = outcomes
     return found
 
@@ -160,13 +162,12 @@ def test_planned_rows_give_the_same_bits_or_are_refused(layout):
 
 
 def test_steps_without_room_are_followed_by_counted_ones():
-    room, planned = Room(1.5, "cpu"), []
+    capacity, planned = SendCapacity(1.5, "cpu"), []
     for step in range(40):
-        room.start_step()
-        planned.append(room.planned)
-        assert room.finish_step(float(step in (2, 4, 7, 30) and room.planned)) == (
-            step in (2, 4, 7, 30)
-        )
+        capacity.start_step()
+        planned.append(capacity.is_planned)
+        exceeded = step in (2, 4, 7, 30)
+        assert capacity.finish_step(float(exceeded and capacity.is_planned)) == exceeded
     counted = [step for step in range(40) if not planned[step]]
     assert counted == [3, 5, 6, 8, 9, 10, 11, 31]
 

@@ -34,7 +34,7 @@ from megatron5d.train.pipeline_layout import pipeline_layout
 ROOT = Path(__file__).parents[3]
 LAYERS, MICROBATCHES = 2, 3
 AGREE, SPLITS, NODES = (
-    ("step.py", "total"),
+    ("step.py", "sum_over_ranks"),
     ("dispatcher.py", "_state"),
     ("hierarchical_dispatcher.py", "dispatch"),
 )
