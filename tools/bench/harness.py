@@ -86,7 +86,7 @@ def copies_of(output: object) -> list[Tensor]:
     raise TypeError(f"a benchmark's call has to return tensors (got {output!r})")
 
 
-def random_tensor(
+def randn(
     device: str, *shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)

@@ -1,4 +1,4 @@
-"""What memory bounds, of hidden states: norms, activations, RoPE, and what is quantised."""
+"""Operations on hidden states that memory bounds: norms, activations, RoPE, quantization."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,18 +37,19 @@ from megatron5d.tools.bench.harness import (
     Forward,
     forward_or_backward,
     liger,
-    random_tensor,
+    randn,
     with_compiled,
 )
 
 EPS = 1e-5
 
 
+def _leaves(device: str, grad: bool, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(randn(device, *shape, grad=grad) for shape in shapes)
+
+
 def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    leaves = (
-        random_tensor(device, rows, width, grad=backward),
-        random_tensor(device, width, grad=backward),
-    )
+    leaves = _leaves(device, backward, (rows, width), (width,))
     return with_compiled(
         partial(kernels.rms_norm, eps=EPS, settings=OURS),
         partial(kernels.rms_norm_reference, eps=EPS),
@@ -60,10 +61,7 @@ def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    leaves = tuple(
-        random_tensor(device, *shape, grad=backward)
-        for shape in ((rows, width), (width,), (width,))
-    )
+    leaves = _leaves(device, backward, (rows, width), (width,), (width,))
     return with_compiled(
         partial(kernels.layer_norm, eps=EPS, settings=OURS),
         partial(kernels.layer_norm_reference, eps=EPS),
@@ -75,9 +73,8 @@ def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Returns the sum of two and its norm; backward, gradients of both arrive."""
-    shapes = (rows, width), (rows, width), (width,)
-    leaves = tuple(random_tensor(device, *shape, grad=backward) for shape in shapes)
+    """Sum of two tensors and its norm; the backward has gradients of both."""
+    leaves = _leaves(device, backward, (rows, width), (rows, width), (width,))
 
     def reference(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -95,9 +92,8 @@ def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls
 
 
 def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
-    """Returns the backward of the norm that a residual branch begins with, and of the stream beside
-    it."""
-    leaves = random_tensor(device, rows, width, grad=True), random_tensor(device, width, grad=True)
+    """Backward of the norm at the start of a residual branch, and of its residual stream."""
+    leaves = _leaves(device, True, (rows, width), (width,))
     return with_compiled(
         lambda x, w, settings=OURS: kernels.add_rms_norm(x, None, w, EPS, settings),
         lambda x, w: (kernels.rms_norm_reference(x, w, EPS), x * 1),
@@ -108,9 +104,9 @@ def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
 
 
 def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Takes gate and up side by side."""
-    gate_up = random_tensor(device, rows, 2 * width, grad=backward)
-    halves = [half.detach().contiguous().requires_grad_(backward) for half in gate_up.chunk(2, -1)]
+    """SwiGLU of gate and up in one tensor."""
+    gate_up = randn(device, rows, 2 * width, grad=backward)
+    halves = [part.detach().contiguous().requires_grad_(backward) for part in gate_up.chunk(2, -1)]
     compiled = torch.compile(kernels.activation_reference)
     forwards: dict[str, Forward] = {
         "ours": (lambda: kernels.activate(gate_up, "swiglu"), (gate_up,)),
@@ -121,9 +117,9 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Takes gate and up side by side, times a weight of each row."""
+    """SwiGLU of gate and up in one tensor, times a weight per row."""
     leaves = (
-        random_tensor(device, rows, 2 * width, grad=backward),
+        randn(device, rows, 2 * width, grad=backward),
         torch.rand(rows, device=device, requires_grad=backward),
     )
     return with_compiled(
@@ -135,25 +131,26 @@ def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Call
 
 
 def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Returns the tanh form, as GPT-2 has it."""
-    leaves = (random_tensor(device, rows, width, grad=backward),)
-    ours, reference = (
-        partial(each, kind="gelu_tanh") for each in (kernels.activate, kernels.activation_reference)
-    )
+    """GELU in its tanh form, as GPT-2 has it."""
+    leaves = (randn(device, rows, width, grad=backward),)
     return with_compiled(
-        ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh")
+        lambda x: kernels.activate(x, "gelu_tanh"),
+        lambda x: kernels.activation_reference(x, "gelu_tanh"),
+        leaves,
+        backward,
+        torch=lambda x: F.gelu(x, approximate="tanh"),
     )
 
 
 def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int) -> Calls:
-    """Rotates q of a heads and k of g, half-split."""
-    q, k = (random_tensor(device, s, b, heads, d, grad=backward) for heads in (a, g))
-    qkv = random_tensor(device, s, b, a + 2 * g, d, grad=backward)
-    angle = random_tensor(device, s, 1, d // 2, dtype=torch.float32)
-    tables, whole = (angle.cos(), angle.sin()), torch.cat((angle, angle), -1).transpose(0, 1)
+    """Rotary positions of a query and g key heads, half-split."""
+    q, k = (randn(device, s, b, heads, d, grad=backward) for heads in (a, g))
+    qkv = randn(device, s, b, a + 2 * g, d, grad=backward)
+    angle = randn(device, s, 1, d // 2, dtype=torch.float32)
+    tables, angles = (angle.cos(), angle.sin()), torch.cat((angle, angle), -1).transpose(0, 1)
     qh, kh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k))
     compiled = torch.compile(kernels.apply_rope_reference)
-    transposed = qkv * 1 if backward else qkv  # a projection, which may be written over
+    transposed = qkv * 1 if backward else qkv  # the kernel writes into a projection, never a leaf
     forwards: dict[str, Forward] = {
         "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
         "ours, in a projection": (
@@ -161,14 +158,14 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
             (qkv,),
         ),
         "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
-        "Liger": (lambda: liger("liger_rope")(qh, kh, whole.cos(), whole.sin()), (qh, kh)),
+        "Liger": (lambda: liger("liger_rope")(qh, kh, angles.cos(), angles.sin()), (qh, kh)),
     }
     return forward_or_backward(forwards, backward)
 
 
-def quantisers(device: str, rows: int, width: int) -> Calls:
-    """Quantises 1x128 rows, and 128x128 blocks with their transpose."""
-    x = random_tensor(device, rows, width)
+def quantized(device: str, rows: int, width: int) -> Calls:
+    """Quantization of 1x128 rows, and of 128x128 blocks with their transpose."""
+    x = randn(device, rows, width)
     compiled = torch.compile(lambda x: quantize_reference(x, 1))
     return {
         "ours": lambda: quantize_rows(x),
@@ -178,8 +175,8 @@ def quantisers(device: str, rows: int, width: int) -> Calls:
 
 
 def one_scale(device: str, rows: int, width: int) -> Calls:
-    """Takes two passes, as the scale is known only after the first."""
-    x = random_tensor(device, rows, width)
+    """Quantization with one scale, in two passes: the first one finds the scale."""
+    x = randn(device, rows, width)
     compiled = torch.compile(quantize_tensor_reference)
     return {
         "ours": lambda: quantize_tensor(x),
@@ -192,8 +189,8 @@ def one_scale(device: str, rows: int, width: int) -> Calls:
 
 
 def transposed(device: str, rows: int, width: int) -> Calls:
-    """Transposes FP8 rows as the weight gradient reads them."""
-    x = quantize_rows(random_tensor(device, rows, width))
+    """FP8 rows transposed, as the weight gradient reads them."""
+    x = quantize_rows(randn(device, rows, width))
     return {
         "ours": lambda: fp8_transpose(x, powers_of_two=True),
         "ours, values only": lambda: transpose_values(x.values),
@@ -212,43 +209,42 @@ def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: T
 
 
 def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
-    """Writes nothing wide."""
-    kernel, reference = (
-        partial(each, kind="swiglu") for each in (kernels.activate, kernels.activation_reference)
+    """SwiGLU in FP8, without a bfloat16 output."""
+    return _to_float8(
+        swiglu_quantized,
+        lambda gate_up: kernels.activate(gate_up, "swiglu"),
+        lambda gate_up: kernels.activation_reference(gate_up, "swiglu"),
+        randn(device, rows, 2 * width),
     )
-    return _to_float8(swiglu_quantized, kernel, reference, random_tensor(device, rows, 2 * width))
 
 
 def swiglu_backward_to_float8(device: str, rows: int, width: int) -> Calls:
-    """Writes the gradient by rows and transposed, and nothing wide."""
-    dy, gate_up = random_tensor(device, rows, width), random_tensor(device, rows, 2 * width)
+    """SwiGLU's gradient in FP8, by rows and transposed, without a bfloat16 output."""
+    dy, gate_up = randn(device, rows, width), randn(device, rows, 2 * width)
 
-    def apart() -> Any:
+    def in_three_kernels() -> Any:
         plain = quantize_rows(kernels.activation_backward(dy, gate_up, "swiglu")[0])
         return plain, fp8_transpose(plain)
 
-    return {"ours": lambda: swiglu_backward_quantized(dy, gate_up), "ours, three kernels": apart}
+    return {
+        "ours": lambda: swiglu_backward_quantized(dy, gate_up),
+        "ours, three kernels": in_three_kernels,
+    }
 
 
 def norm_to_float8(device: str, *, centered: bool, rows: int, width: int) -> Calls:
-    """Computes RMSNorm, or LayerNorm with a bias; nothing wide is written."""
-    x, weight, bias = (
-        random_tensor(device, *shape) for shape in ((rows, width), (width,), (width,))
-    )
+    """RMSNorm, or LayerNorm with a bias, in FP8, without a bfloat16 output."""
+    x, weight, bias = _leaves(device, False, (rows, width), (width,), (width,))
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return norm_quantized(x, weight, bias, EPS, centered=centered, settings=OURS)[0]
 
     if centered:
-        kernel, reference = (
-            partial(kernels.layer_norm, eps=EPS, settings=OURS),
-            partial(kernels.layer_norm_reference, eps=EPS),
-        )
+        kernel = partial(kernels.layer_norm, eps=EPS, settings=OURS)
+        reference = partial(kernels.layer_norm_reference, eps=EPS)
         return _to_float8(ours, kernel, reference, x, weight, bias)
-    kernel, reference = (
-        partial(kernels.rms_norm, eps=EPS, settings=OURS),
-        partial(kernels.rms_norm_reference, eps=EPS),
-    )
+    kernel = partial(kernels.rms_norm, eps=EPS, settings=OURS)
+    reference = partial(kernels.rms_norm_reference, eps=EPS)
     return _to_float8(ours, kernel, reference, x, weight)
 
 
@@ -256,16 +252,14 @@ ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 143
 EXPERTS = {"rows": 65536, "width": 2048}
 WIDE = {"rows": 4096, "width": 18432}
 TINY = {"rows": 6, "width": 136}
-HEADS, FEW_HEADS = (
-    {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128},
-    {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16},
-)
+HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}
+FEW_HEADS = {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
 
 
 def _row(
     make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int], family: str | None = None
 ) -> Benchmark:
-    """Counts the bytes that must move for each row and column."""
+    """Row whose work is `bytes_each` for every element."""
     families = {} if family is None else {"ours": family}
     return Benchmark(
         make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY, families
@@ -278,7 +272,7 @@ def _rope_row(backward: bool) -> Benchmark:
 
 
 POINTWISE = {
-    "float8 rows 16384x4096": _row(quantisers, 3, ROWS),
+    "float8 rows 16384x4096": _row(quantized, 3, ROWS),
     "float8, one scale, 16384x4096": _row(one_scale, 5, ROWS),
     "float8 transposed 16384x4096": _row(transposed, 2, ROWS),
     "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),

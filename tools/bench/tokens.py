@@ -1,5 +1,4 @@
-"""What memory bounds beside hidden states: losses, the embedding, tokens on their way to experts,
-AdamW."""
+"""Other operations that memory bounds: losses, the embedding, routing of tokens, AdamW."""
 
 from functools import partial
 
@@ -17,7 +16,7 @@ from megatron5d.tools.bench.harness import (
     Forward,
     forward_or_backward,
     liger,
-    random_tensor,
+    randn,
     returning,
 )
 
@@ -27,7 +26,7 @@ def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:
 
 
 def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
-    logits, labels = random_tensor(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
+    logits, labels = randn(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
     compiled = torch.compile(kernels.cross_entropy_reference)
     return {
         "ours": lambda: kernels.cross_entropy(logits, labels),
@@ -37,12 +36,9 @@ def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
 
 
 def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Computes the gradient of the logits; ours is written over them, as the model's head does
-    it."""
-    logits, labels = (
-        random_tensor(device, tokens, vocabulary, grad=True),
-        _labels(device, tokens, vocabulary),
-    )
+    """Gradient of the logits; ours overwrites them, as in the model's head."""
+    logits = randn(device, tokens, vocabulary, grad=True)
+    labels = _labels(device, tokens, vocabulary)
     dloss, written = torch.ones(tokens, device=device), logits.detach().clone()
     row_max, row_sum, _ = kernels.vocab_statistics(written, labels, 0, vocabulary)
     row = labels, row_max, row_sum, dloss
@@ -58,45 +54,40 @@ def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
 
 
 def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Loss and gradient; Liger makes the two at once, over the logits."""
-    logits, labels = (
-        random_tensor(device, tokens, vocabulary, grad=True),
-        _labels(device, tokens, vocabulary),
-    )
-    compiled, dloss = (
-        torch.compile(kernels.cross_entropy_reference),
-        torch.ones(tokens, device=device),
-    )
+    """Loss and gradient; Liger computes both in one pass and overwrites the logits."""
+    logits = randn(device, tokens, vocabulary, grad=True)
+    labels = _labels(device, tokens, vocabulary)
+    compiled = torch.compile(kernels.cross_entropy_reference)
+    dloss = torch.ones(tokens, device=device)
 
     def ours() -> Tensor:
-        kept = logits.detach()
-        row_max, row_sum, _ = kernels.vocab_statistics(kept, labels, 0, vocabulary)
+        overwritten = logits.detach()
+        row_max, row_sum, _ = kernels.vocab_statistics(overwritten, labels, 0, vocabulary)
         return kernels.vocab_cross_entropy_backward(
-            kept, labels, row_max, row_sum, dloss, 0, vocabulary
+            overwritten, labels, row_max, row_sum, dloss, 0, vocabulary
         )
 
+    def grad_of(loss: Tensor) -> object:
+        return torch.autograd.grad(loss, logits)
+
+    liger_loss = liger("liger_cross_entropy")
     return {
         "ours, in place": ours,
-        "ours": lambda: torch.autograd.grad(kernels.cross_entropy(logits, labels).sum(), logits),
-        "torch.compile": lambda: torch.autograd.grad(compiled(logits, labels).sum(), logits),
-        "torch": lambda: torch.autograd.grad(
-            F.cross_entropy(logits, labels, reduction="sum"), logits
-        ),
-        "Liger": lambda: torch.autograd.grad(
-            liger("liger_cross_entropy")(logits, labels, reduction="sum"), logits
-        ),
+        "ours": lambda: grad_of(kernels.cross_entropy(logits, labels).sum()),
+        "torch.compile": lambda: grad_of(compiled(logits, labels).sum()),
+        "torch": lambda: grad_of(F.cross_entropy(logits, labels, reduction="sum")),
+        "Liger": lambda: grad_of(liger_loss(logits, labels, reduction="sum")),
     }
 
 
 def embedding_gradient(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Adds rows of 4096 into a gradient in float32; torch by atomics, in any order, or sorted as
-    ours."""
-    into = random_tensor(device, vocabulary, 4096, dtype=torch.float32)
-    ids, rows = _labels(device, tokens, vocabulary), random_tensor(device, tokens, 4096)
+    """Rows of 4096 added into an fp32 gradient; torch adds in any order, or sorted as ours."""
+    grad = randn(device, vocabulary, 4096, dtype=torch.float32)
+    ids, rows = _labels(device, tokens, vocabulary), randn(device, tokens, 4096)
     return {
-        "ours": returning(lambda: accumulate_rows(into, ids, rows), into),
-        "torch, in any order": returning(lambda: into.index_add_(0, ids, rows.float()), into),
-        "torch": returning(lambda: into.index_put_((ids,), rows.float(), accumulate=True), into),
+        "ours": returning(lambda: accumulate_rows(grad, ids, rows), grad),
+        "torch, in any order": returning(lambda: grad.index_add_(0, ids, rows.float()), grad),
+        "torch": returning(lambda: grad.index_put_((ids,), rows.float(), accumulate=True), grad),
     }
 
 
@@ -105,23 +96,23 @@ def _routed(device: str, tokens: int, experts: int, k: int) -> moe.Permutation:
 
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
-    x, where = random_tensor(device, tokens, width), _routed(device, tokens, experts, k)
-    return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
+    x, permutation = randn(device, tokens, width), _routed(device, tokens, experts, k)
+    return {"ours": lambda: moe.permute(x, permutation), "torch": lambda: x[permutation.token]}
 
 
 def unpermute(
     device: str, *, backward: bool, tokens: int, width: int, experts: int, k: int
 ) -> Calls:
-    """Returns rows to their tokens."""
-    where = _routed(device, tokens, experts, k)
-    rows = random_tensor(device, tokens * k, width, grad=backward)
+    """Experts' rows summed at their tokens."""
+    permutation = _routed(device, tokens, experts, k)
+    rows = randn(device, tokens * k, width, grad=backward)
 
     def plain(rows: Tensor) -> Tensor:
-        return rows[where.place].float().sum(1).to(rows.dtype)
+        return rows[permutation.place].float().sum(1).to(rows.dtype)
 
     compiled = torch.compile(plain)
     forwards: dict[str, Forward] = {
-        "ours": (lambda: moe.unpermute(rows, where), (rows,)),
+        "ours": (lambda: moe.unpermute(rows, permutation), (rows,)),
         "torch.compile": (lambda: compiled(rows), (rows,)),
         "torch": (lambda: plain(rows), (rows,)),
     }
@@ -129,12 +120,12 @@ def unpermute(
 
 
 def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
-    """Returns the experts of each token, and where each choice goes."""
-    scores = random_tensor(device, tokens, experts, dtype=torch.float32)
-    chosen = scores.topk(k).indices
+    """Experts of each token, and the place of each choice among the rows."""
+    scores = randn(device, tokens, experts, dtype=torch.float32)
+    choices = scores.topk(k).indices
     return {
         "ours": lambda: routing.best(scores, k),
-        "ours, permutation": lambda: moe.permutation(chosen, experts).place,
+        "ours, permutation": lambda: moe.permutation(choices, experts).place,
         "torch": lambda: scores.topk(k).indices,
     }
 
@@ -144,7 +135,7 @@ def _tensors(device: str, tensors: int, count: int) -> list[Tensor]:
 
 
 def adamw(device: str, tensors: int, count: int) -> Calls:
-    """Returns a step with clipping; torch's is not given a factor."""
+    """Step with clipping; torch's step has none."""
     columns = {
         name: _tensors(device, tensors, count)
         for name in ("master", "grad", "exp_avg", "exp_avg_sq")
@@ -169,15 +160,13 @@ def gradient_norm(device: str, tensors: int, count: int) -> Calls:
 
 
 LOGITS, FEW_LOGITS = {"tokens": 8192, "vocabulary": 128256}, {"tokens": 6, "vocabulary": 300}
-ROUTED, FEW_ROUTED = (
-    {"tokens": 16384, "width": 2048, "experts": 64, "k": 8},
-    {
-        "tokens": 6,
-        "width": 40,
-        "experts": 5,
-        "k": 2,
-    },
-)
+ROUTED = {"tokens": 16384, "width": 2048, "experts": 64, "k": 8}
+FEW_ROUTED = {
+    "tokens": 6,
+    "width": 40,
+    "experts": 5,
+    "k": 2,
+}
 MANY, FEW = {"tensors": 32, "count": 2**24}, {"tensors": 3, "count": 300}
 
 
@@ -191,8 +180,8 @@ def _logits(make, bytes_each: int) -> Benchmark:
     )
 
 
-def _way_of_tokens(make, passes) -> Benchmark:
-    """Computes `passes` over k: how many rows of bfloat16 are read or written for a token."""
+def _routing(make, passes) -> Benchmark:
+    """Row whose work is `passes(k)` rows of bfloat16, read or written, for every token."""
 
     def work(tokens, width, experts, k) -> float:
         return tokens * width * 2 * passes(k)
@@ -215,11 +204,11 @@ TOKENS = {
         LOGITS,
         FEW_LOGITS,
     ),
-    "MoE permute, 16 k tokens, 8 of 64": _way_of_tokens(permute, lambda k: 1 + k),
-    "MoE un-permute forward, 16 k tokens, 8 of 64": _way_of_tokens(
+    "MoE permute, 16 k tokens, 8 of 64": _routing(permute, lambda k: 1 + k),
+    "MoE un-permute forward, 16 k tokens, 8 of 64": _routing(
         partial(unpermute, backward=False), lambda k: k + 1
     ),
-    "MoE un-permute backward, 16 k tokens, 8 of 64": _way_of_tokens(
+    "MoE un-permute backward, 16 k tokens, 8 of 64": _routing(
         partial(unpermute, backward=True), lambda k: 2 * k + 1
     ),
     "MoE top-k, 64 k tokens, 8 of 64": Benchmark(
