@@ -1,8 +1,8 @@
 """All-to-all over an axis, uneven all-gather and reduce-scatter, and all-to-all between two phases.
 
-Shares along dim 0 that differ in size are gathered and reduce-scattered by one all-to-all, recorded
-as that: it takes uneven shares on every backend, and the terms are added in one fixed order. A rank
-sends as many bytes as in a ring.
+Shares along dim 0 that differ in size are gathered and reduce-scattered by one all-to-all, and
+recorded as that: it takes uneven shares on every backend, and the terms are added in one fixed
+order. A rank sends as many bytes as in a ring.
 
 An `Exchange` starts in one phase and ends in a later one. Its gradient travels back in the same
 way.
@@ -41,14 +41,14 @@ def start_all_to_all(
     Returns:
         Pending of `[sum(receive), ...]`, rows of rank 0 first.
 
-    Comm: all_to_all; sends the rows that are not this rank's own.
+    Comm: all_to_all of the rows that this rank does not keep.
     """
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
-    own = x.shape[0] // axis.size if send is None else send[axis.rank]
-    axis.record("all_to_all", (x.shape[0] - own) * math.prod(x.shape[1:]), x.element_size())
+    num_kept = x.shape[0] // axis.size if send is None else send[axis.rank]
+    axis.record("all_to_all", (x.shape[0] - num_kept) * math.prod(x.shape[1:]), x.element_size())
     if x.is_meta:
         return Pending(out, keep=x)
     work = dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)
@@ -56,8 +56,10 @@ def start_all_to_all(
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Sends equal shares of the rows to each rank of the axis, differentiable. Comm: all_to_all /
-    all_to_all."""
+    """Sends equal shares of the rows to each rank of the axis, differentiable.
+
+    Comm: all_to_all / all_to_all.
+    """
     return differentiable(x, axis, _all_to_all, _all_to_all)
 
 
@@ -70,8 +72,6 @@ def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
     Comm: all_gather / reduce_scatter, each as an all_to_all.
     """
-    if axis.size == 1:
-        return x
     return differentiable(
         x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts)
     )
@@ -82,8 +82,6 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
     Comm: reduce_scatter / all_gather, each as an all_to_all.
     """
-    if axis.size == 1:
-        return x
     return differentiable(
         x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts)
     )
@@ -95,9 +93,9 @@ def _gather(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
-    own = counts[axis.rank]
-    terms = start_all_to_all(x, axis, counts, [own] * axis.size).wait()
-    return terms.view(axis.size, own, *x.shape[1:]).sum(0)
+    count = counts[axis.rank]
+    terms = start_all_to_all(x, axis, counts, [count] * axis.size).wait()
+    return terms.view(axis.size, count, *x.shape[1:]).sum(0)
 
 
 class Codec(Protocol):
@@ -114,8 +112,8 @@ class Exchange:
     Args:
         send: rows for each rank.
         receive: rows from each rank.
-        codec: of the rows that are sent, and also of those that stay here, for the same numbers on
-            any layout.
+        codec: of the rows, including those that stay on this rank, so that the numbers are the
+            same on any layout.
     """
 
     def __init__(
@@ -137,8 +135,7 @@ class Exchange:
         Returns:
             The handle for `finish`: one element; on an axis of size 1 without a codec x itself.
 
-        Comm: all_to_all of the rows that are not this rank's own / waits for the gradient of
-            `finish`.
+        Comm: all_to_all of the rows for other ranks / waits for the gradient of `finish`.
         """
         return x if self._is_identity else _Start.apply(x, self)
 
@@ -157,29 +154,31 @@ class Exchange:
             return handle
         rows = _Finish.apply(handle, self)
         if torch.is_grad_enabled():
-            self._rows = None  # without a graph they stay: a recomputation needs them
+            self._rows = None  # kept without a graph, because a recomputation needs them
         return rows
 
     def repeat(self, x: Tensor) -> Tensor:
-        """Returns the rows of `finish` once more, from the input of `start`; no gradient. Comm:
-        all_to_all."""
-        return self._decoded(self._sent(x).wait())
+        """Receives the rows of `finish` a second time, from the input of `start`; no gradient.
+
+        Comm: all_to_all.
+        """
+        return self._decode(self._start_rows(x).wait())
 
     def _start(self, x: Tensor) -> None:
         if not self._started:
             self._started = True
             self._dtype = x.dtype
-            self._rows = self._sent(x)
+            self._rows = self._start_rows(x)
 
-    def _sent(self, x: Tensor) -> Pending:
+    def _start_rows(self, x: Tensor) -> Pending:
         rows = x.detach() if self.codec is None else self.codec.encode(x.detach())
         return start_all_to_all(rows, self.axis, self.send, self.receive)
 
     def _wait(self) -> Tensor:
         assert self._rows is not None, "rows are received once where gradients are recorded"
-        return self._decoded(self._rows.wait().detach())
+        return self._decode(self._rows.wait().detach())
 
-    def _decoded(self, rows: Tensor) -> Tensor:
+    def _decode(self, rows: Tensor) -> Tensor:
         if self.codec is None:
             return rows
         assert self._dtype is not None

@@ -26,11 +26,11 @@ from megatron5d.kernels.dispatch import FirstOrderFunction
 from megatron5d.topology.all_ranks import gather_json
 from megatron5d.topology.axis import Axis
 
-# torch 2.13 renamed these two; earlier versions have only the old names.
+# torch 2.13 renamed these two; earlier versions have only the old names
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-TEXT_BYTES = 128  # of a text that one rank sends the others
+TEXT_BYTES = 128  # of a text that one rank broadcasts
 
 T = TypeVar("T")
 Op = Callable[[Tensor, Axis], Tensor]
@@ -38,40 +38,40 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class CaptureTracker:
-    """What a graph under capture has started and must have seen the end of before it ends
-    itself."""
+    """Collectives that a CUDA graph under capture has started, and has to wait for at its end."""
 
     def __init__(self) -> None:
         self._waits: list[weakref.WeakMethod] | None = None  # None = nothing is being captured
 
     def track(self, wait: Callable[[], object]) -> None:
-        """Takes note of a method that waits for what has been started."""
+        """Adds a method that waits for a started collective."""
         if self._waits is not None:
             self._waits.append(weakref.WeakMethod(wait))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Returns `work()`, once all that it has started has ended. Not nested."""
+        """Calls `work` and waits for all that it has started; not nested."""
         self._waits = []
         try:
             result = work()
-            for wait in self._waits:
-                if (alive := wait()) is not None:
-                    alive()
+            for reference in self._waits:
+                if (wait := reference()) is not None:
+                    wait()
             return result
         finally:
             self._waits = None
 
 
-# one in a process, whose threads share it: autograd runs backwards in threads of its own
+# one per process, shared by its threads: autograd runs backwards in threads of its own
 CAPTURE = CaptureTracker()
 
 
 class Pending:
-    """A collective under way; `wait()` gives its result.
+    """A collective in progress; `wait()` gives its result.
 
     Args:
         result: of the collective, once it has ended.
         work: its handle; None = it has ended.
+        keep: its input, which must outlive the transfer.
         of: the collective and its axis, for the message if it fails.
     """
 
@@ -82,15 +82,16 @@ class Pending:
         keep: Tensor | None = None,
         of: tuple[str, Axis] | None = None,
     ) -> None:
-        self._result = result
-        self._work, self._of = work, of
-        self._keep = keep  # the input must outlive the transfer
+        self._result, self._work, self._keep, self._of = result, work, keep, of
         if work is not None:
             CAPTURE.track(self.wait)
 
     def wait(self) -> Tensor:
-        """Waits for the result; may be called again. Raises CollectiveError: a rank of the axis is
-        dead or hangs."""
+        """Waits for the result; may be called again.
+
+        Raises:
+            CollectiveError: a rank of the axis is dead or hangs.
+        """
         if self._work is not None:
             assert self._of is not None
             wait_for_work(self._work, *self._of)
@@ -99,7 +100,7 @@ class Pending:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Views FP8 as bytes: no backend sends it."""
+    """Views FP8 as bytes, because no backend sends FP8."""
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
 
 
@@ -123,11 +124,10 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """Concatenates every rank's `x` along dim 0.
+    """Concatenates every rank's `x` along dim 0, in the order of the axis.
 
     Args:
         x: `[n, ...]`, the same shape on every rank.
-        axis: in whose order the parts are joined.
         out: `[size·n, ...]` to write into; None allocates.
 
     Comm: all_gather, (size-1)·numel elements per rank.
@@ -167,13 +167,14 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending(out, work, keep=x, of=("reduce_scatter", axis))
 
 
-def gather_objects(mine: Any, axis: Axis) -> list[Any]:
-    """Gathers what JSON holds from each rank of the axis, in their order, for set-up; without a
-    group all are `mine`.
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Gathers a JSON value from each rank of the axis, in their order, for set-up.
+
+    Without a group, `value` stands for that of every rank.
 
     Comm: as `gather_json`, outside the ledger.
     """
-    return [mine] * axis.size if axis.group is None else gather_json(mine, axis.group)
+    return [value] * axis.size if axis.group is None else gather_json(value, axis.group)
 
 
 def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> str:
@@ -188,14 +189,16 @@ def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> 
     """
     letters = torch.zeros(TEXT_BYTES, dtype=torch.int32, device=device)
     if source == axis.rank:
-        own = list(text.encode()[:TEXT_BYTES])
-        letters[: len(own)] = torch.tensor(own, dtype=torch.int32)
+        encoded = list(text.encode()[:TEXT_BYTES])
+        letters[: len(encoded)] = torch.tensor(encoded, dtype=torch.int32)
     return bytes(filter(None, all_reduce(letters, axis).tolist())).decode(errors="replace")
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Runs `start_all_reduce` to its end: `x`, overwritten. Comm: all_reduce, 2·(n-1)/n·numel
-    elements per rank."""
+    """Runs `start_all_reduce` to its end: `x`, overwritten.
+
+    Comm: all_reduce, 2·(n-1)/n·numel elements per rank.
+    """
     return start_all_reduce(x, axis, op).wait()
 
 
@@ -216,7 +219,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def local_slice(x: Tensor, axis: Axis) -> Tensor:
-    """Returns this rank's equal share of dim 0; no communication."""
+    """This rank's equal share of dim 0; no communication."""
     n = axis.divide(x.shape[0], "dim 0 of a slice")
     return x[axis.rank * n : (axis.rank + 1) * n]
 
@@ -245,67 +248,86 @@ def differentiable(x: Tensor, axis: Axis, op: Op, transpose: Op) -> Tensor:
     return x if axis.size == 1 else _Differentiable.apply(x, axis, op, transpose)
 
 
-def _same(x: Tensor, axis: Axis) -> Tensor:
+def _identity(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def _summed(x: Tensor, axis: Axis) -> Tensor:
+def _sum(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce(x.contiguous().clone(), axis)
 
 
-def _own_rows(x: Tensor, axis: Axis) -> Tensor:
+def _slice(x: Tensor, axis: Axis) -> Tensor:
     return local_slice(x, axis).clone()  # a view would keep all of x in memory
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Passes `x` to every rank's own part of the work. Comm: none / all_reduce of the gradient."""
-    return differentiable(x, axis, _same, _summed)
+    """Copies a replicated `x` into each rank's part of the work.
+
+    Comm: none / all_reduce of the gradient.
+    """
+    return differentiable(x, axis, _identity, _sum)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sums every rank's partial `x`. Comm: all_reduce / none."""
-    return differentiable(x, axis, _summed, _same)
+    """Sums every rank's partial `x`.
+
+    Comm: all_reduce / none.
+    """
+    return differentiable(x, axis, _sum, _identity)
 
 
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
-    """Gathers `[n, ...]` -> `[size·n, ...]`. Comm: all_gather / reduce_scatter."""
+    """Gathers `[n, ...]` -> `[size·n, ...]`.
+
+    Comm: all_gather / reduce_scatter.
+    """
     return differentiable(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to(x: Tensor, axis: Axis) -> Tensor:
-    """Sums and scatters `[n, ...]` -> `[n/size, ...]`. Comm: reduce_scatter / all_gather."""
+    """Sums and scatters `[n, ...]` -> `[n/size, ...]`.
+
+    Comm: reduce_scatter / all_gather.
+    """
     return differentiable(x, axis, reduce_scatter, all_gather)
 
 
 def scatter_to(x: Tensor, axis: Axis) -> Tensor:
-    """Slices a replicated `[n, ...]` -> `[n/size, ...]`. Comm: none / all_gather."""
-    return differentiable(x, axis, _own_rows, all_gather)
+    """Slices a replicated `[n, ...]` -> `[n/size, ...]`.
+
+    Comm: none / all_gather.
+    """
+    return differentiable(x, axis, _slice, all_gather)
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """Gathers `[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather /
-    none."""
-    return differentiable(x, axis, all_gather, _own_rows)
+    """Gathers `[n, ...]` -> `[size·n, ...]` for work that every rank repeats.
+
+    Comm: all_gather / none.
+    """
+    return differentiable(x, axis, all_gather, _slice)
 
 
 class Shift:
-    """A pending ring shift: this rank's tensor is sent to the next rank, the previous rank's
-    received."""
+    """A ring shift in progress: this rank's tensor goes to one rank, another rank's arrives."""
 
-    def __init__(self, sent: Tensor, received: Tensor, works: list, axis: Axis) -> None:
-        self._sent, self._received, self._works, self._axis = sent, received, works, axis
+    def __init__(self, x: Tensor, received: Tensor, works: list, axis: Axis) -> None:
+        self._keep, self._received, self._works, self._axis = x, received, works, axis
 
     def wait(self) -> Tensor:
-        """Waits for the previous rank's tensor; the one sent may be overwritten from now on. Raises
-        CollectiveError: a rank of the ring is dead or hangs."""
+        """Waits for the received tensor; afterwards the sent one may be overwritten.
+
+        Raises:
+            CollectiveError: a rank of the ring is dead or hangs.
+        """
         for work in self._works:
             wait_for_work(work, "shift", self._axis)
         return self._received
 
 
 def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift:
-    """Starts sending `x` to the rank `distance` ahead in the ring, and receiving that of the rank
-    as far behind.
+    """Starts sending `x` to the rank `distance` positions later in the ring, and receiving from the
+    rank `distance` positions earlier.
 
     Args:
         x: contiguous, the same shape on every rank; must not change until `wait`.
@@ -316,12 +338,12 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift
     Comm: point to point, numel elements per rank.
     """
     assert distance % axis.size and x.is_contiguous()
-    following = axis.ranks[(axis.rank + distance) % axis.size]
-    previous = axis.ranks[(axis.rank - distance) % axis.size]
+    destination = axis.ranks[(axis.rank + distance) % axis.size]
+    source = axis.ranks[(axis.rank - distance) % axis.size]
     received = torch.empty_like(x)
     axis.record("shift", x.numel(), x.element_size())
     if x.is_meta:
         return Shift(x, received, [], axis)
-    sending = dist.P2POp(dist.isend, as_bytes(x), following, axis.group, tag)
-    receiving = dist.P2POp(dist.irecv, as_bytes(received), previous, axis.group, tag)
-    return Shift(x, received, dist.batch_isend_irecv([sending, receiving]), axis)
+    send = dist.P2POp(dist.isend, as_bytes(x), destination, axis.group, tag)
+    receive = dist.P2POp(dist.irecv, as_bytes(received), source, axis.group, tag)
+    return Shift(x, received, dist.batch_isend_irecv([send, receive]), axis)

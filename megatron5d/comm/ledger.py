@@ -1,5 +1,5 @@
-"""Counts what every collective sends, per axis and operation, and measures how long this rank waits
-for the others."""
+"""The ledger: counts what every collective sends, per axis and operation, and measures how long
+this rank waits for the others."""
 
 import time
 from collections import defaultdict, deque
@@ -11,26 +11,28 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+Totals = dict[tuple[str, str], "Traffic"]
+"""(axis, operation) -> what this rank has sent."""
 
 
 class Exposure:
-    """Adds up how long its calls take: on a GPU the time of the stream, by events; elsewhere the
+    """Adds up how long its calls take: on a GPU the stream's time, by events; elsewhere the
     host's."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = torch.device(device).type == "cuda"
         self._host_s = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        # used again: making one costs the host time
+        # events are reused, because making one costs host time
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Measures the work inside the context."""
         if not self._cuda:
-            since = time.perf_counter()
+            start_s = time.perf_counter()
             yield
-            self._host_s += time.perf_counter() - since
+            self._host_s += time.perf_counter() - start_s
             return
         begin, end = self._free.pop() if self._free else (_event(), _event())
         begin.record()
@@ -49,8 +51,8 @@ class Exposure:
         self._events.clear()
 
     def take(self) -> float:
-        """Returns the seconds since the last call or `clear`; on a GPU, unfinished work counts in
-        the next call."""
+        """Seconds since the last call or `clear`; a GPU's unfinished work counts in the next
+        call."""
         seconds, self._host_s = self._host_s, 0.0
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
@@ -73,56 +75,55 @@ class Traffic:
 
 
 class Ledger:
-    """The recorder that axes are built with; `totals[axis, op]` is a Traffic. `timing` measures
-    waits on `device`."""
+    """The recorder that axes are built with.
+
+    Attributes:
+        totals: Traffic by (axis, operation).
+        timing: whether waits are measured, on `device`.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.totals: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        self.totals: Totals = defaultdict(Traffic)
         self.timing = False
         self._waits: defaultdict[str, Exposure] = defaultdict(lambda: Exposure(device))
 
     def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None:
-        traffic = self.totals[axis, op]
-        traffic.calls += 1
-        traffic.elements += num_elements
-        traffic.num_bytes += num_elements * element_bytes
+        self._add((axis, op), 1, num_elements, num_elements * element_bytes)
 
     @contextmanager
-    def recording(self) -> Iterator[dict[tuple[str, str], Traffic]]:
+    def recording(self) -> Iterator[Totals]:
         """Yields what is recorded inside the context, which is not counted; nothing is timed."""
-        held, self.totals, timing, self.timing = (
-            self.totals,
-            defaultdict(Traffic),
-            self.timing,
-            False,
-        )
+        totals, timing = self.totals, self.timing
+        self.totals, self.timing = defaultdict(Traffic), False
         try:
             yield self.totals
         finally:
-            self.totals, self.timing = held, timing
+            self.totals, self.timing = totals, timing
 
-    def add(self, noted: dict[tuple[str, str], Traffic]) -> None:
-        """Counts what was noted."""
-        for key, each in noted.items():
-            traffic = self.totals[key]
-            traffic.calls += each.calls
-            traffic.elements += each.elements
-            traffic.num_bytes += each.num_bytes
+    def add(self, recorded: Totals) -> None:
+        """Counts what `recording` has yielded."""
+        for key, traffic in recorded.items():
+            self._add(key, traffic.calls, traffic.elements, traffic.num_bytes)
+
+    def _add(self, key: tuple[str, str], calls: int, elements: int, num_bytes: int) -> None:
+        traffic = self.totals[key]
+        traffic.calls += calls
+        traffic.elements += elements
+        traffic.num_bytes += num_bytes
 
     def bytes_by_axis(self) -> dict[str, int]:
-        """Returns the bytes sent per axis since the last `clear`."""
+        """Bytes sent per axis since the last `clear`."""
         sums: defaultdict[str, int] = defaultdict(int)
         for (axis, _), traffic in self.totals.items():
             sums[axis] += traffic.num_bytes
         return dict(sums)
 
     def wait(self, axis: str, act: Callable[[], T]) -> T:
-        """Runs `act()`, which waits for other ranks of an axis, and times it while `timing` is
-        set."""
+        """Calls `act()`, which waits for other ranks of an axis; times it while `timing` is set."""
         return self._waits[axis].time_call(act) if self.timing else act()
 
     def take_waits(self) -> dict[str, float]:
-        """Returns the seconds waited on each axis since the last call; see `Exposure.take`."""
+        """Seconds waited on each axis since the last call, as `Exposure.take`."""
         return {axis: exposure.take() for axis, exposure in self._waits.items()}
 
     def clear(self) -> None:

@@ -1,8 +1,7 @@
-"""Channels from one rank of an axis to another: messages arrive in the order in which they were
-sent.
+"""Channels from one rank of an axis to another, whose messages arrive in the order of sending.
 
 Each channel is independent of all others, so no order between channels is ever needed. On gloo
-channels are tags of one group. NCCL knows no tags and runs all messages of a pair of ranks in one
+channels are tags of one group. NCCL has no tags and runs all messages of a pair of ranks in one
 group in one order, so there channels between the same two ranks live in different groups.
 """
 
@@ -25,8 +24,7 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, dtype and device of every message of a channel; sender and receiver know it
-    beforehand."""
+    """Shape, dtype and device of every message of a channel, known to sender and receiver."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,30 +32,48 @@ class TensorMeta:
 
 
 class _End:
-    """One end of a channel."""
+    """One end of a channel: its messages in progress, oldest first, each with its work handle."""
+
+    _action = ""  # for messages of errors
 
     def __init__(self, axis: Axis, peer: int, group: Any, tag: int) -> None:
-        self.axis, self.peer, self._tag = axis, peer, tag
-        self._group = group
+        self.axis, self.peer, self._group, self._tag = axis, peer, group, tag
         self.peer_rank = axis.ranks[peer]
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.axis}, rank {self.peer_rank}, tag {self._tag})"
+
+    def _start(self, transfer: Any, x: Tensor) -> None:
+        try:
+            work = transfer([x], self.peer, self._tag)
+        except RuntimeError as error:
+            raise P2PError(self._action, self.peer_rank, error) from error
+        self._in_flight.append((work, x))
+
+    def _wait_first(self) -> Tensor:
+        work, x = self._in_flight.popleft()
+        try:
+            self.axis.wait(work.wait)
+        except RuntimeError as error:
+            raise P2PError(self._action, self.peer_rank, error) from error
+        return x
 
 
 class SendChannel(_End):
     """The sending end. A message is kept until its transfer has completed."""
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self._under_way: deque[tuple[Any, Tensor]] = deque()
-        self._settled = 0
+    _action = "sending to"
+
+    def __init__(self, axis: Axis, peer: int, group: Any, tag: int) -> None:
+        super().__init__(axis, peer, group, tag)
+        self._num_released = 0
 
     def send(self, x: Tensor) -> None:
         """Starts sending.
 
         Args:
-            x: as the peer expects it; not to be changed before `release_first` or `finish`.
+            x: as the peer expects it; not to be changed before it is released.
 
         Raises:
             P2PError: the peer is dead or hangs.
@@ -66,81 +82,64 @@ class SendChannel(_End):
         """
         x = x.contiguous()
         self.axis.record("send", x.numel(), x.element_size())
-        try:
-            work = self._group.send([x], self.peer, self._tag)
-        except RuntimeError as error:
-            raise P2PError("sending to", self.peer_rank, error) from error
-        self._under_way.append((work, x))
+        self._start(self._group.send, x)
 
     def release_first(self, count: int) -> None:
         """Releases the first `count` messages since the last `finish`: the peer has used them."""
-        while self._settled < count:
-            self._wait_first()
+        while self._num_released < count:
+            self._release()
 
-    def release_all_but(self, most: int) -> None:
-        """Releases all but the last `most` messages, once they have been sent."""
-        while len(self._under_way) > most:
-            self._wait_first()
+    def release_all_but(self, count: int) -> None:
+        """Releases all but the last `count` messages, once they have been sent."""
+        while len(self._in_flight) > count:
+            self._release()
 
     def finish(self) -> None:
         """Waits until everything has been sent, and counts from 0 again."""
-        while self._under_way:
-            self._wait_first()
-        self._settled = 0
+        self.release_all_but(0)
+        self._num_released = 0
 
-    def _wait_first(self) -> None:
-        work, _ = self._under_way.popleft()
-        try:
-            self.axis.wait(work.wait)
-        except RuntimeError as error:
-            raise P2PError("sending to", self.peer_rank, error) from error
-        self._settled += 1
+    def _release(self) -> None:
+        self._wait_first()
+        self._num_released += 1
 
 
 class ReceiveChannel(_End):
     """The receiving end."""
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self._posted: deque[tuple[Any, Tensor]] = deque()
+    _action = "receiving from"
 
-    def post(self, form: TensorMeta) -> None:
-        """Starts receiving the channel's next message into memory of its own. Raises P2PError: the
-        peer is dead or hangs; here, or in `take`."""
-        x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
-        try:
-            work = self._group.recv([x], self.peer, self._tag)
-        except RuntimeError as error:
-            raise P2PError("receiving from", self.peer_rank, error) from error
-        self._posted.append((work, x))
+    def post(self, meta: TensorMeta) -> None:
+        """Starts receiving the channel's next message into new memory.
+
+        Raises:
+            P2PError: the peer is dead or hangs; here or in `take`.
+        """
+        self._start(self._group.recv, torch.empty(meta.shape, dtype=meta.dtype, device=meta.device))
 
     def take(self) -> Tensor:
-        """Waits for the oldest message that was posted and not yet taken, and returns it. Raises
-        P2PError: the peer is dead or hangs."""
-        work, x = self._posted.popleft()
-        try:
-            self.axis.wait(work.wait)
-        except RuntimeError as error:
-            raise P2PError("receiving from", self.peer_rank, error) from error
-        return x
+        """Waits for the oldest posted message that has not been taken, and returns it.
+
+        Raises:
+            P2PError: the peer is dead or hangs.
+        """
+        return self._wait_first()
 
     def finish(self) -> None:
         """Asserts that every posted message has been taken."""
-        assert not self._posted, (
-            f"{len(self._posted)} receives of {self} were posted and never taken"
-        )
+        count = len(self._in_flight)
+        assert not count, f"{count} receives of {self} were posted and never taken"
 
 
 def group_indices(links: Sequence[Link]) -> list[int]:
-    """Returns a group number for every link, as few as possible: no two between the same ranks
-    share one."""
-    used: dict[frozenset[int], int] = {}
-    found = []
+    """Group of every link, as few as possible: no two links between the same ranks share one."""
+    num_groups: dict[frozenset[int], int] = {}
+    indices = []
     for link in links:
-        pair = frozenset(link)
-        found.append(used.get(pair, 0))
-        used[pair] = found[-1] + 1
-    return found
+        index = num_groups.get(frozenset(link), 0)
+        num_groups[frozenset(link)] = index + 1
+        indices.append(index)
+    return indices
 
 
 def open_channels(
@@ -163,30 +162,29 @@ def open_channels(
     Returns:
         One entry per link; None if this rank is at neither end.
 
-    Comm: creation of one group (with NCCL, of as many as channels join the same two ranks); one
-        element per channel.
+    Comm: creation of one group (with NCCL, of as many as there are channels between the same two
+        ranks); one element per channel.
     """
     if axis.size == 1 or not links:
         return [None] * len(links)
-    tagged = dist.get_backend(axis.group) != "nccl"
-    colour = [0] * len(links) if tagged else group_indices(links)
-    # groups of their own: torch's checks count messages and collectives of a group together, and
-    # ranks have unequally many messages
+    has_tags = dist.get_backend(axis.group) != "nccl"
+    indices = [0] * len(links) if has_tags else group_indices(links)
+    # not the axis's group: torch's checks count messages and collectives of a group together, and
+    # ranks have unequal numbers of messages
     groups = [
         dist.new_group(list(axis.ranks), group_desc="p2p", **group_settings(timeout_s))
-        for _ in range(max(colour) + 1)
+        for _ in range(max(indices) + 1)
     ]
     ends: list[SendChannel | ReceiveChannel | None] = []
-    first = TensorMeta((1,), torch.float32, device)
-    for tag, ((source, destination), index) in enumerate(zip(links, colour)):
+    for tag, ((source, destination), index) in enumerate(zip(links, indices)):
         if axis.rank == source:
             send_channel = SendChannel(axis, destination, groups[index], tag)
-            send_channel.send(torch.zeros(first.shape, dtype=first.dtype, device=device))
+            send_channel.send(torch.zeros(1, dtype=torch.float32, device=device))
             send_channel.finish()
             ends.append(send_channel)
         elif axis.rank == destination:
             receive_channel = ReceiveChannel(axis, source, groups[index], tag)
-            receive_channel.post(first)
+            receive_channel.post(TensorMeta((1,), torch.float32, device))
             receive_channel.take()
             ends.append(receive_channel)
         else:

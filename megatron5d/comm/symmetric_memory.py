@@ -3,8 +3,8 @@ the data arrived.
 
 In an exchange every rank fills a buffer at every rank and reads the buffers that were filled for
 it.
-    sender r, to p      write p's buffer r; p: arrived[r] = epoch
-    receiver p          wait until arrived[r] >= epoch; read buffer r
+    source r, to p      write p's buffer r; p: arrived[r] = epoch
+    destination p       wait until arrived[r] >= epoch; read buffer r
 Epochs count the exchanges from 1, and flags are never reset: one of an earlier exchange does not
 count.
 
@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,11 @@ from megatron5d.kernels.symm_mem_flags import (
 )
 from megatron5d.topology.axis import Axis
 
-_KNOB = "parallel.tp_overlap=fused"
+_POLL_S, _GRACE_S = 1.0, 10.0  # of `end_if_stuck`
+# of each tensor in a buffer: alignment of the widest loads, and a cache line of any device
+_ALIGNED_BYTES = 256
+Layout = Sequence[tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each tensor in a buffer."""
 
 
 def open_segments(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
@@ -68,33 +72,33 @@ def open_segments(axis: Axis, num_bytes: int, device: torch.device) -> list[Tens
 
 
 def _refuse(axis: Axis, reasons: list[str]) -> None:
-    """Raises on every rank if any rank has a reason."""
-    given = sorted({reason for reason in gather_objects(reasons, axis) for reason in reason})
-    if given:
+    """Raises ValueError on every rank if any rank has a reason."""
+    all_reasons = sorted({reason for rank in gather_objects(reasons, axis) for reason in rank})
+    if all_reasons:
         raise ValueError(
-            f"{_KNOB} writes into the memory of all {axis.size} ranks of {axis.name}, which cannot be done here: "
-            f"{'; '.join(given)}. Use parallel.tp_overlap=chunked"
+            f"parallel.tp_overlap=fused requires access to the memory of all {axis.size} ranks of "
+            f"{axis.name}: {'; '.join(all_reasons)}. Use parallel.tp_overlap=chunked"
         )
 
 
 def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
-    """Maps files in shared memory on every rank and unlinks them at once: they are freed with the
-    last process."""
+    """Maps files in shared memory on every rank and unlinks them at once, so that they are freed
+    with the last process."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, name = tempfile.mkstemp(prefix="megatron5d-segment-", dir=folder)
     try:
-        reasons = _without_room(handle, name, num_bytes)
-        places = gather_objects((socket.gethostname(), name), axis)
-        hosts = sorted({host for host, _ in places})
-        lost = [path for _, path in places if not Path(path).exists()]
+        reasons = _allocate(handle, name, num_bytes)
+        files = gather_objects((socket.gethostname(), name), axis)
+        hosts = sorted({host for host, _ in files})
+        invisible = [path for _, path in files if not Path(path).exists()]
         if len(hosts) > 1:
             reasons.append(f"its ranks run on {len(hosts)} hosts ({', '.join(hosts)})")
-        elif lost:
-            reasons.append(f"{', '.join(lost)} is not seen from every rank")
+        elif invisible:
+            reasons.append(f"{', '.join(invisible)} is not visible to every rank")
         _refuse(axis, reasons)
         segments = [
             torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-            for _, path in places
+            for _, path in files
         ]
         dist.barrier(group=axis.group)
     finally:
@@ -102,69 +106,68 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
     return segments
 
 
-def _without_room(handle: int, name: str, num_bytes: int) -> list[str]:
-    """Allocates a new file and closes it; returns the reason if there is no room."""
+def _allocate(handle: int, name: str, num_bytes: int) -> list[str]:
+    """Allocates a new file and closes it; gives the reason if there is not enough memory."""
     try:
-        os.posix_fallocate(handle, 0, num_bytes) if hasattr(os, "posix_fallocate") else os.truncate(
-            handle, num_bytes
-        )
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, num_bytes)
+        else:
+            os.truncate(handle, num_bytes)
     except OSError as error:
-        return [f"{os.path.dirname(name)} gives no {num_bytes} bytes a rank ({error.strerror})"]
+        folder = os.path.dirname(name)
+        return [f"{folder} lacks {num_bytes} bytes per rank ({error.strerror})"]
     finally:
         os.close(handle)
     return []
 
 
 def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Maps one symmetric-memory allocation a rank on all of them, over NVLink or PCIe."""
+    """Maps one symmetric-memory allocation per rank on all of them, over NVLink or PCIe."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    mine, own = (
-        torch.empty(0),
-        torch.cuda.current_device() if device.index is None else device.index,
-    )
-    peers = gather_objects((socket.gethostname(), own), axis)
-    reasons = (
-        [] if HAS_TRITON else ["triton, whose kernels raise and await flags, is not installed"]
-    )
-    if len({host for host, _ in peers}) == 1:
-        blind = [peer for _, peer in peers if peer != own and not _sees(own, peer)]
-        reasons += [f"GPUs {own} and {peer} cannot reach each other" for peer in blind]
+    gpu = torch.cuda.current_device() if device.index is None else device.index
+    ranks = gather_objects((socket.gethostname(), gpu), axis)
+    reasons = [] if HAS_TRITON else ["triton, whose kernels handle the flags, is not installed"]
+    if len({host for host, _ in ranks}) == 1:
+        reasons += [
+            f"GPUs {gpu} and {peer} cannot reach each other"
+            for _, peer in ranks
+            if peer != gpu and not _can_access(gpu, peer)
+        ]
+    segment = torch.empty(0)
     try:
-        mine = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        segment = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
     except RuntimeError as error:
         reasons.append(str(error))
     _refuse(axis, reasons)
-    handle: Any = None
     try:
-        handle = symmetric_memory.rendezvous(mine, group=axis.group)
+        handle = symmetric_memory.rendezvous(segment, group=axis.group)
     except RuntimeError as error:
         reasons.append(str(error))
     _refuse(axis, reasons)
     torch.cuda.synchronize(device)
-    dist.barrier(group=axis.group, device_ids=[own])
-    others = {
-        rank: handle.get_buffer(rank, (num_bytes,), torch.uint8)
+    dist.barrier(group=axis.group, device_ids=[gpu])
+    return [
+        # `segment` owns the mapping of all
+        segment if rank == axis.rank else handle.get_buffer(rank, (num_bytes,), torch.uint8)
         for rank in range(axis.size)
-        if rank != axis.rank
-    }
-    return [others.get(rank, mine) for rank in range(axis.size)]  # `mine` owns the mapping of all
+    ]
 
 
-def _sees(device: int, peer: int) -> bool:
-    """Says whether a peer can be accessed; one that this process does not see is left to the
-    rendezvous."""
-    return peer >= torch.cuda.device_count() or torch.cuda.can_device_access_peer(device, peer)
-
-
-_LISTEN_S, _GRACE_S = 1.0, 10.0
-# of each tensor in a buffer: alignment of the widest loads, and a cache line of any device
-_ALIGNED_BYTES = 256
-Layout = Sequence[tuple[torch.Size, torch.dtype]]
+def _can_access(gpu: int, peer: int) -> bool:
+    """Whether a GPU can access a peer's memory; True for a peer hidden from this process, which
+    the rendezvous checks."""
+    return peer >= torch.cuda.device_count() or torch.cuda.can_device_access_peer(gpu, peer)
 
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """Start of each tensor in a buffer, in bytes, and the end of the last one."""
+    sizes = (_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
+    return list(accumulate(sizes, initial=0))
 
 
 class SymmetricBuffers:
@@ -181,7 +184,7 @@ class SymmetricBuffers:
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
         self.axis, self.device = axis, device
-        self.patience = Patience(timeout_s / 2, device, partial(_complaint, axis, timeout_s))
+        self.patience = Patience(timeout_s / 2, device, partial(_timeout_message, axis, timeout_s))
         if device.type == "cuda":
             threading.Thread(target=end_if_stuck, args=(self.patience,), daemon=True).start()
         self._open(0)
@@ -205,38 +208,39 @@ class SymmetricBuffers:
 
         Comm: none, except for a buffer larger than all before: then `open_segments`.
 
-        Raises TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has
-        not sent.
+        Raises:
+            TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has
+                not sent.
         """
         self.patience.check()
-        wanted = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
-        if wanted > self.buffer_bytes:
-            self._open(wanted)
+        required = _offsets(layout)[-1]
+        if required > self.buffer_bytes:
+            self._open(required)
         self.epoch += 1
         return BufferExchange(self, layout)
 
-    def flags(self, holder: int, slot: int) -> Tensor:
-        """Views `[size]` int32 in a rank's memory: the last exchange for which each rank filled its
-        buffer there."""
-        every = self._segments[holder][: self._flag_bytes].view(torch.int32)
-        return every.narrow(0, slot * self.axis.size, self.axis.size)
+    def flags(self, destination: int, parity: int) -> Tensor:
+        """`[size]` int32 at a rank: the last exchange for which each source filled its buffer
+        there."""
+        flags = self._segments[destination][: self._flag_bytes].view(torch.int32)
+        return flags.narrow(0, parity * self.axis.size, self.axis.size)
 
     def tensor(
         self,
-        holder: int,
-        slot: int,
-        writer: int,
+        destination: int,
+        parity: int,
+        source: int,
         offset: int,
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Views one tensor in the buffer that `writer` fills at `holder`."""
-        start = self._flag_bytes + (slot * self.axis.size + writer) * self.buffer_bytes + offset
+        """One tensor in the buffer that `source` fills at `destination`."""
+        start = self._flag_bytes + (parity * self.axis.size + source) * self.buffer_bytes + offset
         num_bytes = math.prod(shape) * dtype.itemsize
-        return self._segments[holder].narrow(0, start, num_bytes).view(dtype).view(shape)
+        return self._segments[destination].narrow(0, start, num_bytes).view(dtype).view(shape)
 
     def addresses(self, key: object, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns `addresses_of(tensors)`, made once for a key."""
+        """`addresses_of(tensors)`, made once for a key."""
         if key not in self._addresses:
             self._addresses[key] = addresses_of(tensors)
         return self._addresses[key]
@@ -253,116 +257,112 @@ class BufferExchange:
 
     def __init__(self, buffers: SymmetricBuffers, layout: Layout) -> None:
         self._buffers, self._layout, self.epoch = buffers, layout, buffers.epoch
-        axis, self._slot = buffers.axis, buffers.epoch % 2
-        sizes = [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout]
-        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.arrivals = Arrivals(buffers.flags(axis.rank, self._slot), self.epoch, buffers.patience)
+        self._axis, self._parity = buffers.axis, buffers.epoch % 2
+        self._offsets = _offsets(layout)
+        flags = buffers.flags(self._axis.rank, self._parity)
+        self.arrivals = Arrivals(flags, self.epoch, buffers.patience)
 
-    def _others(self) -> list[int]:
-        """Returns the other ranks in the order of sending: the next one reads this rank's chunk
-        first after its own."""
-        axis = self._buffers.axis
-        return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    def send_buffers(self, index: int) -> list[Tensor]:
+        """The memory at each rank into which this rank writes a tensor of the layout."""
+        tensor = self._axis.rank, self._offsets[index], *self._layout[index]
+        return [
+            self._buffers.tensor(destination, self._parity, *tensor)
+            for destination in range(self._axis.size)
+        ]
 
-    def send_buffers(self, part: int) -> list[Tensor]:
-        """Returns the memory at each rank into which this rank writes a part."""
-        buffers, (shape, dtype) = self._buffers, self._layout[part]
-        place = buffers.axis.rank, self._offsets[part], shape, dtype
-        return [buffers.tensor(holder, self._slot, *place) for holder in range(buffers.axis.size)]
-
-    def send_buffer_addresses(self, part: int) -> Tensor:
-        """Returns `[size]` int64: the addresses of `send_buffers`."""
-        return self._buffers.addresses((self._slot, self._offsets[part]), self.send_buffers(part))
+    def send_buffer_addresses(self, index: int) -> Tensor:
+        """`[size]` int64: the addresses of `send_buffers`."""
+        key = self._parity, self._offsets[index]
+        return self._buffers.addresses(key, self.send_buffers(index))
 
     def signals(self) -> list[Tensor]:
-        """Views `[1]` each: this rank's flag at each rank."""
-        buffers = self._buffers
-        rank = buffers.axis.rank
+        """`[1]` each: this rank's flag at each rank."""
+        rank = self._axis.rank
         return [
-            buffers.flags(holder, self._slot)[rank : rank + 1]
-            for holder in range(buffers.axis.size)
+            self._buffers.flags(destination, self._parity)[rank : rank + 1]
+            for destination in range(self._axis.size)
         ]
 
     def signal_addresses(self) -> Tensor:
-        """Returns `[size]` int64: the addresses of `signals`."""
-        return self._buffers.addresses((self._slot, "flags"), self.signals())
+        """`[size]` int64: the addresses of `signals`."""
+        return self._buffers.addresses((self._parity, "flags"), self.signals())
 
-    def receive_buffer(self, part: int) -> Tensor:
-        """Views `[size, *shape]`: a part of every rank's buffer here; readable once the source's
-        flag is raised."""
-        buffers, (shape, dtype) = self._buffers, self._layout[part]
-        rank = buffers.axis.rank
-        first = buffers.tensor(rank, self._slot, 0, self._offsets[part], shape, dtype)
-        size, stride = (
-            (buffers.axis.size, *shape),
-            (buffers.buffer_bytes // dtype.itemsize, *first.stride()),
-        )
+    def receive_buffer(self, index: int) -> Tensor:
+        """`[size, *shape]`: a tensor of the layout from every rank; readable once the source's flag
+        is raised."""
+        buffers, (shape, dtype) = self._buffers, self._layout[index]
+        first = buffers.tensor(self._axis.rank, self._parity, 0, self._offsets[index], shape, dtype)
+        size = self._axis.size, *shape
+        stride = buffers.buffer_bytes // dtype.itemsize, *first.stride()
         return first.as_strided(size, stride, first.storage_offset())
 
-    def send_to_all(self, operand: Sequence[Tensor]) -> None:
-        """Sends the same tensors to every rank, this one included, without holding up the current
+    def send_to_all(self, tensors: Sequence[Tensor]) -> None:
+        """Sends the same tensors to every rank, this one included, without delaying the current
         stream.
 
         Comm: point to point, (size-1)·numel elements of each tensor.
         """
-        rank, copy_stream = self._buffers.axis.rank, self._buffers.copy_stream
-        for part in range(len(operand)):
-            self.record_put(part)
-        self._write(operand, rank)
-        raise_flags([self.signals()[rank]], self.signal_addresses()[rank : rank + 1], self.epoch)
+        rank, size, copy_stream = self._axis.rank, self._axis.size, self._buffers.copy_stream
+        for index in range(len(tensors)):
+            self.record_put(index)
+        self._send(tensors, rank)
+        # the next rank first: it reads this rank's chunk directly after its own
+        destinations = [(rank + step) % size for step in range(1, size)]
         if copy_stream is None:
-            for holder in self._others():
-                self._send(operand, holder)
+            for destination in destinations:
+                self._send(tensors, destination)
             return
         copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copy_stream):
-            for holder in self._others():
-                self._write(operand, holder)
-                # Not by a kernel: GEMMs that wait for a flag may hold every processor.
-                flag = self.signals()[holder].view(torch.uint32)
+            for destination in destinations:
+                self._write(tensors, destination)
+                # not by a kernel, because GEMMs that wait for a flag may occupy every processor
+                flag = self.signals()[destination].view(torch.uint32)
                 torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(
                     flag, 0, self.epoch
                 )
-        for tensor in operand:
+        for tensor in tensors:
             tensor.record_stream(copy_stream)
 
-    def record_put(self, part: int) -> None:
-        """Records in the ledger that a part is sent to every other rank."""
-        axis, (shape, dtype) = self._buffers.axis, self._layout[part]
-        axis.record("put", (axis.size - 1) * math.prod(shape), dtype.itemsize)
+    def record_put(self, index: int) -> None:
+        """Records in the ledger that a tensor of the layout is sent to every other rank."""
+        shape, dtype = self._layout[index]
+        self._axis.record("put", (self._axis.size - 1) * math.prod(shape), dtype.itemsize)
 
-    def send(self, tensors: Sequence[Tensor], holder: int) -> None:
+    def send(self, tensors: Sequence[Tensor], destination: int) -> None:
         """Sends tensors to one rank, in the order of the current stream.
 
         Comm: point to point, numel elements of each tensor; none to this rank itself.
         """
-        axis = self._buffers.axis
-        for tensor in tensors if holder != axis.rank else ():
-            axis.record("put", tensor.numel(), tensor.element_size())
-        self._send(tensors, holder)
+        for tensor in tensors if destination != self._axis.rank else ():
+            self._axis.record("put", tensor.numel(), tensor.element_size())
+        self._send(tensors, destination)
 
-    def _send(self, tensors: Sequence[Tensor], holder: int) -> None:
-        self._write(tensors, holder)
-        raise_flags(
-            [self.signals()[holder]], self.signal_addresses()[holder : holder + 1], self.epoch
-        )
+    def _send(self, tensors: Sequence[Tensor], destination: int) -> None:
+        self._write(tensors, destination)
+        address = self.signal_addresses()[destination : destination + 1]
+        raise_flags([self.signals()[destination]], address, self.epoch)
 
-    def _write(self, tensors: Sequence[Tensor], holder: int) -> None:
-        for part, tensor in enumerate(tensors):
-            self.send_buffers(part)[holder].copy_(tensor)
+    def _write(self, tensors: Sequence[Tensor], destination: int) -> None:
+        for index, tensor in enumerate(tensors):
+            self.send_buffers(index)[destination].copy_(tensor)
 
     def wait(self, source: int) -> tuple[Tensor, ...]:
         """Waits for the tensors of one rank; they may change after the next exchange has begun.
-        Raises TimeoutError: as in `wait_flag`."""
-        self._buffers.axis.wait(partial(wait_flag, self.arrivals, source))
-        return tuple(self.receive_buffer(part)[source] for part in range(len(self._layout)))
+
+        Raises:
+            TimeoutError: as in `wait_flag`.
+        """
+        self._axis.wait(partial(wait_flag, self.arrivals, source))
+        return tuple(self.receive_buffer(index)[source] for index in range(len(self._layout)))
 
 
-def _complaint(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
+def _timeout_message(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
     return (
-        f"rank {axis.ranks[axis.rank]} ({axis}) has waited {timeout_s / 2:g} s for chunk {source} of exchange {epoch} "
-        f"over {axis.name}, which rank {axis.ranks[source]} ({axis.name}[{source}/{axis.size}]) has not sent: it has "
-        f"ended, hangs, or is that far behind. parallel.tp_overlap=fused waits for half of parallel.timeout_s = "
+        f"rank {axis.ranks[axis.rank]} ({axis}) has waited {timeout_s / 2:g} s for chunk {source} "
+        f"of exchange {epoch} over {axis.name}, which rank {axis.ranks[source]} "
+        f"({axis.name}[{source}/{axis.size}]) has not sent: it has ended, hangs, or is that late. "
+        "parallel.tp_overlap=fused waits for half of parallel.timeout_s = "
         f"{timeout_s:g}"
     )
 
@@ -371,12 +371,12 @@ def end_if_stuck(patience: Patience) -> None:
     """Ends this process with the message of a kernel that has timed out, if the host does not raise
     it.
 
-    It cannot where it waits for the device itself, and the device for a collective with the rank
-    that is gone.
+    The host cannot where it waits for the device itself, and the device for a collective with the
+    rank that is gone.
     """
-    while (complaint := patience.given_up()) is None:
-        time.sleep(_LISTEN_S)
-    # raised where the host has come by, it ends the process with a trace and before this does
+    while (message := patience.given_up()) is None:
+        time.sleep(_POLL_S)
+    # where the host does raise it, the process ends with a traceback before this thread continues
     time.sleep(_GRACE_S)
-    os.write(2, f"TimeoutError: {complaint}\n".encode())
+    os.write(2, f"TimeoutError: {message}\n".encode())
     os._exit(1)

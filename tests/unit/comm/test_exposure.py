@@ -1,5 +1,4 @@
-"""What is waited for, on the device's clock: a stream's events, which are read when it has come
-by."""
+"""Waits on the device's clock: a stream's events, read once the stream has passed them."""
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from megatron5d.topology.axis import Axis
 
 
 class Stream:
-    """A device whose clock stands at `now`, and which has done what lies before `reached`."""
+    """A device whose clock stands at `now` and whose work up to `done_until` is done."""
 
-    now, reached, made, recorded = 0.0, 0.0, 0, 0
+    now, done_until, num_events, num_records = 0.0, 0.0, 0, 0
 
 
 @pytest.fixture
@@ -20,18 +19,18 @@ def stream(monkeypatch):
 
     class Event:
         def __init__(self, enable_timing):
-            device.made += 1
+            device.num_events += 1
 
         def record(self):
-            self.at = device.now
-            device.recorded += 1
+            self.time = device.now
+            device.num_records += 1
 
         def query(self):
-            return self.at <= device.reached
+            return self.time <= device.done_until
 
         def elapsed_time(self, end):
             assert self.query() and end.query()
-            return (end.at - self.at) * 1e3
+            return (end.time - self.time) * 1e3
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return device
@@ -45,41 +44,40 @@ def spend(stream, seconds):
     return act
 
 
-def test_what_the_stream_has_not_done_yet_counts_in_the_next_call(stream):
+def test_unfinished_work_counts_in_the_next_call(stream):
     exposure = Exposure("cuda")
-    assert [exposure.time_call(spend(stream, seconds)) for seconds in (1.0, 2.0, 4.0)] == [
-        1.0,
-        2.0,
-        4.0,
-    ]
-    stream.reached = 3.0
-    assert exposure.take() == 3.0 and exposure.take() == 0.0
-    stream.reached = 7.0
+    for seconds in (1.0, 2.0, 4.0):
+        assert exposure.time_call(spend(stream, seconds)) == seconds
+    stream.done_until = 3.0
+    assert exposure.take() == 3.0
+    assert exposure.take() == 0.0
+    stream.done_until = 7.0
     assert exposure.take() == 4.0
 
 
-def test_events_are_made_once_and_recorded_twice_a_wait(stream):
+def test_events_are_reused_and_recorded_twice_per_call(stream):
     exposure = Exposure("cuda")
     for _ in range(3):
         for _ in range(5):
             exposure.time_call(spend(stream, 1.0))
-        stream.reached = stream.now
+        stream.done_until = stream.now
         exposure.take()
     exposure.time_call(spend(stream, 1.0))
     exposure.clear()
-    assert (stream.made, stream.recorded) == (2 * 5, 2 * 16) and exposure.take() == 0.0
+    assert (stream.num_events, stream.num_records) == (2 * 5, 2 * 16)
+    assert exposure.take() == 0.0
     for _ in range(5):
         exposure.time_call(spend(stream, 1.0))
-    assert stream.made == 2 * 5, "events that were forgotten are used again, too"
+    assert stream.num_events == 2 * 5, "events dropped by `clear` are reused, too"
 
 
-def test_a_ledger_times_waits_axis_by_axis_and_only_when_it_is_asked(stream):
+def test_a_ledger_times_the_waits_of_each_axis_on_request(stream):
     ledger = Ledger("cuda")
     tp, dp = (Axis(name, (0, 1), 0, None, ledger) for name in ("tp", "dp"))
     tp.wait(spend(stream, 1.0))
-    assert stream.recorded == 0
+    assert stream.num_records == 0
     ledger.timing = True
     for axis, seconds in ((tp, 2.0), (dp, 4.0), (tp, 8.0)):
         axis.wait(spend(stream, seconds))
-    stream.reached = stream.now
+    stream.done_until = stream.now
     assert ledger.take_waits() == {"tp": 10.0, "dp": 4.0}
