@@ -1,5 +1,5 @@
-"""An axis: the ranks that share the work of one parallel dimension, as a layer of one of them sees
-it."""
+"""An axis: the ranks that share the work of one parallel dimension, as seen by a layer on one
+rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Counts the communication of an axis (`comm/ledger.py` is one)."""
+    """Counts the communication of an axis (implemented by `comm/ledger.py`)."""
 
     def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None:
         """Counts a collective: the elements that this rank contributes, and the bytes of each."""
@@ -22,32 +22,35 @@ class Recorder(Protocol):
 class Axis:
     """This process's position in a process group.
 
-    `Axis("tp")` is one of a single rank: nothing is sent, and torch.distributed is not needed.
+    `Axis("tp")` has a single rank: nothing is sent, and torch.distributed is not needed.
     """
 
     name: str  # the dimension ("tp", "dp", ...), used in messages and in the ledger
     ranks: tuple[int, ...] = (0,)  # global ranks of the group, in the order of their position
     rank: int = 0  # this process's position, 0 ... size-1
-    group: Any = None  # process group over `ranks`; None at size 1, where nothing is ever sent
-    # counts every collective on this axis; None = nothing is counted
-    recorder: Recorder | None = None
+    group: Any = None  # process group over `ranks`; None at size 1, where nothing is sent
+    recorder: Recorder | None = None  # counts every collective on this axis; None = no counting
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:
-        """Returns n / size, each rank's equal share.
+        """Each rank's equal share, n / size.
 
-        Raises ValueError: size does not divide n; names both numbers, the axis, and the nearest
-        values of n that fit.
+        Args:
+            n: number to be divided.
+            what: its name, for the message.
+
+        Raises:
+            ValueError: size does not divide n; names both, the axis, and the nearest valid n.
         """
         if n % self.size:
             low = n // self.size * self.size
-            fits = f"{low} or {low + self.size}" if low else f"{self.size}"
+            nearest = f"{low} or {low + self.size}" if low else f"{self.size}"
             raise ValueError(
-                f"{what} = {n} is not divisible by {self.name} = {self.size} (parallel.{self.name}); "
-                f"nearest that fit: {fits}"
+                f"{what} = {n} is not divisible by {self.name} = {self.size} "
+                f"(parallel.{self.name}); nearest that fit: {nearest}"
             )
         return n // self.size
 
@@ -57,8 +60,8 @@ class Axis:
             self.recorder.record(self.name, op, num_elements, element_bytes)
 
     def wait(self, act: Callable[[], T]) -> T:
-        """Calls `act`, which waits for other ranks of this axis. Every such wait goes through here,
-        to be measured."""
+        """Calls `act`, which waits for other ranks of this axis; all such waits are measured
+        here."""
         return act() if self.recorder is None else self.recorder.wait(self.name, act)
 
     def __repr__(self) -> str:

@@ -1,8 +1,9 @@
-"""Rank arithmetic in plain integers: the position of each rank in the dense and in the expert view
-of one world.
+"""Rank arithmetic in plain integers: the position of each rank in the dense and the expert view of
+one world.
 
 Dense view   pp · dp · cp · tp     (in any order; dp = dp_replicate × dp_shard, shard fastest)
-Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, etp fastest; edp = edp_replicate × edp_shard)
+Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, etp fastest;
+                                    edp = edp_replicate × edp_shard)
 
 Nothing here communicates: the layout of 16,384 ranks can be checked in one process.
 """
@@ -14,13 +15,12 @@ from itertools import chain, product
 from math import prod
 
 SharedRanks = Mapping[str, Sequence[Sequence[int]]]
-"""Which pipeline ranks hold parameters together: "pair" -> sets of ranks that hold the same stages, "tied" -> the set
-that holds the embedding, where that is another."""
+"""Pipeline ranks that hold parameters together: "pair" -> sets of ranks that hold the same stages,
+"tied" -> the set that holds the embedding, where that is another."""
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 
-# The process groups of layers and reductions: name -> the axes of the dense or of the expert grid
-# that they span
+# process groups of layers and reductions: name -> the axes of the dense or expert grid they span
 DENSE_GROUPS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -74,8 +74,7 @@ class Sizes:
 
     @property
     def edp_replicate(self) -> int:
-        """Replicas that HSDP divides edp into: as many as for dp where that divides edp, otherwise
-        1."""
+        """HSDP replicas within edp: as many as for dp where that divides edp, otherwise 1."""
         return self.dp_replicate if self.edp % self.dp_replicate == 0 else 1
 
 
@@ -92,23 +91,25 @@ def resolve(
     cp_inner: int = 1,
     ep_inner: int = 1,
 ) -> Sizes:
-    """Derives dp, which is what remains of the world; both views have exactly `world` ranks.
+    """Derives dp from the world size and the other axes.
 
     Args:
         tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, valid (config/checks/layout.py);
             etp=None means tp.
         order: the dense axes, slowest first.
-        cp_inner: neighbours in the cp group that exchange heads for sequence
+        cp_inner: neighbors in the cp group that exchange heads for sequence
             (`parallel.cp_method=two_level`).
-        ep_inner: neighbours in the ep group that are in one node.
+        ep_inner: neighbors in the ep group that are in one node.
+
+    Returns:
+        Sizes of which both views have exactly `world` ranks.
     """
     assert sorted(order) == sorted(DENSE_AXES), order
     dp, etp = world // (tp * cp * pp), tp if etp is None else etp
     assert dp * tp * cp * pp == world and dp % dp_replicate == 0, (world, tp, cp, pp, dp_replicate)
     assert dp * cp * tp % (ep * etp) == 0, (dp, cp, tp, ep, etp)
-    return Sizes(
-        pp, dp_replicate, dp // dp_replicate, cp, tp, ep, etp, tuple(order), cp_inner, ep_inner
-    )
+    dp_shard = dp // dp_replicate
+    return Sizes(pp, dp_replicate, dp_shard, cp, tp, ep, etp, tuple(order), cp_inner, ep_inner)
 
 
 class Grid:
@@ -131,39 +132,32 @@ class Grid:
         self._size = dict(zip(self.names, self.sizes))
 
     def coordinate(self, rank: int, name: str) -> int:
-        """Returns the position of `rank` along one axis, 0 ... size-1."""
+        """Position of `rank` along one axis, 0 ... size-1."""
         return self._position[rank] // self._stride[name] % self._size[name]
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """Returns all ranks that differ from `rank` along `names` only, row-major in the grid's own
-        order."""
-        along = [name for name in self.names if name in names]
-        start = self._position[rank] - sum(
-            self.coordinate(rank, name) * self._stride[name] for name in along
-        )
-        # faster than a generator here
-        return tuple([self.ranks[start + step] for step in self._steps(along)])
+        """All ranks that differ from `rank` along `names` only, row-major in the grid's order."""
+        axes = [name for name in self.names if name in names]
+        offset = sum(self.coordinate(rank, name) * self._stride[name] for name in axes)
+        start = self._position[rank] - offset
+        # a list, because a generator is slower here
+        return tuple([self.ranks[start + step] for step in self._steps(axes)])
 
     def groups(self, *names: str) -> Iterator[tuple[int, ...]]:
-        """Yields every group along `names`, each once; together they are a partition of the
-        ranks."""
+        """Yields every group along `names` once; together they partition the ranks."""
         steps = self._steps([name for name in self.names if name in names])
         for start in self._steps([name for name in self.names if name not in names]):
             yield tuple([self.ranks[start + step] for step in steps])
 
-    # positions of all coordinates along these, zero on the others
     def _steps(self, names: list[str]) -> list[int]:
-        return [
-            sum(at)
-            for at in product(
-                *(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in names)
-            )
-        ]
+        """Positions of all coordinates along these axes, with 0 along the others."""
+        ranges = [range(0, self._size[n] * self._stride[n], self._stride[n]) for n in names]
+        return [sum(offsets) for offsets in product(*ranges)]
 
 
 @lru_cache(maxsize=8)
 def dense_grid(sizes: Sizes) -> Grid:
-    """Returns the grid of pp, dp_replicate, dp_shard, cp and tp, in the configured order."""
+    """Grid of pp, dp_replicate, dp_shard, cp and tp, in the configured order."""
     axes: list[tuple[str, int]] = []
     for name in sizes.order:
         if name == "dp":
@@ -174,17 +168,15 @@ def dense_grid(sizes: Sizes) -> Grid:
 
 
 def describe_rank(sizes: Sizes, rank: int) -> str:
-    """Returns a rank for messages: its number and its coordinates in the dense view."""
+    """A rank's number and its coordinates in the dense view, for messages."""
     grid = dense_grid(sizes)
-    return (
-        f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
-    )
+    coordinates = ", ".join(f"{axis} {grid.coordinate(rank, axis)}" for axis in grid.names)
+    return f"rank {rank} ({coordinates})"
 
 
 @lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
-    """Returns the grid of pp, edp_replicate, edp_shard, ep and etp; ranks of a stage in ascending
-    order."""
+    """Grid of pp, edp_replicate, edp_shard, ep and etp, with the ranks of a stage ascending."""
     stages = [sorted(dense.group(first, *DENSE_GROUPS["stage"])) for first in dense.group(0, "pp")]
     ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate

@@ -2,9 +2,9 @@
 any layout.
 
 A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so each
-rank computes only its own rectangle and no rank ever holds a whole large weight. SplitMix64's
-finaliser (Steele et al. 2014, "Fast splittable pseudorandom number generators") gives 64 random
-bits per element, Box-Muller turns them into a normal.
+rank computes only its own rectangle and no rank ever holds a whole large weight. The finalizer of
+SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators") gives 64 random
+bits per element; Box-Muller turns them into normal deviates.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ _CHUNK = 1 << 22  # elements hashed at a time, so that the int64 temporaries tak
 
 
 def _signed(x: int) -> int:
-    """Returns the low 64 bits of an integer as int64."""
+    """The low 64 bits of an integer as int64."""
     x &= _MASK
     return x - (1 << 64) if x >> 63 else x
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Does a logical right shift; torch's >> on int64 copies the sign bit."""
+    """Logical right shift; torch's >> on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns 64 random bits per index.
+    """64 random bits per index.
 
     Args:
         key: 64-bit key of the stream.
@@ -46,35 +46,32 @@ def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def stream_key(seed: int, name: str) -> int:
-    """Returns the 64-bit key of the stream for a name, such as that of a parameter."""
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
-    )
+    """64-bit key of the stream for a name, such as that of a parameter."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any
-    shape)."""
+    """Uniform deviates in [0, 1), fp64, one per element of `index` (int64, any shape)."""
     return _shift(hash_bits(key, index), 11).double() * 2.0**-53
 
 
 def normal(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Returns standard normal deviates, fp64, one for each element of `index` (int64, any
-    shape)."""
+    """Standard normal deviates, fp64, one per element of `index` (int64, any shape)."""
     bits = hash_bits(key, index)
-    radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1): the logarithm is finite
+    radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1), so its logarithm is finite
     angle = (bits & 0xFFFFFFFF).double() * 2.0**-32
     return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2 * pi * angle)
 
 
 @torch.no_grad()
 def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
-    """Fills a parameter that `new_parameter` made as its ShardSpec says; padding rows become
-    zero."""
+    """Fills a parameter with the values that its ShardSpec defines; padding rows become zero."""
     parameter.zero_()
-    for piece in spec_of(parameter).pieces:
+    spec = spec_of(parameter)
+    for piece in spec.pieces:
         rows = parameter[piece.row : piece.row + piece.shape[0]] if piece.shape else parameter
-        initialize_rectangle(rows, piece.offset, spec_of(parameter), seed)
+        initialize_rectangle(rows, piece.offset, spec, seed)
 
 
 @torch.no_grad()
@@ -103,24 +100,18 @@ def _fill_normal(
     std: float,
     first: int = 0,
 ) -> None:
-    """Sets local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows
+    """Sets local[i...] = std · normal(first + flat index of offset + i within `shape`), a few rows
     at a time."""
-    row_stride = prod(shape[1:])
-    if local.dim() > 2:  # a stack of matrices: one by one, because each may be larger than a chunk
+    row_stride, device = prod(shape[1:]), local.device
+    if local.dim() > 2:  # matrix by matrix, because each may be larger than a chunk
         for i, matrix in enumerate(local):
-            _fill_normal(
-                matrix, offset[1:], shape[1:], key, std, first + (offset[0] + i) * row_stride
-            )
+            start = first + (offset[0] + i) * row_stride
+            _fill_normal(matrix, offset[1:], shape[1:], key, std, start)
         return
-    step = max(1, _CHUNK // max(1, local[0].numel()))
-    within = torch.arange(first, first + 1, device=local.device)
-    if local.dim() == 2:
-        within = torch.arange(
-            first + offset[1], first + offset[1] + local.shape[1], device=local.device
-        )
-    for start in range(0, local.shape[0], step):
-        rows = (
-            torch.arange(start, min(start + step, local.shape[0]), device=local.device) + offset[0]
-        )
-        index = rows[:, None] * row_stride + within
-        local[start : start + step].copy_((normal(key, index) * std).view(-1, *local.shape[1:]))
+    start, width = (first + offset[1], local.shape[1]) if local.dim() == 2 else (first, 1)
+    columns = torch.arange(start, start + width, device=device)
+    chunk = max(1, _CHUNK // max(1, local[0].numel()))
+    for row in range(0, local.shape[0], chunk):
+        rows = torch.arange(row, min(row + chunk, local.shape[0]), device=device) + offset[0]
+        index = rows[:, None] * row_stride + columns
+        local[row : row + chunk].copy_((normal(key, index) * std).view(-1, *local.shape[1:]))

@@ -1,13 +1,13 @@
-"""A lock file: one run at a time writes to a directory or a log; the file names that run and shows
-that it is alive.
+"""A lock file that lets one run at a time write to a directory or a log; it names that run and
+shows that it is alive.
 
 File locks of the operating system are not used: over NFS and Lustre they are often switched off, or
 hold on one node only. Every file system can create a file only if it does not exist (O_EXCL),
-rename one, and tell when it was modified.
+rename one, and report when it was modified.
 
-A run that is killed leaves its lock file behind. Whoever starts it again should neither wait long
-nor clean up, so the file names its owner's process. Whether that process is alive is known at once
-on the same machine, and for a SLURM job that was requeued, which has ended before it starts again.
+A run that is killed leaves its lock file behind. Its successor should neither wait long nor need a
+manual clean-up, so the file names its owner's process. Whether that process is alive is known at
+once on the same machine, and for a requeued SLURM job, whose earlier processes have ended.
 Otherwise the new run watches the file for STALE_S: a living owner touches it every HEARTBEAT_S,
 whatever the clocks of the nodes say.
 
@@ -31,9 +31,9 @@ from megatron5d.config.json_file import read_json
 from megatron5d.topology.launcher import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner
-# an owner on another machine that has not touched the file for so long while watched counts as dead
+# an owner on another machine that has not touched the watched file for this long counts as dead
 STALE_S = 60.0
-# last touched so long ago by the file system's clock: the owner counts as dead without a watch
+# last touched this long ago by the file system's clock, the owner counts as dead without a watch
 LONG_STALE_S = 600.0
 POLL_S = 0.5  # between two looks at a watched file
 # after replacing a dead run's file: of several runs that do so at once, the last one has the lock
@@ -42,7 +42,7 @@ SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, as its file says."""
+    """The process that holds a lock, as its file names it."""
 
     host: str = ""  # name of the machine, for messages
     pid: int = 0
@@ -56,30 +56,28 @@ class Owner:
 
     def __str__(self) -> str:
         job = f", SLURM job {self.job}" if self.job else ""
-        return (
-            f"process {self.pid} on {self.host}{job}, since {self.since}"
-            if self.pid
-            else "an unknown process"
-        )
+        if not self.pid:
+            return "an unknown process"
+        return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
 
 def this_process() -> Owner:
-    """Returns this process as an owner."""
+    """This process as an owner."""
     system, pid = _system(), os.getpid()
-    started = (_state_and_start(pid) or ("", ""))[1]
+    _, started = _state_and_start(pid) or ("", "")
     since = datetime.now().astimezone().isoformat(" ", "seconds")
     return Owner(socket.gethostname(), pid, system, started, *slurm_job(), since)
 
 
-def is_alive(owner: Owner, here: Owner) -> bool | None:
-    """Returns whether an owner's process still runs; None where this process cannot know.
+def is_alive(owner: Owner, observer: Owner) -> bool | None:
+    """Whether an owner's process still runs; None where this process cannot know.
 
     Args:
-        here: `this_process()`.
+        observer: `this_process()`.
     """
-    if owner.job and owner.job == here.job and owner.restarts < here.restarts:
-        return False  # SLURM has ended the job before it started it again
-    if not owner.system or owner.system != here.system:
+    if owner.job and owner.job == observer.job and owner.restarts < observer.restarts:
+        return False  # SLURM ends a job before it starts it again
+    if not owner.system or owner.system != observer.system:
         return None
     try:
         os.kill(owner.pid, 0)
@@ -92,8 +90,7 @@ def is_alive(owner: Owner, here: Owner) -> bool | None:
 
 
 def _system() -> str:
-    """Returns this machine's boot and this process's pid namespace: where a pid means the same
-    process."""
+    """This machine's boot and this process's pid namespace, within which a pid is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -102,8 +99,7 @@ def _system() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """Returns state letter and start time of a process, from /proc; None where it is gone or there
-    is no /proc."""
+    """State letter and start time of a process; None where it has ended or there is no /proc."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -116,7 +112,7 @@ class LockFile:
     file meanwhile.
 
     Args:
-        file: the lock file; its folder is made where it does not exist.
+        file: the lock file; its folder is made if necessary.
         target: what is locked, for messages: a config key and its value.
 
     Raises:
@@ -133,22 +129,24 @@ class LockFile:
         self._thread.start()
 
     def check(self) -> None:
-        """Makes sure that this run still holds the lock; takes it again if somebody has removed the
-        file. Raises
-        OSError: another run has taken it, because this one did not touch the file for too long."""
+        """Verifies that this run still holds the lock; makes the file again if it was removed.
+
+        Raises:
+            OSError: another run has taken the lock, because this one did not touch the file.
+        """
         owner = _read(self.file)
         if owner is None:
             self._acquire()
         elif owner.token != self.owner.token:
             raise OSError(
-                f"{self.target} was taken over by another run, {owner}, because this one had given no sign of life for "
-                f"{STALE_S:g} s (suspended?); it writes nothing more there"
+                f"{self.target} was taken over by another run, {owner}, because this one had given "
+                f"no sign of life for {STALE_S:g} s (suspended?); it writes nothing more there"
             )
 
     def release(self) -> None:
         """Ends the heartbeat and removes the file, unless another run has taken it."""
         self._released.set()
-        # not longer: the thread may hang in a file system that does not answer
+        # with a limit, because the thread may hang in a file system that does not answer
         self._thread.join(HEARTBEAT_S)
         if self._is_ours():
             with suppress(OSError):
@@ -159,31 +157,34 @@ class LockFile:
             pass
 
     def _try_to_acquire(self) -> bool:
-        """Makes the file, or replaces that of a dead run. Returns False where another process was
-        quicker; the next attempt then looks at that process."""
+        """Makes the file, or replaces that of a dead run.
+
+        Returns:
+            False where another process was quicker; the next attempt then examines that process.
+        """
         owner = _read(self.file)
         if owner is not None:
             self._refuse_living(owner)
-        written = self.file.with_name(f"{self.file.name}.{self.owner.token}")
+        draft = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            written.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
+            draft.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
             overtaken = not self._create() if owner is None else _read(self.file) != owner
             if overtaken:
                 return False
-            written.replace(self.file)
+            draft.replace(self.file)
         except OSError as error:
             raise OSError(f"{self.target} cannot be locked: {error}") from error
         finally:
             with suppress(OSError):
-                written.unlink()
+                draft.unlink()
         if owner is None:
             return True
         time.sleep(SETTLE_S)
         return self._is_ours()
 
     def _create(self) -> bool:
-        """Creates the file; False where it exists by now."""
+        """Creates the file; False where it exists already."""
         try:
             os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
@@ -191,13 +192,13 @@ class LockFile:
         return True
 
     def _refuse_living(self, owner: Owner) -> None:
-        """Raises OSError where the owner is alive."""
+        """Raises OSError if the owner is alive."""
         alive = is_alive(owner, self.owner)
         if self._is_touched_within_watch(owner) if alive is None else alive:
             raise OSError(
-                f"{self.target} belongs to a run that is still going: {owner}. Two runs in one place would overwrite "
-                f"each other's files: stop that one, or give this one a place of its own ({self.file.name} need not be "
-                "removed by hand: a run that has died is recognised)"
+                f"{self.target} belongs to a run that is still going: {owner}. Two runs would "
+                "overwrite each other's files: stop that one, or give this one another place "
+                f"({self.file.name} need not be removed by hand: a dead run is recognized)"
             )
 
     def _is_touched_within_watch(self, owner: Owner) -> bool:
@@ -206,7 +207,8 @@ class LockFile:
         if first is None or self._now() - first > LONG_STALE_S:
             return False
         print(
-            f"{self.target} was left by {owner}, or is still in use: watching for up to {STALE_S:g} s",
+            f"{self.target} was left by {owner}, or is still in use: watching for up to "
+            f"{STALE_S:g} s",
             file=sys.stderr,
             flush=True,
         )
@@ -218,8 +220,7 @@ class LockFile:
         return False
 
     def _now(self) -> float:
-        """Returns the time in seconds by the clock of the file system, which may differ from this
-        machine's."""
+        """Seconds by the clock of the file system, which may differ from this machine's."""
         probe = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         probe.touch()
         try:
@@ -241,11 +242,10 @@ class LockFile:
 
 
 def _read(file: Path) -> Owner | None:
-    """Returns the owner that a lock file names: None without a file, an unknown one where it is
-    damaged."""
+    """Owner that a lock file names: None without a file, an unknown one if it is damaged."""
     try:
-        found = read_json(file)
-        return Owner(**{each.name: found[each.name] for each in fields(Owner)})
+        values = read_json(file)
+        return Owner(**{field.name: values[field.name] for field in fields(Owner)})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
@@ -253,7 +253,7 @@ def _read(file: Path) -> Owner | None:
 
 
 def _last_touched(file: Path) -> float | None:
-    """Returns when a file was last modified, in seconds; None where it is gone.
+    """When a file was last modified, in seconds; None where it does not exist.
 
     The file is opened because network file systems then ask the server instead of their cache.
     """

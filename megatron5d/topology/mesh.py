@@ -29,7 +29,7 @@ class Mesh(Mapping[str, Axis]):
     dp_replicate, dp_cp (data × context), dp_shard_cp, cp_tp (the ranks that share a micro-batch),
     stage (all ranks with the same layers). Expert view: ep (= ep_outer × ep_inner), etp, ep_etp,
     ep_inner_etp, edp, edp_replicate, edp_shard.
-    Besides: tp_kv (the tp ranks that hold copies of the same KV heads) and world (all ranks).
+    Both: tp_kv (the tp ranks that hold copies of the same KV heads) and world (all ranks).
     Where several pipeline ranks hold parameters together, also the union of their groups:
     dp_cp_pair, dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and
     edp_replicate_pair of two that hold the same stages, dp_cp_tied and so on of all that hold the
@@ -57,66 +57,64 @@ class Mesh(Mapping[str, Axis]):
 def groups_of(
     sizes: Sizes, rank: int, num_kv_heads: int | None = None
 ) -> Mapping[str, tuple[int, ...]]:
-    """Returns the global ranks of every process group of `rank`, by axis name.
+    """Global ranks of every process group of `rank`, by axis name.
 
-    `num_kv_heads` of the model are for `tp_kv`; None = each rank has KV heads of its own.
+    Args:
+        num_kv_heads: of the model, for `tp_kv`; None = no rank shares KV heads with another.
     """
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
-    ranks_of = {name: dense.group(rank, *along) for name, along in DENSE_GROUPS.items()}
-    ranks_of |= {name: expert.group(rank, *along) for name, along in EXPERT_GROUPS.items()}
-    ranks_of["tp_kv"] = _kv_copies(ranks_of["tp"], rank, num_kv_heads)
-    for name in ("cp", "ep"):
-        ranks_of[f"{name}_outer"], ranks_of[f"{name}_inner"] = _outer_and_inner(
-            ranks_of[name], rank, getattr(sizes, f"{name}_inner")
-        )
-    _, ranks_of["ep_inner_etp"] = _outer_and_inner(
-        ranks_of["ep_etp"], rank, sizes.ep_inner * sizes.etp
-    )
-    ranks_of["world"] = tuple(range(sizes.world))
-    return ranks_of
+    groups = {name: dense.group(rank, *axes) for name, axes in DENSE_GROUPS.items()}
+    groups |= {name: expert.group(rank, *axes) for name, axes in EXPERT_GROUPS.items()}
+    groups["tp_kv"] = _kv_copies(groups["tp"], rank, num_kv_heads)
+    for name, inner in (("cp", sizes.cp_inner), ("ep", sizes.ep_inner)):
+        outer_group, inner_group = _outer_and_inner(groups[name], rank, inner)
+        groups[f"{name}_outer"], groups[f"{name}_inner"] = outer_group, inner_group
+    _, groups["ep_inner_etp"] = _outer_and_inner(groups["ep_etp"], rank, sizes.ep_inner * sizes.etp)
+    groups["world"] = tuple(range(sizes.world))
+    return groups
 
 
 def shared_groups_of(sizes: Sizes, rank: int, shared: SharedRanks) -> dict[str, tuple[int, ...]]:
-    """Returns, for each name in _PAIRED, the ranks of that group of `rank` and of all that share
+    """For each name in _PAIRED, that group of `rank` joined with those of the ranks that share
     with it.
 
     Args:
-        shared: suffix of the names -> disjoint sets of pipeline ranks; the groups of a rank in none
-            are the plain ones.
+        shared: suffix of the names -> disjoint sets of pipeline ranks; a rank in none of them has
+            the groups of `groups_of`.
     """
-    dense, found = dense_grid(sizes), dict[str, tuple[int, ...]]()
-    line, own = dense.group(rank, "pp"), dense.coordinate(rank, "pp")
+    dense, unions = dense_grid(sizes), dict[str, tuple[int, ...]]()
+    pp_group, pp_rank = dense.group(rank, "pp"), dense.coordinate(rank, "pp")
     for suffix, sets in shared.items():
-        together = next((ranks for ranks in sets if own in ranks), (own,))
-        groups = [groups_of(sizes, line[other]) for other in together]
-        found |= {
-            f"{name}_{suffix}": tuple(sorted({r for each in groups for r in each[name]}))
-            for name in _PAIRED
-        }
-    return found
+        sharing = next((pp_ranks for pp_ranks in sets if pp_rank in pp_ranks), (pp_rank,))
+        members = [groups_of(sizes, pp_group[sharer]) for sharer in sharing]
+        for name in _PAIRED:
+            union = {rank for groups in members for rank in groups[name]}
+            unions[f"{name}_{suffix}"] = tuple(sorted(union))
+    return unions
 
 
 def _outer_and_inner(
     group: tuple[int, ...], rank: int, inner: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the outer and the inner group of a rank, where a group is outer × `inner` ranks,
-    inner fastest."""
-    first, place = divmod(group.index(rank), inner)
-    return group[place::inner], group[first * inner : (first + 1) * inner]
+    """Outer and inner group of a rank in a group of outer × `inner` ranks, inner fastest."""
+    outer_index, inner_index = divmod(group.index(rank), inner)
+    return group[inner_index::inner], group[outer_index * inner : (outer_index + 1) * inner]
 
 
 def _kv_copies(tp: tuple[int, ...], rank: int, num_kv_heads: int | None) -> tuple[int, ...]:
-    """Returns the neighbours in tp that hold the same KV head; only `rank` where every rank has its
-    own."""
+    """Neighbors in tp that hold the same KV head; `rank` alone where no head is copied."""
     copies = max(1, len(tp) // num_kv_heads) if num_kv_heads else 1
     first = tp.index(rank) // copies * copies
     return tp[first : first + copies]
 
 
 def group_settings(timeout_s: float | None) -> dict[str, Any]:
-    """Returns `dist.new_group`'s keyword arguments for all groups but the world's; `timeout_s` as
-    in `build_mesh`."""
+    """Keyword arguments of `dist.new_group` for all groups but the world's.
+
+    Args:
+        timeout_s: as in `build_mesh`.
+    """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return {"use_local_synchronization": True, "timeout": timeout}
 
@@ -138,31 +136,28 @@ def build_mesh(
 
     Args:
         num_kv_heads: of the model, for `tp_kv`.
-        shared: which pipeline ranks hold parameters together; their axes are made too.
-        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the
+        shared: pipeline ranks that hold parameters together; their axes are made too.
+        recorder: counts the collectives of all axes.
+        timeout_s: seconds after which a collective fails (`parallel.timeout_s`); None = the
             backend's default (torch does not pass the world's timeout on to other groups).
 
     Comm: one group creation per distinct group of more than one rank.
     """
-    ranks_of = groups_of(sizes, rank, num_kv_heads)
+    ranks_by_name = groups_of(sizes, rank, num_kv_heads)
     settings = group_settings(timeout_s)
-    groups: dict[tuple[int, ...], object] = {ranks_of["world"]: dist.group.WORLD}
+    groups: dict[tuple[int, ...], object] = {ranks_by_name["world"]: dist.group.WORLD}
     axes = {}
-    for name, ranks in ranks_of.items():
-        if len(ranks) == 1:
-            group = None
-        else:
-            if ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks), group_desc=name, **settings)
-            group = groups[ranks]
+    for name, ranks in ranks_by_name.items():
+        if len(ranks) > 1 and ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), group_desc=name, **settings)
+        group = groups[ranks] if len(ranks) > 1 else None
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
     for name, ranks in shared_groups_of(sizes, rank, shared).items():
-        # Not that of another axis with the same ranks: torch names a group by how many groups this
-        # rank has made, so a rank that shares with none must make as many as the others.
+        # Always a new group: torch names a group by how many groups this rank has made, so a rank
+        # that shares with none must make as many as the others.
         group = dist.new_group(list(ranks), group_desc=name, **settings)
-        axes[name] = Axis(
-            name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder
-        )
+        group = group if len(ranks) > 1 else None
+        axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
     return Mesh(sizes, axes)
 
 
@@ -174,17 +169,13 @@ def planned_mesh(
     shared: SharedRanks = NO_SHARED_RANKS,
     recorder: Recorder | None = None,
 ) -> Mesh:
-    """Returns the axes of any rank of any world, without process groups: for models on the meta
-    device.
+    """The axes of any rank of any world, without process groups: for models on the meta device.
 
     Args:
         sizes, num_kv_heads, shared, recorder: as in `build_mesh`.
     """
-    ranks_of = {**groups_of(sizes, rank, num_kv_heads), **shared_groups_of(sizes, rank, shared)}
-    return Mesh(
-        sizes,
-        {
-            name: Axis(name, ranks, ranks.index(rank), None, recorder)
-            for name, ranks in ranks_of.items()
-        },
-    )
+    groups = {**groups_of(sizes, rank, num_kv_heads), **shared_groups_of(sizes, rank, shared)}
+    axes = {
+        name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in groups.items()
+    }
+    return Mesh(sizes, axes)

@@ -1,9 +1,8 @@
-"""The ranks find each other: one key-value store that all of them can reach, and the names of those
-that do not come.
+"""Rendezvous of all ranks: one key-value store that every rank can reach, with absent ranks named.
 
-Registers in the store are named sets of ranks. One process serves it, rank 0 or the launcher. So
-that its load does not grow with the square of the world, every rank may send a constant number of
-requests, and only one rank may send a request for each other rank.
+A register is a named set of ranks in the store. One process serves the store, rank 0 or the
+launcher. So that its load does not grow with the square of the world size, each rank may send a
+constant number of requests, and only one rank may send a request for every other rank.
 """
 
 import hashlib
@@ -21,292 +20,290 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron5d.topology.launcher import Environment
+from megatron5d.topology.launcher import Environment, store_url
 
-_POLL_S = 1.0  # longest pause between two requests: thousands of ranks may ask for minutes
+_POLL_S = 1.0  # longest pause between two requests: thousands of ranks may poll for minutes
 _KEYS_PER_REQUEST = 256
-_AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of its process has ended
+_AFTER_MAIN_S = 10.0  # how long a thread keeps waiting once its process's main thread has ended
+# for the last rank to appear: nodes of one job boot minutes apart, not half hours
+RENDEZVOUS_TIMEOUT_S = 300.0
+REPORT_INTERVAL_S = 20.0  # at which rank 0 names the ranks that it waits for
+AFTER_ERROR_S = 30.0  # how long others are awaited once some rank has reported an error
+
+_NUM_STARTS = "starts"  # key: how often the ranks were started
+# keys of each start; rank 0 sets the payload and its digest first, the verdict last
+_PAYLOAD = "payload"
+_DIGEST = "digest"
+_ERROR, _WARNING = "error", "warning"  # numbered texts and their count
+_VERDICT = "verdict"  # [ranks that did not come in time, errors, first warning]
+_PRESENT = "present"  # register of the ranks that have come
+_MAX_TEXTS = 256  # errors that are read
+
+
+class RanksFailed(Exception):
+    """Some ranks reported that they cannot continue; raised on every rank.
+
+    Args:
+        errors: their reports, at most 256, in order of arrival.
+    """
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        super().__init__("\n".join(errors))
+        self.errors = list(errors)
+
+
+@dataclass
+class RankReport:
+    """What a rank reports when it reaches the store."""
+
+    payload: str = ""  # should be the same on all ranks; "" where there is none
+    # called with rank 0's payload if this rank's differs; gives (error, warning), each "" for none
+    on_mismatch: Callable[[str], tuple[str, str]] | None = None
+    error: str = ""  # why this rank cannot continue; "" where it can
+
+
+class Rendezvous(NamedTuple):
+    """The store that all ranks share, and the first warning of a mismatch ("" = none)."""
+
+    store: dist.Store
+    warning: str
 
 
 def default_store() -> dist.Store:
-    """Returns torch's default store: the one through which all ranks made the world's process
-    group."""
+    """torch's default store, through which all ranks made the world's process group."""
     return dist.distributed_c10d._get_default_store()
 
 
-def wait_until(there: Callable[[], bool], patience_s: float) -> bool:
-    """Calls `there` until it is true, at first often, then once a second.
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Calls `condition` until it is true, at first often, then once a second.
 
     Unlike the store's own `wait`, this does not lock the store's client between two requests, so
     other threads of this process can use it.
 
-    Returns False where it did not become true in time.
+    Returns:
+        False where it did not become true in time.
     """
-    deadline, pause = time.monotonic() + patience_s, 0.001
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
     main_has_ended = False
-    while not there():
+    while not condition():
         if not main_has_ended and not threading.main_thread().is_alive():
             main_has_ended, deadline = True, min(deadline, time.monotonic() + _AFTER_MAIN_S)
         if time.monotonic() > deadline:
             return False
-        time.sleep(pause)
-        pause = min(1.1 * pause, _POLL_S)  # a tenth of the time waited so far
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, _POLL_S)  # a tenth of the time waited so far
     return True
 
 
 def register(store: dist.Store, name: str, rank: int) -> None:
-    """Adds a rank to a register; each rank is added at most once. Comm: two requests."""
+    """Adds a rank to a register; each rank is added at most once.
+
+    Comm: two requests.
+    """
     store.set(f"{name}/{rank}", "")
     store.add(f"{name}/count", 1)
 
 
 def num_registered(store: dist.Store, name: str) -> int:
-    """Returns the number of ranks in a register. Comm: one request."""
+    """Number of ranks in a register.
+
+    Comm: one request.
+    """
     return store.add(f"{name}/count", 0)
 
 
 def missing_ranks(store: dist.Store, name: str, ranks: Sequence[int]) -> list[int]:
-    """Returns those of some ranks that are not in a register.
+    """Those of the given ranks that are not in a register.
 
-    Comm: one request for every 256 ranks; where one of these is missing, one for each of the 256.
+    Comm: one request for every 256 ranks; if one of these is missing, one for each of the 256.
     """
-    missing, left = [], iter(ranks)
-    while several := list(islice(left, _KEYS_PER_REQUEST)):
-        if not store.check([f"{name}/{rank}" for rank in several]):
-            missing += [rank for rank in several if not store.check([f"{name}/{rank}"])]
+    missing, unchecked = [], iter(ranks)
+    while batch := list(islice(unchecked, _KEYS_PER_REQUEST)):
+        if not store.check([f"{name}/{rank}" for rank in batch]):
+            missing += [rank for rank in batch if not store.check([f"{name}/{rank}"])]
     return missing
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns ranks as text for a message: at most the first 16, and how many more there are."""
+    """The first 16 ranks, and how many more there are, for a message."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
 
 
-class Troubled(Exception):
-    """Some ranks cannot continue and have said so when they came; raised on every rank.
-
-    Args:
-        troubles: what they said, at most 256 of them, the first that came first.
-    """
-
-    def __init__(self, troubles: Sequence[str]) -> None:
-        super().__init__("\n".join(troubles))
-        self.troubles = list(troubles)
-
-
-@dataclass
-class Hello:
-    """What a rank says when it comes to the meeting."""
-
-    word: str = ""  # should be the same on all ranks; "" where there is none
-    # called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for
-    # none
-    review: Callable[[str], tuple[str, str]] | None = None
-    trouble: str = ""  # why this rank cannot continue; "" where it can
-
-
-class Met(NamedTuple):
-    """All ranks have come: the store that they share, and the first remark of a review ("" =
-    none)."""
-
-    store: dist.Store
-    remark: str
-
-
-# for the last rank to appear; nodes of one job boot minutes apart, not half hours
-RENDEZVOUS_TIMEOUT_S = 300.0
-SAY_WAITING_S = 20.0  # rank 0 names the ranks it waits for, at this interval
-_STARTS = "starts"  # in the store: how often the ranks were started
-TROUBLED_S = 30.0  # so long, once some rank has said that it cannot continue, others are waited for
-# of each start, set by rank 0 at its end: [ranks that did not come in time, troubles, remark]
-_VERDICT = "verdict"
-_WORD = "word"  # of each start, set by rank 0 at its beginning: what rank 0 said
-_DIGEST = "digest"  # of that
-_TROUBLE, _REMARK = "trouble", "remark"  # of each start: numbered texts, and their count
-_MOST_TROUBLES = 256  # that are read
-_HERE = "here"  # the register of the ranks that have come, one for each start
-
-
-def meet(environment: Environment, hello: Hello | None = None) -> Met:
-    """Waits until all ranks have connected to the store that they share, and tells each what ails
-    any of them.
+def meet(environment: Environment, report: RankReport | None = None) -> Rendezvous:
+    """Waits until all ranks have connected to the shared store and exchanges their errors.
 
     Comm: a few requests to the store per rank.
 
-    Raises Troubled: on every rank, if some rank has come with a trouble. Raises ValueError: the
-    host name of the meeting point does not resolve. Raises OSError: another process has the port of
-    the meeting point. Raises
-    TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
+    Raises:
+        RanksFailed: on every rank, if some rank has reported an error.
+        ValueError: the host name of the store does not resolve.
+        OSError: another process has the store's port.
+        TimeoutError: rank 0 cannot be reached, or some ranks, which it names, came too late.
     """
-    where, hello = environment.meeting, hello or Hello()
-    patience_s = 2 * TROUBLED_S if hello.trouble and environment.rank else RENDEZVOUS_TIMEOUT_S
-    if where == "env://":
-        where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    url, report = store_url(environment), report or RankReport()
+    timeout_s = 2 * AFTER_ERROR_S if report.error and environment.rank else RENDEZVOUS_TIMEOUT_S
     try:
-        store = _connect(environment, where, patience_s)
+        store = _connect(environment, url, timeout_s)
     except RuntimeError as error:  # torch's network and store errors
         if environment.rank == 0 and "EADDRINUSE" in str(error):
             raise OSError(
-                f"rank 0 on {socket.gethostname()} cannot open {where} for the others: another process has this port, "
-                "perhaps one that an earlier run has left behind; end it, or set MASTER_PORT to another port"
+                f"rank 0 on {socket.gethostname()} cannot open {url} for the others: another "
+                "process uses this port, perhaps one left behind by an earlier run; end it, or set "
+                "MASTER_PORT to another port"
             ) from error
         raise TimeoutError(
-            f"rank {environment.rank} could not reach rank 0 at {where} "
-            f"within {patience_s:g} s (MASTER_ADDR, MASTER_PORT): {error}"
+            f"rank {environment.rank} could not reach rank 0 at {url} "
+            f"within {timeout_s:g} s (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
-    return _wait_for_all(store, environment.rank, environment.world, patience_s, hello)
+    return _wait_for_all(store, environment.rank, environment.world, timeout_s, report)
 
 
-def _connect(environment: Environment, where: str, patience_s: float) -> dist.Store:
-    """Connects to a TCP store, which rank 0 hosts, or to a file store or the store of torchrun's
-    agent.
+def _connect(environment: Environment, url: str, timeout_s: float) -> dist.Store:
+    """Connects to a TCP store hosted by rank 0, to a file store, or to torchrun's agent's store.
 
-    The TCP store is made here because torch's rendezvous lets rank 0 wait inside of it for all
-    ranks; when one is absent, it reports how many came and not which one is missing.
+    The TCP store is made here because torch's rendezvous makes rank 0 wait inside of it for all
+    ranks; if one is absent, it reports how many came and not which one is missing.
     """
-    timeout = timedelta(seconds=patience_s)
-    if where.startswith("tcp://"):
-        host, _, port = where.removeprefix("tcp://").rpartition(":")
+    timeout = timedelta(seconds=timeout_s)
+    if url.startswith("tcp://"):
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
         _check_resolves(host)
-        if (
-            environment.meeting != "env://"
-            or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        ):
-            return dist.TCPStore(
-                host, int(port), None, environment.rank == 0, timeout, wait_for_workers=False
-            )
-    return next(
-        dist.rendezvous(environment.meeting, environment.rank, environment.world, timeout=timeout)
-    )[0]
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if environment.init_method != "env://" or not by_agent:
+            is_host = environment.rank == 0
+            return dist.TCPStore(host, int(port), None, is_host, timeout, wait_for_workers=False)
+    handler = dist.rendezvous(
+        environment.init_method, environment.rank, environment.world, timeout=timeout
+    )
+    return next(handler)[0]
 
 
 def _check_resolves(host: str) -> None:
-    """Refuses a host name that does not resolve: torch would retry it for minutes and print
-    nothing."""
+    """Rejects a host name that does not resolve, which torch would silently retry for minutes."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
         raise ValueError(
-            f"the ranks are to meet on host {host!r}, whose name {socket.gethostname()!r} cannot resolve ({error}): "
-            "set MASTER_ADDR to a name or address that all nodes know"
+            f"{socket.gethostname()!r} cannot resolve {host!r}, the host where the ranks meet "
+            f"({error}): set MASTER_ADDR to a name or address that all nodes know"
         ) from error
 
 
 def _wait_for_all(
-    store: dist.Store, rank: int, world: int, timeout_s: float, hello: Hello | None = None
-) -> Met:
-    """Waits until all ranks have registered in the store; rank 0 tells the others the result.
+    store: dist.Store, rank: int, world: int, timeout_s: float, report: RankReport | None = None
+) -> Rendezvous:
+    """Waits until all ranks have registered in the store; rank 0 publishes the verdict.
 
-    Returns the part of the store that belongs to this start of the ranks. torchrun keeps one store
-    when it starts them again, and without a part of its own a new start would count ranks of dead
-    processes.
+    Returns:
+        The part of the store that belongs to this start of the ranks. torchrun keeps one store
+        when it restarts them, where a new start would otherwise count ranks of dead processes.
     """
-    hello = hello or Hello()
+    report = report or RankReport()
     if rank:
-        # rank 0 gives up first, and says why
-        started = _join_newest_start(store, rank, timeout_s + 10, hello)
+        # rank 0 gives up first and says why
+        start = _join_newest_start(store, rank, timeout_s + 10, report)
     else:
-        number = store.add(_STARTS, 0) + 1
-        started = _store_of_start(store, number)
-        started.set(_WORD, hello.word)
-        started.set(_DIGEST, _digest(hello.word))
-        store.add(_STARTS, 1)
-        _come(started, 0, hello.trouble, "")
-        missing = _wait_for_registrations(started, world, timeout_s)
-        troubles, remarks = _numbered(started, _TROUBLE), _numbered(started, _REMARK)
-        started.set(_VERDICT, json.dumps([missing, troubles, remarks[0] if remarks else ""]))
-        if missing or troubles:
-            time.sleep(
-                1.5
-            )  # the others, who ask once a second, read the verdict before the store ends with this process
-    missing, troubles, remark = json.loads(started.get(_VERDICT))
-    if troubles:
-        raise Troubled(troubles)
+        start = _store_of_start(store, store.add(_NUM_STARTS, 0) + 1)
+        start.set(_PAYLOAD, report.payload)
+        start.set(_DIGEST, _digest(report.payload))
+        store.add(_NUM_STARTS, 1)
+        _announce(start, 0, report.error, "")
+        missing = _wait_for_registrations(start, world, timeout_s)
+        errors, warnings = _texts(start, _ERROR), _texts(start, _WARNING)
+        start.set(_VERDICT, json.dumps([missing, errors, warnings[0] if warnings else ""]))
+        if missing or errors:
+            # the others, who poll once a second, must read the verdict before the store ends
+            time.sleep(1.5)
+    missing, errors, warning = json.loads(start.get(_VERDICT))
+    if errors:
+        raise RanksFailed(errors)
     if missing:
         raise TimeoutError(
             f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}"
         )
-    return Met(started, remark)
+    return Rendezvous(start, warning)
 
 
-def _digest(word: str) -> str:
-    return hashlib.sha256(word.encode()).hexdigest()
+def _digest(payload: str) -> str:
+    return hashlib.sha256(payload.encode()).hexdigest()
 
 
-def _come(started: dist.Store, rank: int, trouble: str, remark: str) -> None:
-    """Registers a rank in a start, after what it has to say."""
-    for name, text in ((_TROUBLE, trouble), (_REMARK, remark)):
+def _announce(start: dist.Store, rank: int, error: str, warning: str) -> None:
+    """Stores a rank's texts in a start, then registers it."""
+    for name, text in ((_ERROR, error), (_WARNING, warning)):
         if text:
-            started.set(f"{name}/{started.add(name, 1)}", text)
-    register(started, _HERE, rank)
+            start.set(f"{name}/{start.add(name, 1)}", text)
+    register(start, _PRESENT, rank)
 
 
-def _numbered(started: dist.Store, name: str) -> list[str]:
-    """Returns the texts of one kind that ranks have brought to a start."""
-    return [
-        started.get(f"{name}/{n + 1}").decode()
-        for n in range(min(started.add(name, 0), _MOST_TROUBLES))
-    ]
+def _texts(start: dist.Store, name: str) -> list[str]:
+    count = min(start.add(name, 0), _MAX_TEXTS)
+    return [start.get(f"{name}/{number + 1}").decode() for number in range(count)]
 
 
 def _store_of_start(store: dist.Store, number: int) -> dist.Store:
-    """Returns the part of the store that belongs to one start of the ranks."""
     return dist.PrefixStore(f"start/{number}", store)
 
 
-def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: Hello) -> dist.Store:
+def _join_newest_start(
+    store: dist.Store, rank: int, timeout_s: float, report: RankReport
+) -> dist.Store:
     """Registers in the newest start and waits for rank 0's verdict on it.
 
     A start is over if an earlier process of this rank has joined it, or if rank 0 has already given
     its verdict. The start that this rank joins may be an old one as well; rank 0 then opens a newer
     one, which this rank joins instead.
 
-    Returns the part of the store that belongs to the start.
+    Returns:
+        The part of the store that belongs to the start.
     """
-    known = f"joined/{rank}"
-    joined = store.add(known, 0)
-    started: dist.Store | None = None
+    joined_key = f"joined/{rank}"
+    joined = store.add(joined_key, 0)
+    start: dist.Store | None = None
 
-    def rank_0_has_answered() -> bool:
-        nonlocal joined, started
-        newest = store.add(_STARTS, 0)
+    def has_verdict() -> bool:
+        nonlocal joined, start
+        newest = store.add(_NUM_STARTS, 0)
         if newest > joined and not _store_of_start(store, newest).check([_VERDICT]):
-            store.add(known, newest - joined)
-            joined, started = newest, _store_of_start(store, newest)
-            trouble, remark = hello.trouble, ""
-            if (
-                not trouble
-                and hello.review
-                and started.get(_DIGEST).decode() not in (_digest(""), _digest(hello.word))
-            ):
-                trouble, remark = hello.review(started.get(_WORD).decode())
-            _come(started, rank, trouble, remark)
-        return started is not None and started.check([_VERDICT])
+            store.add(joined_key, newest - joined)
+            joined, start = newest, _store_of_start(store, newest)
+            error, warning = report.error, ""
+            # digests are compared, because payloads are long and mostly the same
+            known = _digest(""), _digest(report.payload)
+            if report.on_mismatch and not error and start.get(_DIGEST).decode() not in known:
+                error, warning = report.on_mismatch(start.get(_PAYLOAD).decode())
+            _announce(start, rank, error, warning)
+        return start is not None and start.check([_VERDICT])
 
-    if not wait_until(rank_0_has_answered, timeout_s) or started is None:
-        raise TimeoutError(f"rank {rank} met the store within {timeout_s:g} s, but not rank 0")
-    return started
+    if not wait_until(has_verdict, timeout_s) or start is None:
+        raise TimeoutError(
+            f"rank {rank} reached the store, but rank 0 did not within {timeout_s:g} s"
+        )
+    return start
 
 
-def _wait_for_registrations(started: dist.Store, world: int, timeout_s: float) -> str:
-    """Returns the ranks that have not registered in time, as text; "" where all have.
+def _wait_for_registrations(start: dist.Store, world: int, timeout_s: float) -> str:
+    """Waits for all ranks to register in a start.
 
-    One or two requests count the ranks and the troubles; only after `SAY_WAITING_S` is each rank
-    looked up. Once some rank cannot continue, the others are given `TROUBLED_S`, as they may have
-    ended by themselves.
+    One or two requests count the ranks and the errors; only after `REPORT_INTERVAL_S` is each rank
+    looked up. After the first error the other ranks have `AFTER_ERROR_S`, as they may have ended by
+    themselves.
+
+    Returns:
+        The ranks that have not registered in time, as text; "" where all have.
     """
     deadline = time.monotonic() + timeout_s
-    troubled = False
+    has_error = False
 
-    def come() -> bool:
-        nonlocal deadline, troubled
-        if not troubled and started.add(_TROUBLE, 0):
-            deadline, troubled = min(deadline, time.monotonic() + TROUBLED_S), True
-        return num_registered(started, _HERE) >= world or time.monotonic() >= deadline
+    def is_over() -> bool:
+        nonlocal deadline, has_error
+        if not has_error and start.add(_ERROR, 0):
+            deadline, has_error = min(deadline, time.monotonic() + AFTER_ERROR_S), True
+        return num_registered(start, _PRESENT) >= world or time.monotonic() >= deadline
 
-    while not wait_until(come, SAY_WAITING_S) or num_registered(started, _HERE) < world:
-        missing = ranks_text(missing_ranks(started, _HERE, range(world)))
+    while not wait_until(is_over, REPORT_INTERVAL_S) or num_registered(start, _PRESENT) < world:
+        missing = ranks_text(missing_ranks(start, _PRESENT, range(world)))
         if time.monotonic() >= deadline:
             return missing
         print(f"rank 0 of {world} waits for ranks {missing}", file=sys.stderr, flush=True)

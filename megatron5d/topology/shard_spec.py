@@ -1,16 +1,16 @@
-"""The part of the global tensor that a parameter holds: nothing else decides sharding.
+"""Which part of the global tensor each local parameter holds: nothing else decides sharding.
 
-A local parameter is a stack of pieces along its dim 0. Each piece is a rectangle of one global tensor:
+A local parameter is a stack of pieces along its dim 0. Each piece is a rectangle of one global
+tensor, here of the fused q, k, v on rank r of tp (d: head dim; a query heads, g KV heads):
 
-    local rows            global tensor  (fused q, k, v on rank r of tp)
+    local rows            global tensor
     0 .. 2d      q heads  rows  2dr .. 2dr+2d
-    2d .. 3d     k head   rows  a·d + ...          copies on `tp_kv` where heads are fewer than ranks
-    3d .. 4d     v head   rows  (a+g)·d + ...      (d: head dim; a query heads, g KV heads)
+    2d .. 3d     k head   rows  a·d + ...          copies on `tp_kv` where g is less than tp
+    3d .. 4d     v head   rows  (a+g)·d + ...
 
 Rows that no piece covers are padding: they are zero, receive no gradient and are never saved.
-Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion
-all read this. `ParameterState` is everything that the code records about a parameter, its ShardSpec
-among it.
+Initialization, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion
+all read this.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Piece:
     """A rectangle of the global tensor and the local rows that hold it."""
 
     offset: tuple[int, ...]  # first index in each dim of the global tensor
-    # extent in each dim; all of a local row's elements belong to the rectangle
+    # extent in each dim; all elements of a local row belong to the rectangle
     shape: tuple[int, ...]
     row: int = 0  # first local row (dim 0) of the rectangle
-    # axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its
-    # gradient, to be added up
+    # axes, except for data parallelism, whose ranks hold the same rectangle and a partial gradient
+    # each, to be summed
     summed: tuple[str, ...] = ()
-    # this rank is the first of those that hold the rectangle; only it counts the piece in norms and
-    # writes it to disk
+    # whether this rank is the first of those that hold the rectangle; only the owner counts the
+    # piece in norms and writes it to disk
     owner: bool = True
 
     @property
@@ -53,21 +53,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The place of one parameter in the whole model."""
+    """Which part of its global tensor one parameter holds, and how the tensor is initialized."""
 
     name: str  # global name, the same on any layout
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]  # what this rank holds of it
+    pieces: tuple[Piece, ...]  # those on this rank
     expert: bool = False  # replicated over edp (True) or over dp·cp (False)
-    # standard deviation of the normal initialisation, or "ones" / "zeros"
-    init: float | str = "zeros"
+    init: float | str = "zeros"  # standard deviation of the normal distribution, "ones" or "zeros"
     decay: bool = True  # whether weight decay applies
     # "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a
     # bidirectional schedule), "tied" where several do (an embedding whose uses are on different
     # ranks), and they count as data parallel; otherwise ""
     shared: str = ""
     # global rows of each of several matrices stacked in this parameter (q, k and v; gate and up),
-    # which Muon orthogonalises one by one; () = one matrix
+    # which Muon orthogonalizes one by one; () = one matrix
     stack: tuple[int, ...] = ()
     # rows of a head in each of them, for optim.muon_per_head; () = they have no heads
     head_rows: tuple[int, ...] = ()
@@ -76,15 +75,14 @@ class ShardSpec:
 def unsharded(
     shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True
 ) -> tuple[Piece]:
-    """Returns the only piece of a tensor that this rank holds entirely; the arguments are those of
-    `Piece`."""
+    """The single piece of a tensor that this rank holds entirely; arguments as in `Piece`."""
     return (Piece((0,) * len(shape), shape, 0, summed, owner),)
 
 
 class Fp8Copies(Protocol):
     """FP8 copies of a weight: `QuantizedPair` in precision/fp8_tensor.py."""
 
-    is_gathered: bool  # they are views of what ZeRO-3 has gathered
+    is_gathered: bool  # whether they are views of what ZeRO-3 has gathered
 
     def forget_transposed(self) -> None:
         """Drops the transposed copy; it is made again when it is read."""
@@ -92,7 +90,7 @@ class Fp8Copies(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ParameterState:
-    """What the code records about one parameter; `state_of` returns it, nothing else is attached.
+    """All that the code records about one parameter, read by `state_of`.
 
     `main_grad` to `frozen` are set by data_parallel/bucket.py and read by phases/wgrad.py; `gemms`
     and `overlap` are set by model/gpt.py.
@@ -125,11 +123,9 @@ _WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes new parameters with a shape but no memory in this context; a flat buffer gives it to
-    them later.
+    """Makes new parameters with a shape but no memory; a flat buffer gives it to them later.
 
-    This way no rank ever holds more of the model than the slices that it keeps
-    (data_parallel/bucket.py).
+    This way no rank ever holds more of the model than its own slices (data_parallel/bucket.py).
     """
     token = _WITHOUT_MEMORY.set(True)
     try:
@@ -139,18 +135,16 @@ def without_memory() -> Iterator[None]:
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Says if a parameter has memory, unlike one that was made `without_memory` and not put into a
-    buffer yet."""
+    """Whether a parameter has memory, unlike one made `without_memory` and not in a buffer yet."""
     return parameter.is_contiguous()
 
 
 def new_parameter(
     local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device
 ) -> torch.nn.Parameter:
-    """Makes a local parameter with a spec; its pieces are not initialized, its padding is 0."""
+    """Makes a local parameter with a spec; its pieces are uninitialized, its padding is 0."""
     if _WITHOUT_MEMORY.get():
-        # one expanded element; torch does not let a parameter change from the meta device to
-        # another
+        # one expanded element, because torch does not let a parameter leave the meta device
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)
     else:
         padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
@@ -182,19 +176,19 @@ def rectangles(
         return []
     if len(shape) <= 1:
         return [((start,), (stop - start,))] if shape else [((), ())]
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last or (first == last and start // row == (stop - 1) // row):
-        index = start // row
-        inner = rectangles(shape[1:], start - index * row, stop - index * row)
+    row_size = prod(shape[1:])
+    first, last = -(-start // row_size), stop // row_size  # whole rows: first ... last-1
+
+    def in_row(index: int, start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        inner = rectangles(shape[1:], start, stop)
         return [((index, *offset), (1, *extent)) for offset, extent in inner]
-    parts = []
-    if start < first * row:
-        inner = rectangles(shape[1:], start - (first - 1) * row, row)
-        parts += [((first - 1, *offset), (1, *extent)) for offset, extent in inner]
-    if last > first:
-        parts.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    if stop > last * row:
-        inner = rectangles(shape[1:], 0, stop - last * row)
-        parts += [((last, *offset), (1, *extent)) for offset, extent in inner]
-    return parts
+
+    if first > last or (first == last and start // row_size == (stop - 1) // row_size):
+        index = start // row_size
+        return in_row(index, start - index * row_size, stop - index * row_size)
+    rows = [((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))]
+    return [
+        *in_row(first - 1, start - (first - 1) * row_size, row_size),
+        *(rows if last > first else []),
+        *in_row(last, 0, stop - last * row_size),
+    ]

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron5d.config.convert import from_dict, leaves, to_dict, value_of
 from megatron5d.config.errors import REFUSED, ConfigError, Fault, message
 from megatron5d.config.schema import Config
-from megatron5d.topology.launcher import MET, Environment
+from megatron5d.topology.launcher import INITIALIZED, Environment
 from megatron5d.topology.process import check_connections, choose_device
-from megatron5d.topology.rendezvous import Hello, Troubled, meet
+from megatron5d.topology.rendezvous import RankReport, RanksFailed, meet
 
 Check = Callable[[Config, int], Sequence[Fault]]
 _SHOWN_KEYS = 4  # of those that differ
@@ -67,11 +67,13 @@ class ConfigAgreement:
         except ValueError as error:
             self._refuse([Fault("device", (), str(error), "see above", local=True)])
         try:
-            met = meet(self.environment, Hello(json.dumps(to_dict(config)), self._take_over))
-        except Troubled as error:
-            self._end_all(error.troubles)
-        self.store = met.store
-        self.warnings += [met.remark] if met.remark else []
+            rendezvous = meet(
+                self.environment, RankReport(json.dumps(to_dict(config)), self._take_over)
+            )
+        except RanksFailed as failed:
+            self._end_all(failed.errors)
+        self.store = rendezvous.store
+        self.warnings += [rendezvous.warning] if rendezvous.warning else []
         return self._config
 
     def withdraw(self, error: Exception) -> None:
@@ -87,7 +89,7 @@ class ConfigAgreement:
 
     @property
     def _has_peers(self) -> bool:
-        return self.environment.world > 1 and self.environment.meeting != MET
+        return self.environment.world > 1 and self.environment.init_method != INITIALIZED
 
     @property
     def _name(self) -> str:
@@ -104,9 +106,9 @@ class ConfigAgreement:
         if not self._has_peers:
             raise SystemExit(code)
         try:
-            meet(self.environment, Hello(trouble=self._encoded(text, code)))
-        except Troubled as error:
-            self._end_all(error.troubles)
+            meet(self.environment, RankReport(error=self._encoded(text, code)))
+        except RanksFailed as failed:
+            self._end_all(failed.errors)
         except (OSError, ValueError):
             # the others have ended or cannot be reached, so rank 0 does not print this error
             if self.environment.rank and self.environment.local_rank == 0:

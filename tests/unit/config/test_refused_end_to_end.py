@@ -158,7 +158,7 @@ def test_first_weights_from_nowhere_are_a_fault_unless_the_run_goes_on(folder):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK must be a whole number (got 'a')"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"},
             "rank 2 of a world of 2",
@@ -166,7 +166,7 @@ def test_first_weights_from_nowhere_are_a_fault_unless_the_run_goes_on(folder):
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
-            "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST says where they meet",
+            "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is known on all."""
+"""An error of one rank is known on all."""
 
 import pickle
 import re
@@ -20,11 +20,12 @@ from megatron5d.topology.all_ranks import (
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_first_failure_is_told_on_all_with_the_number_of_others():
-    faults = [None, "no room", "a longer text of another rank"]
-    told = run_ranks(lambda rank, world: (first_failure(None), first_failure(faults[rank])), 3)
-    assert told == [(None, Failure(1, "no room", 1))] * 3
-    assert str(told[0][1]) == str(first_failure_in(faults)) == "rank 1: no room (and 1 more rank)"
+def test_every_rank_knows_the_first_failure_and_how_many_ranks_failed():
+    errors = [None, "disk full", "a longer text of another rank"]
+    failures = run_ranks(lambda rank, world: (first_failure(None), first_failure(errors[rank])), 3)
+    assert failures == [(None, Failure(1, "disk full", 1))] * 3
+    text = "rank 1: disk full (and 1 more rank)"
+    assert str(failures[0][1]) == str(first_failure_in(errors)) == text
     assert first_failure_in([None]) is None
 
 
@@ -37,17 +38,17 @@ def failing(value, error):
     return act
 
 
-def outcome(meet, act):
+def outcome(run, act):
     try:
-        return meet(act)
-    except Exception as error:  # noqa: BLE001 - told
+        return run(act)
+    except Exception as error:  # noqa: BLE001 - compared by the test
         return type(error), str(error)
 
 
-def test_every_rank_raises_what_one_has_raised_and_all_stay_in_step():
+def test_every_rank_raises_if_one_does_and_all_stay_in_step():
     errors = [None, FileNotFoundError("no file"), ValueError("no number")]
 
-    def fn(rank, world):
+    def on_rank(rank, world):
         values = [
             on_every_rank(lambda: rank),
             on_rank_0(failing("of 0", None if rank == 0 else KeyError())),
@@ -56,22 +57,20 @@ def test_every_rank_raises_what_one_has_raised_and_all_stay_in_step():
             outcome(on_every_rank, failing(rank, errors[rank])),
             outcome(on_rank_0, failing(0, errors[rank - 2])),
         ]
-        return values, raised, outcome(on_rank_0, failing(0, KeyError("ours")))[1]
+        return values, raised, outcome(on_rank_0, failing(0, KeyError("our bug")))[1]
 
-    found = run_ranks(fn, 3)
-    assert [values for values, _, _ in found] == [[rank, "of 0"] for rank in range(3)]
-    first = (OSError, "rank 1: no file (and 1 more rank)")
-    own = [first, (FileNotFoundError, "no file"), (ValueError, "no number")]
-    of_0 = [(FileNotFoundError, "no file"), *[(OSError, "rank 0: no file")] * 2]
-    assert [raised for _, raised, _ in found] == [
-        list(pair) for pair in zip(own, of_0, strict=True)
-    ]
-    assert found[0][2] == "'ours'" and all(
-        "rank 0: Traceback" in told and "in act" in told for _, _, told in found[1:]
+    values, raised, bugs = zip(*run_ranks(on_rank, 3))
+    assert values == tuple([rank, "of 0"] for rank in range(3))
+    assert raised == (
+        [(OSError, "rank 1: no file (and 1 more rank)"), (FileNotFoundError, "no file")],
+        [(FileNotFoundError, "no file"), (OSError, "rank 0: no file")],
+        [(ValueError, "no number"), (OSError, "rank 0: no file")],
     )
+    assert bugs[0] == "'our bug'"
+    assert all("rank 0: Traceback" in text and "in act" in text for text in bugs[1:])
 
 
-SENT = [
+VALUES = [
     None,
     "",
     "naïve\n\ud800",
@@ -82,43 +81,33 @@ SENT = [
 ]
 
 
-def test_what_ranks_send_is_text_or_bytes_and_never_unpickled():
-    def fn(rank, world):
-        def refused(*_):
+def test_ranks_send_text_or_bytes_that_are_never_unpickled():
+    def on_rank(rank, world):
+        def refuse(*_):
             raise AssertionError("unpickled")
 
-        pickle.loads = pickle.Unpickler = torch.distributed.distributed_c10d._unpickler = refused
-        group = torch.distributed.group.WORLD
-        faults = [None, None, "x" * 5000]
-        told = [on_rank_0(lambda value=value: value if rank == 0 else 1 / 0) for value in SENT]
-        gathered = gather_json({"rank": rank, "text": "é" * 10**rank}, group)
-        return (
-            told,
-            gathered,
-            first_failure(faults[rank]).text,
-            outcome(on_rank_0, lambda: {1, 2})[0],
+        pickle.loads = pickle.Unpickler = torch.distributed.distributed_c10d._unpickler = refuse
+        values = [on_rank_0(lambda value=value: value if rank == 0 else 1 / 0) for value in VALUES]
+        gathered = gather_json(
+            {"rank": rank, "text": "é" * 10**rank}, torch.distributed.group.WORLD
         )
+        failure = first_failure([None, None, "x" * 5000][rank])
+        # JSON has no sets
+        return values, gathered, failure.text, outcome(on_rank_0, lambda: {1, 2})[0]
 
-    wanted = (
-        [*SENT[:-1], [1, ["x"]]],
-        [{"rank": i, "text": "é" * 10**i} for i in range(3)],
-        "x" * 5000,
-    )
-    found = run_ranks(fn, 3)
-    assert [each[:3] for each in found] == [wanted] * 3
-    # a set is no JSON: all raise
-    assert [kind for *_, kind in found] == [TypeError, RuntimeError, RuntimeError]
-    sources = [
-        path for room in ("megatron5d", "kernels", "tools") for path in (ROOT / room).rglob("*.py")
-    ]
-    assert len(sources) > 100 and not [
-        p
-        for p in sources
-        if re.search(r"(gather|cast|ter|send|recv)_object(_list)?\(", p.read_text())
-    ]
+    values, gathered, texts, errors = zip(*run_ranks(on_rank, 3))
+    assert values == ([*VALUES[:-1], [1, ["x"]]],) * 3
+    assert gathered == ([{"rank": i, "text": "é" * 10**i} for i in range(3)],) * 3
+    assert texts == ("x" * 5000,) * 3
+    assert errors == (TypeError, RuntimeError, RuntimeError)
+    folders = ("megatron5d", "kernels", "tools")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    unpickles = re.compile(r"(gather|cast|ter|send|recv)_object(_list)?\(")
+    assert len(sources) > 100
+    assert not [path for path in sources if unpickles.search(path.read_text())]
 
 
-def test_one_process_needs_no_others():
+def test_one_process_communicates_with_none():
     assert on_every_rank(lambda: 1) == on_rank_0(lambda: 1) == 1
-    with pytest.raises(KeyError, match="ours"):
-        on_every_rank(failing(0, KeyError("ours")))
+    with pytest.raises(KeyError, match="our bug"):
+        on_every_rank(failing(0, KeyError("our bug")))

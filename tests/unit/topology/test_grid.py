@@ -1,4 +1,4 @@
-"""Every rank of large worlds, in one process, by plain integers."""
+"""Process groups of every rank of large worlds, by integer arithmetic in one process."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from megatron5d.topology.grid import (
 from megatron5d.topology.mesh import groups_of
 
 
-def test_dense_lines_by_hand():
+def test_dense_groups_by_hand():
     """8 ranks, pp 2 · dp 2 · tp 2, tp fastest."""
     grid = dense_grid(resolve(8, tp=2, pp=2))
     assert grid.group(5, "tp") == (4, 5)
@@ -39,39 +39,34 @@ def test_experts_fold_over_dp_and_tp():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(DENSE_AXES)))
-def test_every_line_is_a_partition_of_16384_ranks_in_any_order(order):
+def test_groups_partition_16384_ranks_in_any_order(order):
     sizes = resolve(16384, tp=8, cp=2, pp=16, ep=64, etp=1, dp_replicate=4, order=order)
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
-    for grid, groups in ((dense, DENSE_GROUPS), (expert, EXPERT_GROUPS)):
-        for name, along in groups.items():
-            found = list(grid.groups(*along))
-            assert sorted(itertools.chain.from_iterable(found)) == list(range(16384)), name
-            assert len(set(map(len, found))) == 1, name
+    for grid, axes_by_name in ((dense, DENSE_GROUPS), (expert, EXPERT_GROUPS)):
+        for name, axes in axes_by_name.items():
+            groups = list(grid.groups(*axes))
+            assert sorted(itertools.chain.from_iterable(groups)) == list(range(16384)), name
+            assert len(set(map(len, groups))) == 1, name
     for rank in range(0, 16384, 1021):
-        stage = {
-            dense.coordinate(r, "pp")
-            for name in EXPERT_GROUPS
-            for r in expert.group(rank, *EXPERT_GROUPS[name])
-        }
-        assert stage == {dense.coordinate(rank, "pp")}, "experts never leave their pipeline stage"
+        peers = [peer for axes in EXPERT_GROUPS.values() for peer in expert.group(rank, *axes)]
+        stages = {dense.coordinate(peer, "pp") for peer in peers}
+        assert stages == {dense.coordinate(rank, "pp")}, "experts never leave their pipeline stage"
 
 
-def test_a_rank_is_on_its_own_lines_and_its_neighbours_agree():
+def test_the_members_of_a_group_see_the_same_group():
     sizes = resolve(64, tp=4, cp=2, pp=2, ep=4, dp_replicate=2)
     groups = [groups_of(sizes, rank, num_kv_heads=2) for rank in range(64)]
     for rank in range(64):
         for name, ranks in groups[rank].items():
             assert rank in ranks
-            assert all(groups[other][name] == ranks for other in ranks), name
+            assert all(groups[peer][name] == ranks for peer in ranks), name
 
 
-def test_copies_of_kv_heads_are_neighbours_on_tp():
+def test_copies_of_kv_heads_are_neighbors_on_tp():
     sizes = resolve(8, tp=8)
-    assert [groups_of(sizes, r, num_kv_heads=2)["tp_kv"] for r in (0, 5)] == [
-        (0, 1, 2, 3),
-        (4, 5, 6, 7),
-    ]
+    assert groups_of(sizes, 0, num_kv_heads=2)["tp_kv"] == (0, 1, 2, 3)
+    assert groups_of(sizes, 5, num_kv_heads=2)["tp_kv"] == (4, 5, 6, 7)
     assert groups_of(sizes, 5, num_kv_heads=8)["tp_kv"] == (5,)
 
 

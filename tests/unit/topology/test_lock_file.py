@@ -1,5 +1,5 @@
-"""One run at a time holds a lock: a living one keeps it, a dead one is recognised, nobody has to
-clean up."""
+"""One run at a time holds a lock: a living one keeps it, a dead one is recognized without a manual
+clean-up."""
 
 import json
 import multiprocessing
@@ -27,21 +27,13 @@ def quick(monkeypatch):
         monkeypatch.setattr(lock_file, name, seconds)
 
 
-def leave(file, owner):
-    """What a run that was killed leaves behind."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(asdict(owner)))
-
-
-def elsewhere(monkeypatch):
-    """From here on this process is on another machine."""
-    monkeypatch.setattr(lock_file, "_system", lambda: "another kernel")
-
-
 def test_a_living_run_keeps_its_lock_and_releases_it(file):
     first = LockFile(file, "checkpoint.dir = here")
-    said = rf"here belongs to a run that is still going: process {os.getpid()} on .*since 2.*run.lock need not"
-    with pytest.raises(OSError, match=said):
+    message = (
+        rf"here belongs to a run that is still going: process {os.getpid()} on .*since 2.*"
+        "run.lock need not"
+    )
+    with pytest.raises(OSError, match=message):
         LockFile(file, "checkpoint.dir = here")
     first.check()
     first.release()
@@ -49,7 +41,8 @@ def test_a_living_run_keeps_its_lock_and_releases_it(file):
     LockFile(file, "checkpoint.dir = here").release()
 
 
-def test_a_killed_run_is_recognised_at_once(file):
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_killed_run_is_recognized_at_once(file, reaped):
     """Also while it is still a zombie, its parent being busy."""
 
     def hold(ready):
@@ -57,61 +50,55 @@ def test_a_killed_run_is_recognised_at_once(file):
         ready.set()
         time.sleep(60)
 
-    for reaped in (True, False):
-        ready = FORK.Event()
-        child = FORK.Process(target=hold, args=(ready,))
-        child.start()
-        assert ready.wait(30)
-        with pytest.raises(OSError, match=f"process {child.pid} on"):
-            LockFile(file, "target")
-        os.kill(child.pid, signal.SIGKILL)
-        if reaped:
-            child.join()
-        else:
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        begun = time.monotonic()
-        LockFile(file, "target").release()
-        assert time.monotonic() - begun < lock_file.STALE_S / 2
+    ready = FORK.Event()
+    child = FORK.Process(target=hold, args=(ready,))
+    child.start()
+    assert ready.wait(30)
+    with pytest.raises(OSError, match=f"process {child.pid} on"):
+        LockFile(file, "target")
+    os.kill(child.pid, signal.SIGKILL)
+    if reaped:
         child.join()
+    else:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    start = time.monotonic()
+    LockFile(file, "target").release()
+    assert time.monotonic() - start < lock_file.STALE_S / 2
+    child.join()
 
 
-def test_what_is_known_of_an_owner():
-    here = this_process()
-    assert is_alive(here, here)
-    assert is_alive(replace(here, started="1"), here) is False, "its pid is now another process's"
-    other = replace(here, system="another kernel", job="77", restarts=1)
-    assert is_alive(other, here) is None
-    assert is_alive(other, replace(here, job="77", restarts=2)) is False, (
-        "SLURM has requeued the job"
-    )
-    assert is_alive(other, replace(here, job="77", restarts=1)) is None, "another step of the job"
-    assert is_alive(other, replace(here, job="78", restarts=2)) is None
+def test_whether_an_owner_is_alive(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    observer = this_process()
+    assert (observer.job, observer.restarts) == ("77", 2)
+    assert "SLURM job 77" in str(observer)
+    assert is_alive(observer, observer)
+    assert is_alive(replace(observer, started="1"), observer) is False, "its pid was reused"
+    owner = replace(observer, system="another kernel", restarts=1)
+    assert is_alive(owner, observer) is False, "SLURM has requeued the job"
+    assert is_alive(owner, replace(observer, restarts=1)) is None, "another step of the job"
+    assert is_alive(owner, replace(observer, job="78")) is None
+    assert is_alive(owner, replace(observer, job="", restarts=0)) is None
+    assert str(Owner()) == "an unknown process"
 
 
-def test_slurms_numbers_are_those_of_the_job(monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    owner = this_process()
-    assert (owner.job, owner.restarts) == ("4711", 3) and "SLURM job 4711" in str(owner)
-
-
-def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(
+def test_on_another_machine_the_living_are_seen_and_the_silent_replaced(
     file, quick, monkeypatch, capsys
 ):
     first = LockFile(file, "target")
-    elsewhere(monkeypatch)
+    monkeypatch.setattr(lock_file, "_system", lambda: "another kernel")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="still going"):
         patch.setattr(lock_file, "STALE_S", 60)  # a busy machine may delay the heartbeat
         LockFile(file, "target")
     assert "watching for up to 60 s" in capsys.readouterr().err
-    first._released.set()  # killed: no heartbeat, and the file stays
+    first._released.set()  # as if killed: no heartbeat, and the file stays
     first._thread.join()
-    begun = time.monotonic()
+    start = time.monotonic()
     second = LockFile(file, "target")
-    assert time.monotonic() - begun >= lock_file.STALE_S
-    with pytest.raises(
-        OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.3 s"
-    ):
+    assert time.monotonic() - start >= lock_file.STALE_S
+    message = r"taken over by another run, process \d+ on .* no sign of life for 0.3 s"
+    with pytest.raises(OSError, match=message):
         first.check()
     first.release()
     second.check()
@@ -123,56 +110,55 @@ def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(
 def test_an_unreadable_file_belongs_to_an_unknown_run(file, quick, monkeypatch, content):
     file.parent.mkdir()
     file.write_text(content)
-    held = LockFile(file, "target")
-    held.check()
-    held.release()
+    lock = LockFile(file, "target")
+    lock.check()
+    lock.release()
     file.write_text(content)
     os.utime(file, (1, 1))
-    monkeypatch.setattr(lock_file, "STALE_S", 1000)  # silent for years: it is not watched
+    monkeypatch.setattr(lock_file, "STALE_S", 1000)  # untouched for years, it is not watched
     LockFile(file, "target").release()
 
 
-def test_a_file_that_somebody_removed_is_made_again(file):
-    held = LockFile(file, "target")
+def test_a_removed_file_is_made_again(file):
+    lock = LockFile(file, "target")
     file.unlink()
     file.parent.rmdir()
-    held.check()
+    lock.check()
     with pytest.raises(OSError, match="still going"):
         LockFile(file, "target")
-    held.release()
+    lock.release()
 
 
-def test_of_many_that_find_a_dead_run_at_once_one_gets_the_lock(file):
-    leave(file, replace(this_process(), started="1"))
-    start, done, queue = FORK.Event(), FORK.Event(), FORK.Queue()
+def test_of_several_runs_that_find_a_dead_one_a_single_run_gets_the_lock(file):
+    file.parent.mkdir()
+    file.write_text(json.dumps(asdict(replace(this_process(), started="1"))))
+    start, done, results = FORK.Event(), FORK.Event(), FORK.Queue()
 
-    def begin():
+    def compete():
         start.wait()
         try:
-            held = LockFile(file, "target")
+            lock = LockFile(file, "target")
         except OSError:
-            queue.put(False)
+            results.put(False)
             return
-        queue.put(True)
+        results.put(True)
         done.wait(30)
-        held.release()
+        lock.release()
 
-    children = [FORK.Process(target=begin) for _ in range(4)]
+    children = [FORK.Process(target=compete) for _ in range(4)]
     for child in children:
         child.start()
     start.set()
-    assert sorted(queue.get(timeout=30) for _ in children) == [False, False, False, True]
+    assert sorted(results.get(timeout=30) for _ in children) == [False, False, False, True]
     done.set()
     for child in children:
         child.join()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder, said in (("file/inside", "Not a directory"), ("file", "File exists")):
-        with pytest.raises(OSError, match=rf"checkpoint\.dir = there cannot be locked: .*{said}"):
-            LockFile(tmp_path / folder / "run.lock", "checkpoint.dir = there")
-
-
-def test_an_owner_without_a_number_is_unknown():
-    assert str(Owner()) == "an unknown process"
+@pytest.mark.parametrize(
+    ("folder", "cause"), [("file/inside", "Not a directory"), ("file", "File exists")]
+)
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, folder, cause):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"checkpoint\.dir = there cannot be locked: .*{cause}"):
+        LockFile(tmp_path / folder / "run.lock", "checkpoint.dir = there")
