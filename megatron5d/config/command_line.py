@@ -12,14 +12,17 @@ import io
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.convert import groups_of_keys, leaves
+from megatron5d.config.convert import group_names, leaves, types_of
+from megatron5d.config.default_files import default_file
 from megatron5d.config.errors import Fault, closest, closest_key
+from megatron5d.config.schema import Config
 
 FLAGS = {
     "--help": "print this text",
@@ -160,7 +163,7 @@ def _take(out: Arguments, flag: str, value: str) -> None:
 
 def _unknown_flag(flag: str) -> Fault:
     name = flag.lstrip("-").replace("-", "_")
-    meant = closest(name, groups_of_keys(), 0.8) or closest_key(name, leaves())
+    meant = closest(name, group_names(), 0.8) or closest_key(name, leaves())
     near = closest(name, [known.lstrip("-").replace("-", "_") for known in FLAGS], 0.6)
     if near and name != (meant or "").rpartition(".")[2]:
         fix = f"did you mean --{near.replace('_', '-')}?"
@@ -205,13 +208,8 @@ def help_text(folders: Sequence[Path]) -> str:
     ]
     parts += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]
     for group in groups:
-        listing = folders[0] / group / "default.yaml"
-        if listing.is_file():
-            parts += [
-                "",
-                f"{group}:",
-                *("    " + line for line in listing.read_text().splitlines()),
-            ]
+        if group in types_of(Config):
+            parts += ["", f"{group}:", textwrap.indent(default_file(group), "    ").rstrip()]
     return "\n".join(parts) + "\n"
 
 

@@ -1,5 +1,6 @@
-"""Converts between plain mappings and the frozen dataclasses; unknown keys and wrong types are
-collected as faults.
+"""Converts between plain mappings and the configuration's dataclasses, and looks keys up by name.
+
+Unknown keys and values of the wrong type are collected as faults.
 """
 
 import dataclasses
@@ -14,18 +15,25 @@ from functools import cache
 from typing import Any
 
 from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
+from megatron5d.config.key import Key
 from megatron5d.config.schema import Config
 
-# Keys that have another name now -> that name; files and command lines may still have the old one.
+# Old names of keys, which files and command lines may still have -> the present ones.
 RENAMED = {"parallel.regather": "parallel.zero3_gather", "parallel.reduce": "parallel.grad_reduce"}
 SHOWN_KEYS = 4  # in a message about an unknown key of a group
 _BAD = object()  # stands for a value of the wrong type, in whose place the default is used
-_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+_ITEM_NAMES = {int: "integers", float: "numbers", str: "strings"}
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """Returns the configuration that `to_dict` wrote; missing keys keep their defaults, so old
-    files stay readable. Raises ConfigError: an unknown key or a value of the wrong type."""
+    """Configuration that `to_dict` wrote.
+
+    Missing keys keep their defaults, so old files stay readable.
+
+    Raises:
+        ConfigError: unknown keys or values of the wrong type.
+    """
     faults: list[Fault] = []
     config = convert(data, faults)
     if faults:
@@ -34,7 +42,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Returns a configuration (or one group of it) as nested plain values, spelled as in YAML."""
+    """Configuration, or one group of it, as nested plain values, spelled as in YAML."""
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -45,190 +53,191 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def convert(data: Mapping[str, Any], faults: list[Fault]) -> Config:
-    """Returns a typed configuration; faults are appended to `faults`, and their fields have their
-    defaults."""
-    return _group(Config, data, "", faults)
+    """Typed configuration of nested values.
+
+    Args:
+        faults: faults of keys and types are appended here; their fields keep their defaults.
+    """
+    return _convert_group(Config, data, "", faults)
 
 
 def key_of(field: dataclasses.Field) -> str:
-    """Returns the key of a field in YAML; it differs from the name for `async`, which Python does
-    not allow."""
-    return field.metadata.get("key", field.name)
+    """Key of a field in YAML; it differs from the name for `async`, which Python does not allow."""
+    return field.metadata["name"] or field.name
+
+
+@cache
+def types_of(cls: type) -> dict[str, Any]:
+    """Types of a dataclass's fields, by name."""
+    return typing.get_type_hints(cls)
 
 
 @cache
 def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Returns every dotted key of the configuration with its type, groups included, in the order of
-    the schema."""
-    found: dict[str, Any] = {}
-    hints = _hints(cls)
+    """Types of all dotted keys of the configuration, groups included, in the schema's order."""
+    result: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        key, kind = prefix + key_of(field), hints[field.name]
-        found[key] = kind
+        key, kind = prefix + key_of(field), types_of(cls)[field.name]
+        result[key] = kind
         if dataclasses.is_dataclass(kind):
-            found |= keys(typing.cast(type, kind), key + ".")
-    return found
+            result |= keys(typing.cast(type, kind), key + ".")
+    return result
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Returns the value of a dotted key, spelled as in YAML."""
-    return _reader(key)(config)
+    """Value of a dotted key, spelled as in YAML."""
+    return _getter(key)(config)
+
+
+def default_of(key: str) -> Any:
+    """Default of a dotted key."""
+    return value_of(Config(), key)
+
+
+def described(key: str) -> Key:
+    """What the schema says about a dotted key that holds a value."""
+    return _fields(key)[-1].metadata["key"]
 
 
 @cache
-def _reader(key: str) -> operator.attrgetter:
-    """Returns a function that reads the field of a dotted key from a configuration."""
+def _getter(key: str) -> operator.attrgetter:
+    return operator.attrgetter(".".join(field.name for field in _fields(key)))
+
+
+@cache
+def _fields(key: str) -> list[dataclasses.Field]:
+    """Fields that lead from the configuration to a dotted key."""
     cls: Any = Config
-    names = []
-    for part in key.split("."):
-        field = next(field for field in dataclasses.fields(cls) if key_of(field) == part)
-        names.append(field.name)
-        cls = _hints(cls)[field.name]
-    return operator.attrgetter(".".join(names))
+    path = []
+    for name in key.split("."):
+        path.append(next(field for field in dataclasses.fields(cls) if key_of(field) == name))
+        cls = types_of(cls)[path[-1].name]
+    return path
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def leaves() -> list[str]:
-    """Returns the dotted keys that hold values."""
+    """Dotted keys that hold values."""
     return [key for key, kind in keys().items() if not dataclasses.is_dataclass(kind)]
 
 
-def groups_of_keys() -> list[str]:
-    """Returns the Hydra groups, as in `model=llama3_8b` and `experiment=quickstart`."""
+def group_names() -> list[str]:
+    """Hydra groups, as in `model=llama3_8b` and `experiment=quickstart`."""
     return [*(key for key in keys() if "." not in key), "experiment"]
 
 
 def kind_of(key: str) -> type:
-    """Returns the type of a dotted key, without None: int, float, bool, str or list; for a group
-    its dataclass."""
+    """Type of a dotted key without None: int, float, bool, str or list; of a group its dataclass."""
     kind = _without_none(keys()[key])
     return typing.cast(type, typing.get_origin(kind) or kind)
 
 
 def unknown_key(key: str) -> Fault:
-    """Returns the fault of a key that the schema does not have."""
-    group = key.rpartition(".")[0]
-    if key.rpartition(".")[2] in DATA_PARALLEL and group in ("", "parallel"):
-        reason = (
-            f"{key} is no key of the configuration: dp is what parallel.tp·cp·pp leave of the ranks"
-        )
+    """Fault of a key that the schema does not have."""
+    group, _, name = key.rpartition(".")
+    reason = f"{key} is not a configuration key"
+    if name in DATA_PARALLEL and group in ("", "parallel"):
+        reason += ": dp is the number of remaining ranks, world / (parallel.tp·cp·pp)"
         return Fault("unknown-key", (key,), reason, "leave it out, and start dp·tp·cp·pp ranks")
-    meant = None if group else closest(key, groups_of_keys(), 0.8)
-    if meant:
-        fix = f"did you mean {meant}=...?"
-        return Fault("unknown-key", (meant,), f"{key} is no group of the configuration", fix)
-    meant = closest_key(key, leaves())
-    if meant:
-        fix = f"did you mean {meant}?"
-    elif any(leaf.startswith(group + ".") for leaf in leaves()):
-        fix = _nearest(key, [leaf for leaf in leaves() if leaf.startswith(group + ".")])
+    similar = None if group else closest(key, group_names(), 0.8)
+    if similar:
+        reason, fix = f"{key} is not a configuration group", f"did you mean {similar}=...?"
+        return Fault("unknown-key", (similar,), reason, fix)
+    similar = closest_key(key, leaves())
+    siblings = [leaf for leaf in leaves() if leaf.startswith(group + ".")]
+    if similar:
+        fix = f"did you mean {similar}?"
+    elif siblings:
+        fix = _most_similar(key, siblings)
     else:
-        fix = f"the groups are {', '.join(groups_of_keys())}; --help lists every key"
-    return Fault("unknown-key", (meant or key,), f"{key} is no key of the configuration", fix)
+        fix = f"the groups are {', '.join(group_names())}; --help lists every key"
+    return Fault("unknown-key", (similar or key,), reason, fix)
 
 
-def _nearest(key: str, siblings: list[str]) -> str:
-    """Returns a fix that names the keys of a group with the most similar spelling."""
-    alike = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
-    more = (
-        f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help"
-        if len(siblings) > SHOWN_KEYS
-        else ""
-    )
-    return f"the nearest are {', '.join(alike[:SHOWN_KEYS])}{more}"
+def _most_similar(key: str, siblings: list[str]) -> str:
+    """Fix that names the keys of a group with the most similar spelling."""
+    ranked = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
+    fix = f"the nearest are {', '.join(ranked[:SHOWN_KEYS])}"
+    if len(siblings) > SHOWN_KEYS:
+        fix += f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help"
+    return fix
 
 
-def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
+def _convert_group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
     if not isinstance(data, Mapping):
         example = next(key for key in leaves() if key.startswith(path + "."))
-        faults.append(
-            Fault(
-                "wrong-type",
-                (path,),
-                f"{path} = {data!r} is a group of keys",
-                f"set its keys, such as {example}",
-            )
-        )
+        reason = f"{path} is a group of keys (got {data!r})"
+        faults.append(Fault("wrong-type", (path,), reason, f"set its keys, such as {example}"))
         return cls()
-    old = {key: RENAMED[f"{path}.{key}"] for key in data if f"{path}.{key}" in RENAMED}
-    data = {key: value for key, value in data.items() if key not in old} | {
-        new.rpartition(".")[2]: data[key] for key, new in old.items()
-    }
-    hints = _hints(cls)
-    known = {key_of(field): field for field in dataclasses.fields(cls)}
-    dotted = {key: f"{path}.{key}" if path else str(key) for key in [*data, *known]}
-    faults += [unknown_key(dotted[key]) for key in data if key not in known]
+    prefix = f"{path}." if path else ""
+    renamed = {old: new.removeprefix(prefix) for old, new in RENAMED.items()}
+    data = {renamed.get(f"{prefix}{name}", str(name)): value for name, value in data.items()}
+    fields = {key_of(field): field for field in dataclasses.fields(cls)}
+    faults += [unknown_key(prefix + name) for name in data if name not in fields]
     values = {}
-    for key, field in known.items():
-        if key not in data:
-            continue
-        value = _value(hints[field.name], data[key], dotted[key], faults)
-        if value is not _BAD:
-            values[field.name] = value
+    for name, field in fields.items():
+        if name in data:
+            kind = types_of(cls)[field.name]
+            value = _convert_value(kind, data[name], prefix + name, faults)
+            if value is not _BAD:
+                values[field.name] = value
     return cls(**values)
 
 
-def _value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
+def _convert_value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
     if dataclasses.is_dataclass(kind):
-        return _group(typing.cast(type, kind), value, path, faults)
-    converted = _plain(
-        kind, _counts(value) if path == "pipeline.layout" and isinstance(value, str) else value
-    )
+        return _convert_group(typing.cast(type, kind), value, path, faults)
+    if path == "pipeline.layout" and isinstance(value, str):
+        value = _counts(value)
+    converted = _plain(kind, value)
     if converted is _BAD:
         faults.append(_wrong_type(kind, value, path))
     return converted
 
 
 def _counts(text: str) -> list[int] | str:
-    """Returns blocks per stage of Megatron's `--pipeline-model-parallel-layout`; the text itself
-    where it is none."""
+    """Blocks per stage of Megatron's `--pipeline-model-parallel-layout`; any other text itself."""
     flat = re.sub(r"[\s,]", "", text)
-    while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", flat):
-        group, times, letter, count = found.groups()
-        flat = (
-            flat[: found.start()]
-            + (letter or group or "") * int(times or count or 1)
-            + flat[found.end() :]
-        )
-    return (
-        [len(stage) for stage in flat[1:-1].split("|")]
-        if re.fullmatch(r"E[t|]*[m|]*L", flat)
-        else text
-    )
+    # (ab)*2 and t*3 are repetitions; the innermost are expanded first
+    while match := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", flat):
+        sequence, times, letter, count = match.groups()
+        expanded = (letter or sequence or "") * int(times or count or 1)
+        flat = flat[: match.start()] + expanded + flat[match.end() :]
+    if not re.fullmatch(r"E[t|]*[m|]*L", flat):
+        return text
+    return [len(stage) for stage in flat[1:-1].split("|")]
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """Returns `value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number;
-    nothing else is bent.
+    """Converts a value to `kind`, or gives _BAD.
 
-    An empty text is nothing: who wants none says null.
+    One string may stand for a list of one, and an integer for a number. Everything else is strict:
+    an empty string is rejected, because log.dir=$NOT_SET is a mistake and null means none.
     """
     if value is None:
         return None if kind != _without_none(kind) else _BAD
     kind = _without_none(kind)
     if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        if isinstance(value, str) and item is str:
+        (item_kind,) = typing.get_args(kind)
+        if isinstance(value, str) and item_kind is str:
             value = [value]
-        items = [_plain(item, one) for one in value] if isinstance(value, (list, tuple)) else [_BAD]
+        if not isinstance(value, (list, tuple)):
+            return _BAD
+        items = [_plain(item_kind, item) for item in value]
         return _BAD if _BAD in items else items
     if kind is float:
         return _number(value)
     if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)  # a name or a folder may consist of digits
-    if kind is str and value == "None":
-        return _BAD  # Python's null, which would be a folder or a name
-    if (kind is int and isinstance(value, bool)) or value == "":  # log.dir=$NOT_SET is a mistake
+    if kind is str and value in ("", "None"):  # None is Python's null, and would be a folder here
+        return _BAD
+    if kind is int and isinstance(value, bool):
         return _BAD
     return value if isinstance(value, kind) else _BAD
 
 
 def _without_none(kind: Any) -> Any:
-    """Returns T of `T | None`."""
+    """T of `T | None`."""
     if typing.get_origin(kind) not in (types.UnionType, typing.Union):
         return kind
     (inner,) = (option for option in typing.get_args(kind) if option is not type(None))
@@ -236,7 +245,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Returns a finite float; YAML 1.1 reads 1e-4 as a text, so texts that spell numbers count."""
+    """Finite float of a value, or _BAD; YAML 1.1 reads 1e-4 as a string, so those count, too."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return _BAD
     try:
@@ -249,52 +258,46 @@ def _number(value: Any) -> Any:
 def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
     optional, kind = kind != _without_none(kind), _without_none(kind)
     if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        wanted = "a list of " + {int: "integers", float: "numbers", str: "texts"}[item]
+        (item_kind,) = typing.get_args(kind)
+        expected = f"a list of {_ITEM_NAMES[item_kind]}"
     else:
-        wanted = ("a finite number" if kind is float else _KINDS[kind]) + (
-            " or null" if optional else ""
-        )
-    return Fault(
-        "wrong-type",
-        (path,),
-        f"{path} = {value!r} is not {wanted}",
-        f"{path}={_example(kind, value, path, optional)}",
-    )
+        expected = _TYPE_NAMES[kind]
+    reason = f"{path} must be {expected}{' or null' if optional else ''} (got {value!r})"
+    return Fault("wrong-type", (path,), reason, f"{path}={_example(kind, value, path)}")
 
 
-def _example(kind: Any, value: Any, path: str, optional: bool) -> str:
-    """Returns a legal value of the type: near to what was written, or the default."""
-    if value == "None" and optional:
-        return "null"
-    if kind is int and isinstance(value, (float, str)):
-        number = _number(value)
-        if number is not _BAD:
-            return str(round(number))
-    if kind is bool and not isinstance(value, (list, Mapping)):
+def _example(kind: Any, value: Any, path: str) -> str:
+    """Legal value of a type, spelled: near to what was written, or the default."""
+    number = _number(value)
+    if kind is int and number is not _BAD:
+        return str(round(number))
+    if kind is bool and isinstance(value, (str, int)):
         return "true" if str(value).lower() in ("1", "yes", "on", "t", "y") else "false"
-    default = value_of(Config(), path)
-    if default is None or (optional and default == []):
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"[{','.join(map(str, default))}]" if isinstance(default, list) else str(default)
+    return spelled(default_of(path))
+
+
+def spelled(value: object) -> str:
+    """Spells a value as on a command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(str, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 Change = dict[str, Any]  # key of the configuration -> value
 
 
 def changed(config: Config, change: Change) -> Config:
-    """Returns the configuration with some keys of one dot replaced."""
+    """Configuration with some keys of one dot replaced."""
     for key, value in change.items():
         group, name = key.split(".")
-        config = dataclasses.replace(
-            config, **{group: dataclasses.replace(getattr(config, group), **{name: value})}
-        )
+        replaced = dataclasses.replace(getattr(config, group), **{name: value})
+        config = dataclasses.replace(config, **{group: replaced})
     return config
 
 
 def override_text(change: Change) -> str:
-    """Returns a change as overrides on a command line."""
-    said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
-    return " ".join(f"{key}={value}" for key, value in said.items())
+    """Spells a change as overrides on a command line."""
+    texts = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
+    return " ".join(f"{key}={value}" for key, value in texts.items())

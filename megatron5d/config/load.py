@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron5d.config.checks import run_checks
-from megatron5d.config.checks.values import WORDS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
 from megatron5d.config.convert import (
     RENAMED,
     convert,
+    described,
     from_dict,
     keys,
     kind_of,
@@ -34,6 +34,7 @@ from megatron5d.config.convert import (
     unknown_key,
     value_of,
 )
+from megatron5d.config.default_files import CONF
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest, closest_key
 from megatron5d.config.schema import Config
 
@@ -110,7 +111,6 @@ def each_value(key: str, values: Sequence[str], rest: Sequence[str]) -> str:
     )
 
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
 ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> faults that only code of higher floors can find."""
@@ -431,8 +431,8 @@ class _Spelling:
         key = next(
             (
                 key
-                for key, words in WORDS.items()
-                if key.partition(".")[0] == group and written in words
+                for key in leaves()
+                if key.partition(".")[0] == group and written in described(key).choices
             ),
             None,
         )

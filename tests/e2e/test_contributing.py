@@ -138,3 +138,10 @@ def test_check():
     assert "200" in fault.reason
     assert "128" in fault.reason
     assert fault.fix.endswith("model.attention_window=64")
+
+
+def test_key():
+    """The documented lines are those of the schema."""
+    schema = "".join(path.read_text() for path in (ROOT / "megatron5d/config").glob("*schema.py"))
+    for line in example("key").splitlines():
+        assert line in schema

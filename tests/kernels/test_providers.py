@@ -9,7 +9,7 @@ import torch
 from libraries_on_cpu import counted, on_cpu
 
 from megatron5d import kernels
-from megatron5d.config.checks.values import WORDS
+from megatron5d.config.convert import described
 from megatron5d.kernels import choice, gemm, tuning
 from megatron5d.kernels.choice import (
     AttentionRequest,
@@ -224,7 +224,7 @@ def test_auto_goes_by_the_documented_order_and_then_by_what_was_measured(
         first = (*choice.ORDER[request_.way], choice.TRITON)[0]
         assert chosen(request_, Settings()) == first
         assert chosen(request_, Settings(**{family: "triton"})) == "triton"
-        other = next(name for name in WORDS[f"kernels.{family}"][1:] if name != first)
+        other = next(name for name in described(f"kernels.{family}").choices[1:] if name != first)
         (key, size), *_ = request_.key.items()
         entries = [
             {"up_to": {key: size - 1}, "config": {"order": [first]}},

@@ -86,15 +86,6 @@ def divisors(value: int) -> list[int]:
     return sorted({*small, *(value // d for d in small)})
 
 
-def spelled(value: object) -> str:
-    """Returns a value as it is written on a command line."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(str, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def seq_len_fix(config: Config, of: int) -> str:
     """Returns the sequence lengths on both sides that `of` divides, or padding up to the next."""
     length, padded = config.train.seq_len, f"train.seq_len={-(-config.train.seq_len // of) * of}"

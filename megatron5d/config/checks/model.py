@@ -13,9 +13,8 @@ from megatron5d.config.checks.check import (
     fault,
     multiples,
     nearest,
-    spelled,
 )
-from megatron5d.config.convert import value_of
+from megatron5d.config.convert import spelled, value_of
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import Config
 

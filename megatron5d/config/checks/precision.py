@@ -3,8 +3,8 @@ fit together."""
 
 import fnmatch
 
-from megatron5d.config.checks.check import Faults, check, fault, spelled
-from megatron5d.config.convert import value_of
+from megatron5d.config.checks.check import Faults, check, fault
+from megatron5d.config.convert import spelled, value_of
 from megatron5d.config.derived import cut_features, matrices, quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
 

@@ -3,8 +3,9 @@ installed."""
 
 from importlib.util import find_spec
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, fault, spelled
+from megatron5d.config.checks.check import Faults, check, data_parallel, fault
 from megatron5d.config.checks.layout import MODEL_AXES
+from megatron5d.config.convert import spelled
 from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress, sample_len
 from megatron5d.config.schema import Config, OptimConfig
 

@@ -93,11 +93,11 @@ def test_all_that_is_broken_is_told_at_once(capsys):
         "9 faults",
         "train.stepz",
         "model=llama4",
-        "optim.lr = 'abc'",
+        "(got 'abc')",
         "8 ranks",
-        "train.seq_len = 0",
-        "data.order = up",
-        "parallel.zero = 4",
+        "train.seq_len must be",
+        "data.order must be",
+        "parallel.zero must be",
         "--verbose",
         "train.mbs=[1",
     ):
@@ -209,4 +209,4 @@ def test_what_is_no_override_is_told_in_plain_words(written, capsys):
 @pytest.mark.parametrize("key", [key for key in leaves() if kind_of(key) is int])
 def test_numbers_of_twenty_digits_are_refused_at_once(key, capsys):
     text = told([*SOUND, f"{key}={10**20}"], capsys)
-    assert f"{key} = {10**20} is " in text and "00000000000" not in text.partition("fix:")[2]
+    assert f"(got {10**20})" in text and "00000000000" not in text.partition("fix:")[2]

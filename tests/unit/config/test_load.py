@@ -58,7 +58,7 @@ def test_the_layout_of_megatron(text, counts):
 @pytest.mark.parametrize("text", ["t|tL", "Et|mt|L", "Et|L|t", "Et|x|L", "'Et|(t|L'"])
 def test_a_layout_that_is_none_of_megatrons(text):
     (fault,) = faults([f"pipeline.layout={text}"]).values()
-    assert fault.id == "wrong-type" and "is not a list of integers" in fault.reason
+    assert fault.id == "wrong-type" and "must be a list of integers" in fault.reason
 
 
 def test_texts_that_look_like_something_else_stay_texts():
@@ -139,7 +139,9 @@ def test_an_old_file_that_lacks_a_key_keeps_its_default():
 
 
 def test_a_file_with_a_stranger_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.gsb is no key.*\n.*did you mean train\.gbs\?"):
+    with pytest.raises(
+        ConfigError, match=r"train\.gsb is not a configuration key.*\n.*did you mean train\.gbs\?"
+    ):
         from_yaml("train: {gsb: 4}")
 
 
@@ -168,10 +170,7 @@ def test_unknown_keys_come_with_the_key_that_was_meant(written, meant):
 @pytest.mark.parametrize("written", ["dp", "parallel.dp", "parallel.data_parallel_size"])
 def test_dp_is_explained_and_nothing_else_is_suggested(written):
     fault = faults([f"{written}=2"])["unknown-key"]
-    assert (
-        "dp is what parallel.tp·cp·pp leave of the ranks" in fault.reason
-        and "did you mean" not in fault.fix
-    )
+    assert "dp is the number of remaining ranks" in fault.reason and "did you mean" not in fault.fix
 
 
 def test_no_key_is_suggested_for_nonsense():
@@ -271,7 +270,7 @@ def test_own_file_with_a_stranger_is_refused(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "long.yaml").write_text("steps: 10\nwarmup: 3\n")
     found = faults(["--config-dir", str(tmp_path), "train=long"])
-    assert "train.warmup is no key" in found["unknown-key"].reason
+    assert "train.warmup is not a configuration key" in found["unknown-key"].reason
 
 
 def test_interpolations_and_values_that_must_be_given(tmp_path):
@@ -294,7 +293,7 @@ def test_help_lists_groups_fields_defaults_and_units(capsys):
         "quickstart",
         "--config-dir",
         "gbs: 8",
-        "global batch, in sequences",
+        "[sequences] global batch",
         "Exit codes",
     ):
         assert words in text
@@ -327,7 +326,5 @@ def test_refuse_speaks_on_one_rank_and_ends_all(capsys):
         assert told.out == ""
         assert (told.err == "") == (rank == 1)
     assert (
-        "2 faults" in told.err
-        and "did you mean train.gbs?" in told.err
-        and "optim.lr = 'x'" in told.err
+        "2 faults" in told.err and "did you mean train.gbs?" in told.err and "(got 'x')" in told.err
     )

@@ -304,7 +304,7 @@ def test_cfg_and_help_end_well(folder):
     shown = pretrain(folder, "--cfg", "job", "experiment=quickstart")
     assert shown.returncode == 0 and "seq_len: 128" in shown.stdout and shown.stderr == ""
     helped = pretrain(folder, "--help")
-    assert helped.returncode == 0 and "global batch, in sequences" in helped.stdout
+    assert helped.returncode == 0 and "[sequences] global batch" in helped.stdout
     assert everything_below(folder) == ["corpus.bin", "corpus.idx"]
 
 

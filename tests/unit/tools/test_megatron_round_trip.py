@@ -139,7 +139,7 @@ def test_a_source_that_is_damaged_midway_leaves_nothing(tmp_path, monkeypatch, c
 
 
 def test_nothing_is_written_that_no_tool_would_read(tmp_path):
-    with pytest.raises(ConfigError, match="model.norm_eps = 0.0 is not above 0"):
+    with pytest.raises(ConfigError, match="model.norm_eps must be above 0"):
         saved(tmp_path / "ours", norm_eps=0.0)
     with pytest.raises(SystemExit):  # before anything is read
         run(
