@@ -1,5 +1,4 @@
-"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. Shows what
-holds what."""
+"""Builds a run from its components: mesh, model, data parallelism, optimizer, pipeline, weights."""
 
 from __future__ import annotations
 
@@ -53,7 +52,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """Everything a training loop holds."""
+    """Components and state of a training run.
+
+    Args:
+        notes: printed when the run starts.
+        padded: whether the data files may contain padding.
+    """
 
     config: Config
     process: Process
@@ -65,26 +69,20 @@ class Run:
     trainer: Trainer
     progress: Progress
     layout: PipelineLayout
-    notes: list[str] = field(default_factory=list)  # shown when the run starts
-    padded: bool = True  # the files may hold padding
+    notes: list[str] = field(default_factory=list)
+    padded: bool = True
 
     @property
     def reads_tokens(self) -> bool:
-        """This rank needs tokens: to embed or to predict them; elsewhere to tell documents or
-        padding apart."""
-        model = self.model
-        ends = model.embedding is not None or model.head is not None or len(model.mtp_blocks) > 0
-        return (
-            ends
-            or self.config.data.document_mask
-            or self.config.model.num_experts > 0
-            or self.padded
-        )
+        """Whether this rank needs tokens: to embed, predict, or find documents and padding."""
+        model, config = self.model, self.config
+        at_ends = model.embedding is not None or model.head is not None or len(model.mtp_blocks) > 0
+        needs_masks = config.data.document_mask or config.model.num_experts > 0 or self.padded
+        return at_ends or needs_masks
 
 
 def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
-    """Builds a run and brings it to its first step: new weights, imported ones, or those of a
-    checkpoint.
+    """Builds a run and gives it weights: initial, imported, or those of a checkpoint.
 
     Args:
         layout: of the pipeline, the same on every rank.
@@ -94,11 +92,13 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
 
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
-    if config.train.cuda_graph != "none" and process.device.type == "cuda":
-        # the default stream cannot be captured, and autograd stays on one
+    on_gpu = process.device.type == "cuda"
+    if config.train.cuda_graph != "none" and on_gpu:
+        # The default stream cannot be captured, and autograd runs on the stream of the forward.
         stream = torch.cuda.Stream(process.device)
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
+
     ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
@@ -108,33 +108,26 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         recorder=ledger,
         timeout_s=config.parallel.timeout_s,
     )
+    stages = layout.stage_specs(mesh["pp"].rank)
     with without_memory():
-        model = GPT(
-            config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared
-        )
+        model = GPT(config, mesh, process.device, stages, layout.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
-    checkpoint = agree_on_checkpoint(
-        config.checkpoint.dir, config.checkpoint.resume, restarted_job()
-    )
-    notes, progress = (
-        [*idle_routers(config), layout.note, passed_over(config, checkpoint)],
-        Progress(),
-    )
+
+    folder, resumed = config.checkpoint.dir, config.checkpoint.resume
+    checkpoint = agree_on_checkpoint(folder, resumed, restarted_job())
+    notes = [*idle_routers(config), layout.note, passed_over(config, checkpoint)]
+    progress = Progress()
     if checkpoint is None:
-        notes += _first_weights(config, sync, optimizer, model)
+        notes += _load_first_weights(config, sync, optimizer, model)
     else:
-        progress, changed, config = resume(checkpoint, sync, optimizer, model.weights(), config)
+        progress, changes, config = resume(checkpoint, sync, optimizer, model.weights(), config)
         trainer.guard.in_a_row = progress.skipped_in_a_row
-        notes += [f"continues from {checkpoint} with {'; '.join(changed)}"] if changed else []
-    notes += on_rank_0(
-        lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)]
-    )
-    if process.device.type == "cuda":
+        notes += [f"continues from {checkpoint} with {'; '.join(changes)}"] if changes else []
+    notes += on_rank_0(lambda: _checkpoint_notes(config, progress))
+    if on_gpu:
         from megatron5d.train.preflight.kernels import capability_here, choice_text
 
         notes.append(choice_text(config, capability_here()))
-    padded = on_rank_0(lambda: may_hold_padding(config))
-    notes = [note for note in notes if note]
     return Run(
         config,
         process,
@@ -146,57 +139,51 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         trainer,
         progress,
         layout,
-        notes,
-        padded,
+        notes=[note for note in notes if note],
+        padded=on_rank_0(lambda: may_hold_padding(config)),
     )
+
+
+def _checkpoint_notes(config: Config, progress: Progress) -> list[str]:
+    return [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)]
 
 
 def build_trainer(
     config: Config, mesh: Mesh, model: GPT, layout: PipelineLayout
 ) -> tuple[GradSync, Optimizer, Trainer]:
-    """Returns data parallelism, optimiser and pipeline around a model, whose weights may still have
-    no values.
+    """Data parallelism, optimizer and pipeline around a model, whose weights may lack values.
 
     Comm: the pipeline's channels are opened; that of `build_optimizer`.
     """
     sync = build_sync(config, mesh, model)
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
-    held = layout.placement.stages_of(mesh["pp"].rank)
-    phases = {stage: model.phases_of(stage) for _, stage in held}
+    local_stages = layout.placement.stages_of(mesh["pp"].rank)
+    phases = {stage: model.phases_of(stage) for _, stage in local_stages}
     stages = {
         (direction, stage): Stage(phases[stage], sync, _graphs(config, mesh))
-        for direction, stage in held
+        for direction, stage in local_stages
     }
-    forms = [
-        boundary_form(config, sync.buckets[0].weights.device, spec.sent) for spec in layout.specs
-    ]
-    pipeline = Pipeline(
-        layout.program_of, layout.placement, stages, mesh["pp"], forms, config.parallel.timeout_s
-    )
-    terms = loss_terms(config)
-    check = model.overlap.check
-    masked_by = (
-        "data.eod_mask_loss = true, or padding (-100)"
-        if config.data.eod_mask_loss
-        else "padding (-100)"
-    )
+    device, timeout_s = sync.buckets[0].weights.device, config.parallel.timeout_s
+    forms = [boundary_form(config, device, spec.sent) for spec in layout.specs]
+    pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], forms, timeout_s)
+    masks = ["data.eod_mask_loss = true"] if config.data.eod_mask_loss else []
     trainer = Trainer(
         pipeline,
         sync,
         optimizer,
         mesh,
-        terms,
+        loss_terms(config),
         config.optim,
         model.balancer,
         model.send_capacity,
-        check_overlap=check,
-        masked_by=masked_by,
+        check_overlap=model.overlap.check,
+        masked_by=", or ".join([*masks, "padding (-100)"]),
     )
     return sync, optimizer, trainer
 
 
 def _graphs(config: Config, mesh: Mesh) -> PhaseGraphs | None:
-    """Returns the graphs of one stage; None where phases run as they are."""
+    """CUDA graphs of one stage; None where phases run without."""
     if config.train.cuda_graph == "none" or not torch.cuda.is_available():
         return None
     from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
@@ -207,7 +194,7 @@ def _graphs(config: Config, mesh: Mesh) -> PhaseGraphs | None:
 
 
 def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
-    """Returns data parallelism around a model, whose parameters become views of its buckets."""
+    """Data parallelism around a model, whose parameters become views of its buckets."""
     p = config.parallel
     return GradSync(
         model.units,
@@ -223,41 +210,41 @@ def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
 
 
 def _gather_format(config: Config) -> type[GatherFormat] | None:
-    """Returns the format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their
-    dtype."""
-    if (
-        config.parallel.zero < 3
-        or config.precision.fp8 == "none"
-        or not config.precision.fp8_gather
-    ):
+    """Format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
+    precision = config.precision
+    if config.parallel.zero < 3 or precision.fp8 == "none" or not precision.fp8_gather:
         return None
     from megatron5d.data_parallel.fp8_all_gather import Fp8ShardedWeights
 
     return Fp8ShardedWeights
 
 
-def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: GPT) -> list[str]:
-    """Returns the weights of the first step. Each rank fills only the slices that it owns, so no
-    rank ever holds a whole model.
+def _load_first_weights(
+    config: Config, sync: GradSync, optimizer: Optimizer, model: GPT
+) -> list[str]:
+    """Fills in the weights of the first step.
 
-    Returns notes for the log: where loaded weights were trained as another function than this model
-    computes.
+    Each rank fills only the slices that it owns, so that no rank ever holds a whole model.
+
+    Returns:
+        Notes for the log, where loaded weights were trained as another function than this model's.
 
     Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """
-    init, held, notes = config.init, weight_shards(sync, model.weights()), list[str]()
+    init, shards = config.init, weight_shards(sync, model.weights())
+    notes: list[str] = []
     if init.from_checkpoint is not None:
-        notes = load_weights_of_run(init.from_checkpoint, held, optimizer, config)
+        notes = load_weights_of_run(init.from_checkpoint, shards, optimizer, config)
     else:
         if (folder := init.from_hf) is not None:
             from megatron5d.checkpoint.hf.weights import load_hf_shards
 
             notes = on_every_rank(
-                lambda: load_hf_shards(held, config.model, folder, config.train.seed)
+                lambda: load_hf_shards(shards, config.model, folder, config.train.seed)
             )
-            refuse_nonfinite(Path(folder), by_key("model", held))
+            refuse_nonfinite(Path(folder), by_key("model", shards))
         else:
-            for spec, tensor in held:
+            for spec, tensor in shards:
                 for offset, view in tensor.shards.items():
                     initialize_rectangle(view, offset, spec, config.train.seed)
         optimizer.weights_to_masters()
@@ -267,7 +254,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
 
 
 def sizes_of(config: Config, world: int) -> Sizes:
-    """Returns the sizes of a run's axes; dp is what remains of the world."""
+    """Sizes of a run's axes; dp takes all remaining ranks."""
     p = config.parallel
     return resolve(
         world,
@@ -284,13 +271,11 @@ def sizes_of(config: Config, world: int) -> Sizes:
 
 
 def grad_dtype(config: Config) -> torch.dtype:
-    """Returns the dtype of main gradients: fp64 for a model in fp64, else as configured."""
-    return (
-        torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
-    )
+    """Dtype of main gradients: fp64 for a model in fp64, else as configured."""
+    precision = config.precision
+    return torch.float64 if precision.dtype == "fp64" else DTYPES[precision.grad_dtype]
 
 
 def rounding_seed(config: Config) -> int | None:
-    """Returns the seed of stochastic rounding, for bf16 weights without fp32 masters; None where
-    there are masters."""
+    """Seed of stochastic rounding, for bf16 weights without fp32 masters; else None."""
     return None if config.precision.master_weights else config.train.seed

@@ -1,7 +1,7 @@
-"""The training loop: batches in, steps, records, evaluations and checkpoints out.
+"""The training loop: steps, records, evaluations and checkpoints.
 
-What a run writes and no other run may: its checkpoints and its log. They are locked before anything
-is read.
+A run locks its checkpoints and its log before it reads anything, because no other run may write to
+them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,16 +46,21 @@ from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import Progress, run_record, run_tensors
 from megatron5d.train.step import StepResult
 
-ABOUT_DATA = (epochs, unmarked_documents, small_vocabulary, repeated_validation, without_targets)
+DATA_NOTES = (epochs, unmarked_documents, small_vocabulary, repeated_validation, without_targets)
 
 
 @dataclass
 class Outputs:
-    """What rank 0 holds during the run; all empty on other ranks."""
+    """What rank 0 writes to during the run; empty on other ranks.
 
-    lock: LockFile | None = None  # of checkpoint.dir; None where the run saves nothing
-    saver: Saver | None = None  # writes to checkpoint.dir; set once it exists
-    # what was repaired in checkpoint.dir, for the log
+    Args:
+        lock: of checkpoint.dir; None where the run saves nothing.
+        saver: writes to checkpoint.dir; set once it exists.
+        notes: repairs in checkpoint.dir, for the log.
+    """
+
+    lock: LockFile | None = None
+    saver: Saver | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,10 +68,10 @@ class Outputs:
 def locked_outputs(config: Config) -> Iterator[Outputs]:
     """Locks `checkpoint.dir` and `log.jsonl` against other runs.
 
-    Raises OSError: on every rank, if a run that is still going writes to one of them, or it cannot
-    be written.
+    Raises:
+        OSError: on every rank, if a running job writes to one of them, or it is not writable.
 
-    Comm: a broadcast over the world; rank 0 may come to it as late as `lock_file.STALE_S`.
+    Comm: a broadcast over the world; rank 0 may reach it as late as `lock_file.STALE_S`.
     """
     outputs = Outputs()
     with ExitStack() as on_exit:
@@ -75,8 +80,7 @@ def locked_outputs(config: Config) -> Iterator[Outputs]:
 
 
 def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
-    """Locks what the run writes, repairs checkpoint.dir, and writes the configuration to
-    log.dir."""
+    """Locks the outputs, repairs checkpoint.dir, and writes the configuration to log.dir."""
     if config.checkpoint.dir is not None:
         folder = Path(config.checkpoint.dir)
         outputs.lock = LockFile(folder / "run.lock", f"checkpoint.dir = {folder}")
@@ -93,13 +97,13 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
-    """Releases checkpoint.dir; while a background save runs it stays locked until the process
-    ends."""
-    if outputs.lock is not None and not (outputs.saver is not None and outputs.saver.busy):
+    """Releases checkpoint.dir, unless a background save runs: then the process's end does."""
+    is_busy = outputs.saver is not None and outputs.saver.busy
+    if outputs.lock is not None and not is_busy:
         outputs.lock.release()
 
 
-OTHERS_SIGNAL = "a signal of another rank"
+SIGNAL_ELSEWHERE = "a signal on another rank"
 
 
 def train(
@@ -110,19 +114,20 @@ def train(
     stop: StopFlag,
     notes: Sequence[str] = (),
 ) -> int:
-    """Trains from where the run stands to its last step.
+    """Trains from the first step, or that of a checkpoint, to the last step.
 
     Args:
         layout: of the pipeline, the same on every rank.
+        predicted: printed and logged beside the measurements.
         stop: set by a signal.
-        notes: for the log, of what was found before.
+        notes: from earlier checks, for the log.
 
     Returns:
         Exit code: 0 finished, 75 stopped on a signal with all steps saved.
 
     Raises:
-        InterruptedError: stopped on a signal without a place for a checkpoint.
-        OSError: another run writes to the same places.
+        InterruptedError: stopped on a signal, and checkpoint.dir is not set.
+        OSError: another run writes to the same files.
     """
     with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
         run = build_run(config, process, layout)
@@ -135,138 +140,130 @@ def train(
 def _train(
     run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag
 ) -> int:
-    config = run.config  # as it is resumed
+    config = run.config  # that of the checkpoint, where the run is resumed
     on_rank_0(lambda: refuse_valid_without_targets(config))
-    run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
+    run.notes += on_rank_0(lambda: [note for notes_of in DATA_NOTES for note in notes_of(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)
-    saver = None
-    if config.checkpoint.dir:
-        c = config.checkpoint
-        saver = outputs.saver = Saver(
-            c.dir,  # type: ignore[arg-type]  # checked: there is one
-            Keep.of(c.keep),
-            c.async_save,
-            config.parallel.timeout_s,
-            outputs.lock,
-            pinned=Path(c.resume),
-            began=run.progress.step,
-            exporter=_exporter(run) if c.hf_export else None,
-        )
+    saver = outputs.saver = _saver(run, outputs.lock)
     reporter = on_every_rank(lambda: Reporter(run, predicted))
     code = 1
     try:
         _announce(run, reporter, predicted)
-        stopped = _stopped_early(run, reporter, stop) or _steps(
-            run, reporter, saver, stop, snapshots
-        )
+        stopped = _stopped_early(run, reporter, stop)
+        stopped = stopped or _steps(run, reporter, saver, stop, snapshots)
         if saver is not None:
             saver.wait()
         code = 0 if not stopped else 1 if saver is None else REQUEUE
     finally:
         reporter.close(code)
-    if not stopped:
-        return 0
-    if saver is None:
+    if stopped and saver is None:
         raise InterruptedError(
-            f"stopped on a signal at step {run.progress.step}; set checkpoint.dir to save on signals"
+            f"stopped on a signal at step {run.progress.step}; checkpoint.dir would save on signals"
         )
-    return REQUEUE
+    return code
+
+
+def _saver(run: Run, lock: LockFile | None) -> Saver | None:
+    c = run.config.checkpoint
+    if not c.dir:
+        return None
+    return Saver(
+        c.dir,
+        Keep.of(c.keep),
+        c.async_save,
+        run.config.parallel.timeout_s,
+        lock,
+        pinned=Path(c.resume),
+        began=run.progress.step,
+        exporter=_exporter(run) if c.hf_export else None,
+    )
 
 
 def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
-    s, progress = run.mesh.sizes, run.progress
+    s, progress, train = run.mesh.sizes, run.progress, run.config.train
+    ranks = f"{s.world} rank{'' if s.world == 1 else 's'}"
+    sizes = f"dp {s.dp}, tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}"
+    resumed = f"; resumed at step {progress.step}" if progress.step else ""
     reporter.say(
-        f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} rank"
-        f"{'' if s.world == 1 else 's'} "
-        f"(dp {s.dp}, tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}), {run.config.precision.dtype}, "
-        f"zero {run.config.parallel.zero}"
-        + (f"; resumed at step {progress.step}" if progress.step else "")
+        f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {ranks} "
+        f"({sizes}), {run.config.precision.dtype}, zero {run.config.parallel.zero}{resumed}"
     )
     for note in run.notes:
         reporter.say(note)
-    train_config = run.config.train
-    knob, last = (
-        ("stop_after", train_config.stop_after)
-        if train_config.stop_after
-        else ("steps", train_config.steps)
-    )
+    key = "stop_after" if train.stop_after else "steps"
+    last = train.stop_after or train.steps
     if progress.step >= last:
-        reporter.say(
-            f"nothing is left to train: step {progress.step} is saved, and train.{knob} = {last}"
-        )
+        reporter.say(f"nothing to train: step {progress.step} is saved, and train.{key} = {last}")
     for line in predicted.report:
         reporter.say(line)
 
 
 def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
-    """Says if some rank received a signal before the first step: there is nothing new to save.
+    """Whether some rank received a signal before the first step, so that nothing needs saving.
 
     Comm: all_reduce over the world of one number.
     """
-    told = torch.full((1,), float(bool(stop)), device=run.process.device)
-    if not all_reduce(told, run.mesh["world"]).item():
+    signals = torch.full((1,), float(bool(stop)), device=run.process.device)
+    if not all_reduce(signals, run.mesh["world"]).item():
         return False
-    reporter.say(
-        f"stopped on {stop.received or OTHERS_SIGNAL} before the first step: nothing new to save"
-    )
+    signal = stop.received or SIGNAL_ELSEWHERE
+    reporter.say(f"stopped on {signal} before the first step: nothing new to save")
     return True
 
 
 def _steps(
     run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, snapshots: MemorySnapshots
 ) -> bool:
-    """Runs the remaining steps; True where a signal ended them early."""
-    config, progress, train_config = run.config, run.progress, run.config.train
-    last = train_config.stop_after or train_config.steps
-    valid_exists = (
-        bool(_evaluate(run, reporter, "initial_valid_loss")) if progress.step == 0 else True
-    )
-    left = last - progress.step
+    """Runs the remaining steps; True if a signal ended them early."""
+    config, progress, train = run.config, run.progress, run.config.train
+    last = train.stop_after or train.steps
+    validates = progress.step > 0 or bool(_evaluate(run, reporter, "initial_valid_loss"))
+    remaining = last - progress.step
     loader = train_loader(
-        config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left
+        config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=remaining
     )
-    saved_at, around_step = progress.step, _profiled(run, reporter)
-    stopped = False
-    schedule = batch_schedule(config)
+    saved_at, step_context = progress.step, _step_context(run, reporter)
+    schedule, stopped = batch_schedule(config), False
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
-            consumed = loader.consumed_samples
-            # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in
-            # data.skip_steps
+            # train: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in data.skip_steps
+            first = loader.consumed_samples
             batches = next(loader)
-            where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
-            lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
-            watched = progress.step == 0 or _due(where.step, config.moe.log_every)
-            with around_step() if batches else nullcontext():
+            where = StepSamples(progress.step + 1, range(first, loader.consumed_samples))
+            lr = learning_rate(config.optim, where.step, train.steps, schedule)
+            watched = progress.step == 0 or _is_due(where.step, config.moe.log_every)
+            with step_context() if batches else nullcontext():
                 result = run.trainer.step(batches, lr, bool(stop), watched, where)
                 reporter.stop_clock()  # before the profiler writes
-            _count(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
-            stopped = result.stop
+            _advance(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
+            stopped, at_end = result.stop, progress.step == last
             snapshots.after_step(progress.step)
-            at_end = progress.step == last
+
+            # validate and log
             losses = None
-            if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
+            if validates and (at_end or _is_due(progress.step, train.eval_every)):
                 losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
-            exported = _exported(config, progress.step, at_end)
-            if saver and (
-                stopped or at_end or exported or _due(progress.step, config.checkpoint.every)
-            ):
-                _save(run, saver, reporter, losses, last=stopped or at_end, exported=exported)
+
+            # save
+            exports = _exports(config, progress.step, at_end)
+            is_due = _is_due(progress.step, config.checkpoint.every)
+            if saver and (stopped or at_end or exports or is_due):
+                _save(run, saver, reporter, losses, last=stopped or at_end, exported=exports)
                 saved_at = progress.step
             reporter.start_clock()
     finally:
         loader.close()
     if stopped:
         saved = f"; checkpoint at step {saved_at}" if saver else ""
-        reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL}{saved}")
-    return stopped and progress.step < train_config.steps
+        reporter.say(f"stopped on {stop.received or SIGNAL_ELSEWHERE}{saved}")
+    return stopped and progress.step < train.steps
 
 
-def _profiled(run: Run, reporter: Reporter) -> Callable[[], AbstractContextManager[None]]:
-    """Returns the context of every step, which `log.profile` makes the profiler's."""
+def _step_context(run: Run, reporter: Reporter) -> Callable[[], AbstractContextManager[None]]:
+    """Context in which every step runs: the profiler's with `log.profile`."""
     if run.config.log.profile is None:
         return nullcontext
     from megatron5d.train.monitoring.profiler import Profiler
@@ -274,7 +271,7 @@ def _profiled(run: Run, reporter: Reporter) -> Callable[[], AbstractContextManag
     return Profiler(run, reporter.say).step
 
 
-def _count(progress: Progress, result: StepResult, consumed_samples: int, in_a_row: int) -> None:
+def _advance(progress: Progress, result: StepResult, consumed_samples: int, in_a_row: int) -> None:
     progress.step += 1
     progress.skipped += result.skipped is not None
     progress.skipped_in_a_row = in_a_row
@@ -282,32 +279,31 @@ def _count(progress: Progress, result: StepResult, consumed_samples: int, in_a_r
     progress.tokens += result.num_targets
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
-    """Records and returns the mean loss of all that is held out, each part under its name.
+    """Records and returns the mean loss of every validation set, by name.
 
-    Comm: of each part that of `_mean_loss`.
+    Comm: that of `_mean_loss`, for each set.
     """
-    losses = {which: _mean_loss(run, part) for which, part in held_out(run.config).items()}
-    for which, loss in losses.items():
-        reporter.add(name + which, loss)
+    losses = {label: _mean_loss(run, data) for label, data in held_out(run.config).items()}
+    for label, loss in losses.items():
+        reporter.add(name + label, loss)
     if losses:
-        text = ", ".join(
-            f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items()
-        )
+        figures = [f"{label.lstrip('/')} {loss:.4f}".strip() for label, loss in losses.items()]
+        text = ", ".join(figures)
         reporter.say(f"step {run.progress.step}: validation loss {text}")
     return losses
 
 
-def _mean_loss(run: Run, part: Part) -> float:
-    """Returns mean loss over the first eval_batches global batches of a part of the held-out data.
+def _mean_loss(run: Run, data: Part) -> float:
+    """Mean loss over the first eval_batches global batches of a validation set.
 
     Comm: the layers' and the pipeline's; all_reduce over the world of a few numbers.
     """
-    loader = valid_loader(run.config, run.mesh, part, reads=run.reads_tokens)
+    loader = valid_loader(run.config, run.mesh, data, reads=run.reads_tokens)
     total = None
     for _ in range(run.config.train.eval_batches):
         share = run.trainer.evaluate(next(loader))
@@ -318,18 +314,21 @@ def _mean_loss(run: Run, part: Part) -> float:
 
 
 def _exporter(run: Run) -> Exporter:
-    """Returns what `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
-    # tokenizers and families: few runs need them
+    """Writer of the Hugging Face exports of `checkpoint.hf_export`.
+
+    Comm: a broadcast over the world.
+    """
+    # Imports tokenizers and model families, which only runs with an export need.
     from megatron5d.train.hf_export import RunExport, agree_on_export
 
     directory = Path(run.config.checkpoint.dir or "")
     return RunExport(agree_on_export(run.config, run.notes.append), directory)
 
 
-def _exported(config: Config, step: int, at_end: bool) -> bool:
-    """Returns whether checkpoint.hf_export names a step."""
+def _exports(config: Config, step: int, at_end: bool) -> bool:
+    """Whether checkpoint.hf_export includes this step."""
     when, _, every = (config.checkpoint.hf_export or "").partition(":")
-    return at_end if when == "last" else when == "every" and _due(step, int(every))
+    return at_end if when == "last" else when == "every" and _is_due(step, int(every))
 
 
 def _save(
@@ -341,8 +340,7 @@ def _save(
     last: bool,
     exported: bool,
 ) -> None:
-    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last
-    one."""
+    """Saves a step. A failed save, as on a full disk, ends the run only at the last step."""
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
     valid_loss = sum(losses.values()) / len(losses) if losses else None
@@ -352,17 +350,17 @@ def _save(
         commit() if run.process.rank == 0 else None,
         valid_loss=valid_loss,
     )
-    with _failure_told(reporter):
+    with _save_failure_reported(reporter):
         saver.wait()
-    with nullcontext() if last else _failure_told(reporter):
+    with nullcontext() if last else _save_failure_reported(reporter):
         saver.save(run.progress.step, tensors, record, exported)
 
 
 @contextmanager
-def _failure_told(reporter: Reporter) -> Iterator[None]:
+def _save_failure_reported(reporter: Reporter) -> Iterator[None]:
     try:
         yield
     except SaveFailed as error:
         reporter.say(
-            f"warning: {error}. Training continues, and saves again at the next step of checkpoint.every"
+            f"warning: {error}. Training continues; the next save follows by checkpoint.every"
         )

@@ -1,5 +1,7 @@
-"""Says which code a run is made of: version, commit, changes since. Kept beside its log and in its
-checkpoints."""
+"""Records which code a run uses: version, commit, uncommitted changes.
+
+The record stands beside the run's log and in its checkpoints.
+"""
 
 import hashlib
 import platform
@@ -15,49 +17,44 @@ from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(__file__).resolve().parents[1]
-# that git does not know yet and that a patch takes in
-_NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")
+_NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")  # untracked files that a patch includes
 
 
 def source_hash() -> str:
-    """Returns a hash of every Python file that a run executes, of its path and its text."""
-    total = hashlib.sha256()
-    rooms = (PACKAGE, PACKAGE / "kernels")  # a link, which rglob does not follow
-    for path in sorted(path for room in rooms for path in room.rglob("*.py")):
-        total.update(
-            f"{path.relative_to(PACKAGE)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
-        )
-    return total.hexdigest()
+    """Hash of the paths and texts of all Python files that a run executes."""
+    digest = hashlib.sha256()
+    folders = (PACKAGE, PACKAGE / "kernels")  # kernels is a link, which rglob does not follow
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        file_hash = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(PACKAGE)}\n{file_hash}\n".encode())
+    return digest.hexdigest()
 
 
 def _git(*arguments: str, codes: tuple[int, ...] = (0,)) -> str | None:
-    """Returns what git says about this checkout, from whatever folder the run was started; None
-    where there is none."""
-    # its owner may be another user
+    """Output of git for this checkout, from any working directory; None outside of a checkout."""
+    # The owner of the checkout may be another user.
     command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.rstrip("\n") if done.returncode in codes else None
+    return run.stdout.rstrip("\n") if run.returncode in codes else None
 
 
-@cache  # the code that this process runs is that of its start
+@cache  # this process runs the code of its start
 def commit() -> str | None:
-    """Returns this checkout's commit, `-dirty` where tracked files changed; None outside of a
-    checkout."""
+    """Commit of this checkout, `-dirty` if tracked files changed; None outside of a checkout."""
     top = _git("rev-parse", "--show-toplevel")
-    # site-packages inside of somebody else's checkout
+    # An installed package may lie inside another project's checkout.
     if top is None or Path(top).resolve() != ROOT:
         return None
     head = _git("rev-parse", "HEAD")
-    return head and head + (
-        "-dirty" if _git("status", "--porcelain", "--untracked-files=no") else ""
-    )
+    is_dirty = _git("status", "--porcelain", "--untracked-files=no")
+    return head and head + ("-dirty" if is_dirty else "")
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of what decides on numbers and speed."""
+    """Versions of the software that decides numbers and speed."""
     return {
         "megatron5d": megatron5d.__version__,
         "torch": torch.__version__,
@@ -67,7 +64,7 @@ def versions() -> dict[str, str | None]:
 
 
 def code_here() -> dict[str, Any]:
-    """Returns version, commit and hash of the code, and of what it runs on."""
+    """Commit and hash of the code, and versions of what it runs on."""
     changes = _git("status", "--porcelain", "--", "kernels", "megatron5d") if commit() else None
     return {
         "source_hash": source_hash(),
@@ -78,28 +75,27 @@ def code_here() -> dict[str, Any]:
 
 
 def write_provenance(folder: Path, config: Config) -> None:
-    """Writes config.yaml, and the changes since the commit, new source files too, as
-    `code/<commit>-<hash>.patch`.
+    """Writes config.yaml, and uncommitted changes as `code/<commit>-<hash>.patch`.
 
-    `git checkout <commit> && git apply FILE` restores the code; outside of git there is no patch. A
-    run resumed with other code gets another file.
+    The patch includes new source files: `git checkout <commit> && git apply FILE` restores the
+    code. Outside of git there is no patch. A run that is resumed with other code gets another file.
 
-    Raises OSError: it cannot be written.
+    Raises:
+        OSError: the folder is not writable.
     """
-    from megatron5d.config.load import to_yaml  # Hydra's, which only a run with a folder needs
+    # Hydra, which only a run with a folder needs.
+    from megatron5d.config.load import to_yaml
 
     (folder / "code").mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     if (name := commit()) is None:
         return
-    changes = [_git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""]
-    new = (_git("ls-files", "--others", "--exclude-standard", "--", *_NEW_FILES) or "").splitlines()
-    changes += [
-        _git("diff", "--no-color", "--no-index", "/dev/null", path, codes=(0, 1)) or ""
-        for path in new
-    ]
-    patch = "".join(f"{each}\n" for each in changes if each)
-    name = (
-        f"{name.removesuffix('-dirty')[:12]}-{hashlib.sha256(patch.encode()).hexdigest()[:8]}.patch"
-    )
-    (folder / "code" / name).write_text(f"commit {commit()}\nversions {versions()}\n\n{patch}")
+    diffs = [_git("diff", "--no-ext-diff", "--no-color", "HEAD")]
+    new = _git("ls-files", "--others", "--exclude-standard", "--", *_NEW_FILES) or ""
+    for path in new.splitlines():
+        # git diff --no-index exits with 1 where the files differ
+        diffs.append(_git("diff", "--no-color", "--no-index", "/dev/null", path, codes=(0, 1)))
+    patch = "".join(f"{diff}\n" for diff in diffs if diff)
+    patch_hash = hashlib.sha256(patch.encode()).hexdigest()[:8]
+    file = folder / "code" / f"{name.removesuffix('-dirty')[:12]}-{patch_hash}.patch"
+    file.write_text(f"commit {name}\nversions {versions()}\n\n{patch}")

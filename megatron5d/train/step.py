@@ -1,5 +1,4 @@
-"""One optimiser step: micro-batches forward and backward through the pipeline, one reduction, one
-update."""
+"""One optimizer step: forward and backward of all micro-batches, one reduction, one update."""
 
 from __future__ import annotations
 
@@ -40,22 +39,31 @@ def sum_over_ranks(vectors: Sequence[torch.Tensor], world: Axis) -> list[list[fl
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step, the same on every rank unless they say otherwise."""
+    """Figures of one step, the same on every rank unless they say otherwise.
 
-    # of the global batch: means over target tokens (loss, z_loss), NaN of none; the routers' losses
+    Args:
+        losses: of the global batch: means over target tokens (loss, z_loss; NaN without a target)
+            and the losses of the routers.
+        grad_norm: before clipping.
+        num_targets: target tokens of the global batch.
+        stop: some rank was asked to stop.
+        cp_balance: `block_attention.imbalance`, mean over dp; 1 = even.
+        layers: figures of the routers by layer, if requested.
+        zero_exposed_s: seconds in which this rank only waited for weights.
+        bubble: share of the passes' time in which this rank waited for pipeline neighbors.
+        skipped: why there was no update; None = the weights were updated.
+        repeated: forward and backward ran again, with counted rows (moe.exchange=planned).
+    """
+
     losses: dict[str, float]
-    grad_norm: float  # before clipping
-    num_targets: int  # target tokens of the global batch
-    stop: bool  # some rank was asked to stop
-    cp_balance: float = 1.0  # block_attention.imbalance, mean over dp; 1 = even
-    # what the routers did, layer by layer, if asked for
+    grad_norm: float
+    num_targets: int
+    stop: bool
+    cp_balance: float = 1.0
     layers: dict[str, float] = field(default_factory=dict)
-    # this rank: seconds in which it waited for weights and did nothing else
     zero_exposed_s: float = 0.0
-    # this rank: share of the passes' time in which it waited for its pipeline neighbours
     bubble: float = 0.0
-    skipped: str | None = None  # why the update was left out; None = it was made
-    # forward and backward were run once more, with counted rows (moe.exchange=planned)
+    skipped: str | None = None
     repeated: bool = False
 
 
@@ -64,13 +72,12 @@ class Trainer:
 
     Args:
         pipeline: this rank's stages; the last stage of the model returns the sums of `terms`.
-        terms: what the last stage's sums are for.
-        config: the largest gradient norm, and what is done with steps that are not finite.
-        balancer: of the MoE layers here; None = a dense model.
+        terms: of the loss, in the order of the last stage's sums.
+        config: clipping, and the policy for steps that are not finite.
+        balancer: of this rank's MoE layers; None = a dense model.
         send_capacity: of rows sent to experts; None = they are counted.
-        check_overlap: raises if another rank has not sent what this step was computed from
-            (tp_overlap=fused).
-        masked_by: what may leave a global batch without a target, for the message.
+        check_overlap: raises if an input of this step never arrived (tp_overlap=fused).
+        masked_by: names what can mask all targets of a global batch, for the message.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Trainer:
         self.balancer, self.send_capacity = balancer, send_capacity
         self.check_overlap = check_overlap
         self.guard = Guard(config, mesh, sync.buckets, masked_by)
-        self._kinds: set[frozenset[str]] = set()  # of the micro-batches so far
+        self._kinds: set[frozenset[str]] = set()  # of all micro-batches so far
 
     def step(
         self,
@@ -102,39 +109,37 @@ class Trainer:
         watched: bool = False,
         where: StepSamples | None = None,
     ) -> StepResult:
-        """Runs forward and backward of all micro-batches, reduces gradients, and updates the
-        weights once.
+        """Runs forward and backward of all micro-batches, and updates the weights once.
 
         Args:
-            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank; without
-                any no step is made, nothing is computed, and nothing moves.
-            stop: this rank was asked to stop; all ranks learn of it in the step's reduction.
-            watched: collect what the routers do, layer by layer.
+            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank; an empty
+                list skips the step without any computation.
+            stop: this rank was asked to stop; the step's reduction tells all ranks.
+            watched: collect figures of the routers by layer.
             where: the step's number and samples, for messages.
 
         Raises:
             FloatingPointError: the guard stops the run.
-            TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was
+            TimeoutError: under tp_overlap=fused another rank has not sent its share; no weight was
                 updated here.
 
-        Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets
-            (where the loss is computed, before the first backward), gradient reduction, all_reduce
-            world of a few numbers, what the optimiser sends (muon), all_gather of the weights (left
-            pending); with experts all_reduce of counts over the stage, and over the world on a
-            watched step.
+        Comm: that of the layers and the pipeline; all_reduce dp_cp of the number of targets (where
+            the loss is computed, before the first backward); gradient reduction; all_reduce world
+            of a few numbers; that of the optimizer (muon); all_gather of the weights (left
+            pending). With experts, all_reduce of counts over the stage, on a watched step over the
+            world.
         """
         if not batches:
             losses = {term.name: math.nan for term in self.terms}
-            return StepResult(
-                losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}"
-            )
+            reason = f"data.skip_steps skips {where}"
+            return StepResult(losses, math.nan, 0, stop=False, skipped=reason)
         if self.send_capacity is not None:
             self.send_capacity.start_step()
         result, runs = None, 0
-        # once more, with counted rows, where some rank had no room for its tokens
+        # Repeats the step with counted rows if some rank's send capacity was too small.
         while result is None:
             sums, runs = self.accumulate(batches, watched), runs + 1
-            self.sync.finish_reduce()  # the owned slices now hold the mean gradient
+            self.sync.finish_reduce()  # owned slices now hold the mean gradient
             result = self._agree(sums, stop, imbalance_of(batches), where)
         result = replace(result, repeated=runs > 1)
         if result.skipped is None:
@@ -149,8 +154,7 @@ class Trainer:
     def _agree(
         self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None
     ) -> StepResult | None:
-        """Returns the step's figures, the same on every rank, from each rank's share of them; None
-        without room for all rows.
+        """The step's figures from each rank's share of them; None = the step must be repeated.
 
         Args:
             sums: as `accumulate` returned them.
@@ -160,20 +164,19 @@ class Trainer:
 
         Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
         """
-        names, values = (
-            ((), sums[:0]) if self.balancer is None else (self.balancer.names, self.balancer.values)
-        )
-        # not copied from the host, which would wait for the device
+        names: tuple[str, ...] = ()
+        values = sums[:0]
+        if self.balancer is not None:
+            names, values = self.balancer.names, self.balancer.values
+        # Filled on the device: a copy from the host would wait for it.
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
         capacity = self.send_capacity
         exceeded = sums.new_zeros(1) if capacity is None else capacity.exceeded
         grad_squares = global_square_sum(self.sync.buckets).view(1)
+        terms = (grad_squares, values, sums, stops, balances, exceeded)
         self.pipeline.memory.start_check(self.mesh["world"])
-        (square_sum,), router_losses, sum_totals, (num_stops,), (balance_sum,), (num_exceeded,) = (
-            sum_over_ranks(
-                (grad_squares, values, sums, stops, balances, exceeded), self.mesh["world"]
-            )
-        )
+        totals = sum_over_ranks(terms, self.mesh["world"])
+        [square_sum], router_losses, sum_totals, [num_stops], [balance_sum], [num_exceeded] = totals
         self.pipeline.memory.finish_check()
         self.check_overlap()
         if capacity is not None and capacity.finish_step(num_exceeded):
@@ -193,8 +196,7 @@ class Trainer:
         )
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
-        """Runs forward and backward of all micro-batches; once reduced, the owned slices hold the
-        mean gradient.
+        """Runs forward and backward of all micro-batches and accumulates their gradients.
 
         Args:
             batches: this rank's micro-batches of the step, on the host.
@@ -202,11 +204,10 @@ class Trainer:
 
         Returns:
             fp64 `[terms + counts]`: this rank's share of the sums over target tokens, then of the
-            numbers of targets. Added up over the world they are those of the global batch.
+            numbers of targets. Their sums over the world are those of the global batch.
 
         Comm: that of the layers, the pipeline and the reduction of gradients; all_reduce dp_cp of
-            the numbers of
-        targets, where the loss is computed.
+            the numbers of targets, where the loss is computed.
         """
         device = self.sync.buckets[0].weights.device
         graphs = [stage.graphs for stage in self.pipeline.stages if stage.graphs is not None]
@@ -215,18 +216,17 @@ class Trainer:
         if self.pipeline.has_loss:
             loss.start_counting(batches, self.mesh)
         batches = [batch.to(device) for batch in batches]
-        eager = False  # whatever phases have been captured
+        eager = False  # run without graphs, even if phases have been captured
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
-            eager = watched  # such a step computes more
+            eager = watched  # a watched step computes additional figures
         if self.send_capacity is not None and not self.send_capacity.is_planned:
-            eager = True  # counted rows are read on the host
-        for each in graphs:
-            each.start_step(len(batches), eager)
+            eager = True  # the host reads counted rows
+        for stage_graphs in graphs:
+            stage_graphs.start_step(len(batches), eager)
         executor = self.pipeline.executor(len(batches))
-        is_new = (
-            self._may_be_new(batches) or watched or eager or any(each.captures for each in graphs)
-        )
+        captures = any(stage_graphs.captures for stage_graphs in graphs)
+        is_new = self._may_be_new(batches) or watched or eager or captures
         may_wait = is_new or self.pipeline.memory.is_short
         with self.pipeline.timed():
             executor.run(batches, loss, self.pipeline.forms, host_may_wait=may_wait)
@@ -235,10 +235,9 @@ class Trainer:
     def _start_balancing(
         self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool
     ) -> None:
-        """Sets the scale of the auxiliary losses; if one needs the choices of the whole batch,
-        makes these first.
+        """Sets the scale of the auxiliary losses, and counts the batch's choices if one needs them.
 
-        Its gradient depends on counts that no micro-batch knows alone. One more forward makes it
+        The gradient of such a loss depends on counts of the whole batch. One more forward makes it
         exact on any layout, for a third more compute.
         """
         num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
@@ -253,11 +252,10 @@ class Trainer:
             balancer.finish_counting()
 
     def _may_be_new(self, batches: Sequence[MicroBatch]) -> bool:
-        """Says whether micro-batches may need kernels that none before them has needed.
+        """Whether micro-batches may need kernels that no earlier one has needed.
 
-        Those of another kind do, and so may any whose tensors are as large as the data have it,
-        because torch has kernels for sizes: of experts' rows that are counted, of documents that
-        context parallelism divides.
+        Micro-batches of a new kind do. So may those whose tensor sizes depend on the data, because
+        torch has kernels for sizes: counted rows of experts, documents under context parallelism.
         """
         kinds, self._kinds = self._kinds, self._kinds | {batch.kind for batch in batches}
         counted = (
@@ -269,55 +267,51 @@ class Trainer:
         return counted or divided or self._kinds != kinds
 
     def release_graphs(self) -> None:
-        """Destroys the CUDA graphs: those that communicate would let NCCL wait for ever where it
-        ends."""
+        """Destroys the CUDA graphs: NCCL would hang at its end on those with collectives."""
         for stage in self.pipeline.stages:
             if stage.graphs is not None:
                 stage.graphs.release()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Runs the forward of micro-batches on the host; returns what `accumulate` returns.
+        """Runs the forward of micro-batches that are on the host.
+
+        Returns:
+            Sums and counts, as of `accumulate`.
 
         Comm: that of the layers' forward and the pipeline.
         """
         device = self.sync.buckets[0].weights.device
         loss = _SummedLoss(self.terms, device)
-        # without sample numbers nothing is random
+        # Without sample numbers the forward has no randomness.
         batches = [replace(batch, samples=None) for batch in batches]
         self.pipeline.evaluate([batch.to(device) for batch in batches], loss)
         return self._counted_once(loss.sums)
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
-        """Returns the sums of `accumulate` or `evaluate`, totalled, as means by name; NaN of no
-        target."""
+        """Means by name from totals of `accumulate` or `evaluate`; NaN without a target."""
         counts = totals[len(self.terms) :]
-        held = [
-            (term.name, total, counts[term.count_index]) for term, total in zip(self.terms, totals)
-        ]
-        found = {}
-        for name in dict.fromkeys(term.name for term in self.terms):
-            sums = [(total, count) for own, total, count in held if own == name and count]
-            found[name] = (
-                sum(1 / len(sums) * total / count for total, count in sums) if sums else math.nan
-            )
-        return found
+        pairs: dict[str, list[tuple[float, float]]] = {term.name: [] for term in self.terms}
+        for term, total in zip(self.terms, totals):
+            if count := counts[term.count_index]:
+                pairs[term.name].append((total, count))
+        return {
+            name: sum(1 / len(sums) * total / count for total, count in sums) if sums else math.nan
+            for name, sums in pairs.items()
+        }
 
     def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the sums on the first tp rank, zeros on the others: all tp ranks have computed
-        the same loss."""
+        """The sums on the first tp rank, else zeros: all tp ranks have computed the same loss."""
         return sums * (self.mesh["tp"].rank == 0)
 
 
 def imbalance_of(batches: Sequence[MicroBatch]) -> float:
-    """Returns how much longer attention takes than with equal work on cp ranks; 1 = equal, or whole
-    sequences."""
+    """How much longer attention takes than with equal work on cp ranks; 1 = equal, or no cp."""
     plans = [batch.context for batch in batches if batch.context is not None]
     return imbalance(plans) if plans else 1.0
 
 
 class _SummedLoss:
-    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over
-    the global batch."""
+    """Sums of this rank's last stage, and the gradient of their mean over the global batch."""
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
         self._terms, num_counts = terms, max(term.count_index for term in terms) + 1
@@ -326,11 +320,13 @@ class _SummedLoss:
         self._grad: torch.Tensor | None = None
 
     def start_counting(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
-        """Starts counting the targets of the global batch. Comm: all_reduce dp_cp of one number per
-        kind of target."""
+        """Starts counting the targets of the global batch.
+
+        Comm: all_reduce dp_cp of one number per kind of target.
+        """
         targets = torch.stack([batch.target_counts for batch in batches]).sum(0)
         if self.sums.is_cuda:
-            targets = targets.pin_memory()  # the copy is not waited for
+            targets = targets.pin_memory()  # so that the host does not wait for the copy
         targets = targets.to(self.sums.device, non_blocking=True)
         self._counting = start_all_reduce(targets, mesh["dp_cp"])
 
@@ -343,12 +339,14 @@ class _SummedLoss:
         return self._grad
 
     def _gradient(self, counts: torch.Tensor) -> torch.Tensor:
-        """Computes fp64 `[terms]`, the gradients of the sums, from the global batch's numbers of
-        targets."""
-        some = (counts > 0).to(counts.dtype)
-        found = []
+        """Gradients of the sums, fp64 `[terms]`, from the global batch's numbers of targets."""
+        has_targets = (counts > 0).to(counts.dtype)
+        gradients = []
         for term in self._terms:
-            alike = [some[other.count_index] for other in self._terms if other.name == term.name]
-            num_alike = torch.stack(alike).sum().clamp(min=1)
-            found.append(term.coefficient / num_alike / counts[term.count_index].clamp(min=1))
-        return torch.stack(found)
+            # Terms of one name (depths of multi-token prediction) are averaged over those with
+            # targets.
+            of_name = [t.count_index for t in self._terms if t.name == term.name]
+            num_terms = torch.stack([has_targets[i] for i in of_name]).sum().clamp(min=1)
+            count = counts[term.count_index].clamp(min=1)
+            gradients.append(term.coefficient / num_terms / count)
+        return torch.stack(gradients)

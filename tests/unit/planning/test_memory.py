@@ -348,7 +348,11 @@ def test_the_watch_rounds_as_an_allocator_does():
 def test_snapshots_say_that_a_cpu_has_none(tmp_path):
     config = dataclasses.replace(config_of(), log=LogConfig(memory_snapshot=str(tmp_path / "s")))
     taken = MemorySnapshots(config, Process(0, 1, 0, torch.device("cpu")))
-    assert "GPUs" in taken.note and taken.dump("oom") is None and not (tmp_path / "s").exists()
+    assert (
+        "requires a GPU" in taken.note
+        and taken.dump("oom") is None
+        and not (tmp_path / "s").exists()
+    )
 
 
 def test_memory_that_runs_out_in_a_step_is_written_and_ways_out_are_told(tmp_path, monkeypatch):
@@ -363,7 +367,7 @@ def test_memory_that_runs_out_in_a_step_is_written_and_ways_out_are_told(tmp_pat
             raise PipelineError(f"action 0F0: {inside}") from inside
         said = crash_message(raised.value, 0, 1)
         if isinstance(inside, torch.OutOfMemoryError):
-            assert f"action 0F0: CUDA out of memory\n  what was allocated: {path}" in said
+            assert f"action 0F0: CUDA out of memory\n  allocations: {path}" in said
             ways = ways_out(config_of(), 1)
             assert (
                 ways.startswith("ways to need less, the cheapest first: ")
