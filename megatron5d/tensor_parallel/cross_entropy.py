@@ -1,19 +1,20 @@
-"""Cross-entropy over a vocabulary cut over tp: three numbers per token are sent, never the logits.
+"""Cross-entropy over a vocabulary cut over tp: ranks exchange three numbers per token, not logits.
 
-With m = max z and l = Σ exp(z - m) over a token's whole row of logits, loss = m + log l - z_label.
-Each rank i computes mᵢ, lᵢ and z_labelᵢ (0 if it does not hold the label) of its columns; then m =
-max mᵢ, l = Σ lᵢ·exp(mᵢ - m) and z_label = Σ z_labelᵢ.
+With m = max z and l = Σ exp(z - m) over a token's full row of logits, loss = m + log l - z_label.
+Each rank i computes mᵢ, lᵢ and z_labelᵢ (0 unless it holds the label) over its own columns. Then
+m = max mᵢ, l = Σ lᵢ·exp(mᵢ - m) and z_label = Σ z_labelᵢ.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 
-`SlicedLoss` takes the output matrix in, too, and holds logits of a few tokens at a time:
+`SlicedLoss` includes the output matrix and holds the logits of only a few tokens at a time:
 
-    forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
-    backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
+    forward    per slice: logits = x·Wᵀ and three numbers per token, merged over tp at the end
+    backward   per slice: logits again, their gradient in place, dx = dlogits·W and dW = dlogitsᵀ·x
 
-This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the
-GEMM twice. F and B hold the logits of one slice at a time. Where a schedule splits the backward,
-the gradients of all slices wait for W, as every operand of a weight gradient does.
-Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.
+It saves x and two numbers per token for the backward instead of the logits `[s/cp, b, v/tp]`, and
+computes the logits' GEMM twice. F and B hold the logits of one slice at a time. Where a schedule
+splits the backward, the gradients of all slices are kept until W, like all operands of weight
+gradients.
+Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward instead.
 """
 
 from collections.abc import Iterator
@@ -41,8 +42,10 @@ from megatron5d.topology.axis import Axis
 def merge_statistics(
     local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary,
-    `[n]`, in their dtype.
+    """Merges maximum, sum and target logit `[n]` of this rank's columns over the vocabulary.
+
+    Returns:
+        The same three for all columns, `[n]`, in their dtypes.
 
     Comm: 2× all_reduce tp, of n and 2·n elements; there is no backward.
     """
@@ -83,21 +86,20 @@ class _VocabCrossEntropy(FirstOrderFunction):
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, vocab: VocabRange, tp: Axis, z_coef: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token from vocabulary-sharded logits.
+    """Loss of each token, from logits sharded along the vocabulary.
 
-    The gradient that flows back is that of loss + z_coef·lse²; the value returned is the loss
-    alone.
+    The backward computes the gradient of loss + z_coef·lse², although the returned loss leaves out
+    the second term.
 
     Args:
-        logits: `[s/cp, b, v/tp]`; overwritten by the backward.
+        logits: `[s/cp, b, v/tp]`; the backward overwrites them.
         labels: int64 `[s/cp, b]`, global token ids; negative = no loss.
-        vocab: which rows of the vocabulary this rank holds; its padding gets neither probability
-            nor gradient.
+        vocab: the vocabulary rows that this rank holds; padding has no probability and no gradient.
         tp: axis that cuts the vocabulary.
         z_coef: coefficient of the z-loss.
 
     Returns:
-        loss and log-sum-exp, `[s/cp, b]`, fp32 (fp64 for fp64 logits).
+        Loss and log-sum-exp, `[s/cp, b]`, fp32 (fp64 for fp64 logits).
 
     Comm: all_reduce tp of s/cp·b (max) and 2·s/cp·b (sum) elements / none.
     """
@@ -106,20 +108,20 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class SlicedLoss:
-    """Token losses of a linear head whose logits never exist as a whole."""
+    """Token losses of a linear head that computes its logits slice by slice."""
 
-    vocab: VocabRange  # which rows of the vocabulary this rank holds
-    tp: Axis  # axis that cuts it
+    vocab: VocabRange  # the vocabulary rows that this rank holds
+    tp: Axis  # axis that cuts the vocabulary
     sp: bool  # hidden states arrive cut along the sequence
-    # how many tokens have logits at a time, rounded down to whole sequence positions, at least one
+    # tokens of a slice, rounded down to a multiple of the batch size, at least one position
     tokens: int
     z_coef: float = 0.0  # coefficient of the z-loss
-    softcap: float = 0.0  # logits z become softcap·tanh(z/softcap); 0 = they stay
+    softcap: float = 0.0  # logits z become softcap·tanh(z/softcap); 0 = no cap
 
     def __call__(
         self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `vocab_parallel_cross_entropy` returns for the logits of x.
+        """Losses as `vocab_parallel_cross_entropy` computes them from the logits of x.
 
         Args:
             x: `[s/cp/tp, b, h]` with sp, else `[s/cp, b, h]`.
@@ -128,39 +130,40 @@ class SlicedLoss:
             defer: takes the weight-gradient half of the backward.
 
         Returns:
-            loss and log-sum-exp (not differentiable), `[s/cp, b]`, fp32 (fp64 for fp64).
+            Loss and log-sum-exp (not differentiable), `[s/cp, b]`, fp32 (fp64 for fp64).
 
         Comm: all_gather tp with sp, 2× all_reduce tp of s/cp·b and 2·s/cp·b elements / all_gather
-            and reduce_scatter
-        with sp, else all_reduce.
+            and reduce_scatter tp with sp, else all_reduce tp.
         """
         return _SlicedLoss.apply(x, weight, labels, self, defer)
 
     def gather(self, operand: Operand) -> list[Pending]:
-        """Starts gathering each part of the operand: with sp `[s/cp/tp, b, h]` -> `[s/cp, b, h]`.
+        """Starts gathering each tensor: with sp `[s/cp/tp, b, h]` -> `[s/cp, b, h]`.
 
         Comm: all_gather tp of s/cp·b·h elements with sp, else none.
         """
-        return [start_all_gather(part, self.tp) if self.sp else Pending(part) for part in operand]
+        if not self.sp:
+            return [Pending(tensor) for tensor in operand]
+        return [start_all_gather(tensor, self.tp) for tensor in operand]
 
     def slices(self, positions: int, batch: int) -> Iterator[slice]:
-        """Ranges of sequence positions, `tokens` tokens each."""
+        """Slices of sequence positions with `tokens` tokens each."""
         step = max(1, self.tokens // batch)
-        return (slice(lo, lo + step) for lo in range(0, positions, step))
+        return (slice(start, start + step) for start in range(0, positions, step))
 
     def logits(self, operand: Operand, weight: Tensor) -> Tensor:
-        """Returns `[n, v/tp]` of a slice of n tokens."""
+        """Logits `[n, v/tp]` of a slice of n tokens."""
         z = gemms_of(weight).forward(operand, weight).flatten(0, 1)
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def logit_grads(
         self, z: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor
     ) -> Tensor:
-        """Returns gradient of the linear layer's output, from the logits, which it overwrites."""
+        """Gradient of the linear layer's output, from the logits, which it overwrites."""
         slope = 1 - (z / self.softcap).square() if self.softcap else None
-        rows = labels, row_max, row_sum, dloss
+        by_token = labels, row_max, row_sum, dloss
         dz = vocab_cross_entropy_backward(
-            z, *rows, self.vocab.start, self.vocab.valid, z_coef=self.z_coef
+            z, *by_token, self.vocab.start, self.vocab.valid, z_coef=self.z_coef
         )
         return dz if slope is None else dz.mul_(slope)
 
@@ -171,18 +174,17 @@ class _SlicedLoss(FirstOrderFunction):
         ctx.head, ctx.weight, ctx.defer = head, weight, defer
         operand = gemms_of(weight).kept(x)
         # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
-        parts = tuple(part.wait() for part in head.gather(operand))
-        found = []
-        for here in head.slices(*labels.shape):
+        gathered = tuple(pending.wait() for pending in head.gather(operand))
+        statistics = []
+        for positions in head.slices(*labels.shape):
             # [n, v/tp] of a slice of n tokens
-            logits = head.logits(tuple(part[here] for part in parts), weight)
-            found.append(
-                vocab_statistics(
-                    logits, labels[here].reshape(-1), head.vocab.start, head.vocab.valid
-                )
+            logits = head.logits(tuple(tensor[positions] for tensor in gathered), weight)
+            slice_labels = labels[positions].reshape(-1)
+            statistics.append(
+                vocab_statistics(logits, slice_labels, head.vocab.start, head.vocab.valid)
             )
-            del logits
-        local_max, local_sum, target = map(torch.cat, zip(*found))  # [s/cp·b] each
+            del logits  # before the next slice allocates its own
+        local_max, local_sum, target = map(torch.cat, zip(*statistics))  # [s/cp·b] each
         # 2× all_reduce tp
         row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)
         ctx.save_for_backward(labels, row_max, row_sum, *operand)
@@ -198,17 +200,17 @@ class _SlicedLoss(FirstOrderFunction):
         gemms, tp = gemms_of(weight), head.tp
         by_token = labels, row_max.view_as(labels), row_sum.view_as(labels), dloss
         # -> [s/cp, b, h]  all_gather tp
-        parts = tuple(part.wait() for part in head.gather(tuple(operand)))
+        gathered = tuple(pending.wait() for pending in head.gather(tuple(operand)))
         dx = torch.empty(*labels.shape, weight.shape[1], dtype=weight.dtype, device=labels.device)
-        for here in head.slices(*labels.shape):
-            x = tuple(part[here] for part in parts)
+        for positions in head.slices(*labels.shape):
+            x = tuple(tensor[positions] for tensor in gathered)
             dz = head.logit_grads(
-                head.logits(x, weight), *(each[here].reshape(-1) for each in by_token)
+                head.logits(x, weight), *(values[positions].reshape(-1) for values in by_token)
             )
             dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
-            dx[here] = gemms.input_grad(dy, weight)  # partial [positions, b, h]
+            dx[positions] = gemms.input_grad(dy, weight)  # partial [positions, b, h]
             defer_weight_grad(weight, ctx.defer, partial(gemms.weight_grad, weight, dy, x))
-        # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]
-        # all_reduce tp
+        # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp
+        # without sp           -> [s/cp, b, h]     all_reduce tp
         reducing = start_reduce_scatter(dx, tp) if head.sp else start_all_reduce(dx, tp)
         return reducing.wait(), None, None, None, None

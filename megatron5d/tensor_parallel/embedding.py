@@ -1,6 +1,6 @@
 """Token embedding cut over tp along the vocabulary.
 
-Each rank looks up the tokens whose rows it holds and takes zeros for all others; the sum over tp is
+Each rank looks up the tokens whose rows it holds and uses zeros for the others. The sum over tp is
 the embedding.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 """
@@ -15,15 +15,15 @@ from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_buffer, run_n
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
-_ROW_MULTIPLE = 8  # bf16 GEMMs of the head want 16-byte rows
+_ROW_MULTIPLE = 8  # GEMMs of the head are fastest with 16-byte rows of bf16 logits
 
 
 class VocabRange:
-    """Which rows of the vocabulary a tp rank holds; padded, so that all ranks hold equally many.
+    """Vocabulary rows that a tp rank holds, padded to the same number on every rank.
 
     Args:
-        vocab_size: true number of tokens.
-        tp: the axis that cuts it.
+        vocab_size: number of tokens, without padding.
+        tp: axis that cuts the vocabulary.
     """
 
     def __init__(self, vocab_size: int, tp: Axis) -> None:
@@ -31,14 +31,13 @@ class VocabRange:
         per_rank = -(-vocab_size // tp.size)
         self.rows = -(-per_rank // _ROW_MULTIPLE) * _ROW_MULTIPLE
         self.start = min(tp.rank * self.rows, vocab_size)
-        self.valid = min(self.rows, vocab_size - self.start)  # rows beyond are padding
+        self.valid = min(self.rows, vocab_size - self.start)  # the other rows are padding
 
 
 def vocab_weight(
     vocab_size: int, hidden_size: int, name: str, tp: Axis, init: float, **factory
 ) -> nn.Parameter:
-    """Returns `[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no
-    piece."""
+    """This rank's rows `[v/tp, h]` of a `[vocab_size, h]` matrix, padding included."""
     vocab = VocabRange(vocab_size, tp)
     pieces = (Piece((vocab.start, 0), (vocab.valid, hidden_size)),) if vocab.valid else ()
     spec = ShardSpec(name, (vocab_size, hidden_size), pieces, init=init)
@@ -48,7 +47,7 @@ def vocab_weight(
 class _Lookup(FirstOrderFunction):
     @staticmethod
     def forward(ctx, weight, ids, start, defer: Defer):
-        # [s/cp, b] rows of this rank's share; tokens outside of it belong to other ranks
+        # [s/cp, b]: local rows; other tp ranks hold the rows of tokens that are outside
         local = ids - start
         outside = (local < 0) | (local >= weight.shape[0])
         ctx.save_for_backward(local)
@@ -70,14 +69,14 @@ class _Lookup(FirstOrderFunction):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids to hidden states.
+    """Maps token ids to hidden states.
 
     Args:
-        weight: `[v/tp, h]`, made by `vocab_weight`; it may be another module's as well.
-        vocab_size: true number of tokens; padding to equal shares is internal.
+        weight: `[v/tp, h]`, made by `vocab_weight`; other modules may share it.
+        vocab_size: number of tokens, without padding.
         tp: axis that cuts the vocabulary.
-        sp: the result leaves cut along the sequence.
-        scale: multiplies the result; rounded to the weight's dtype, as Gemma was trained.
+        sp: outputs are cut along the sequence.
+        scale: multiplies the outputs; rounded to the weight's dtype, as Gemma was trained.
     """
 
     def __init__(
@@ -90,7 +89,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = weight
 
     def forward(self, tokens: Tensor, defer: Defer = run_now) -> Tensor:
-        """
+        """Embeds tokens.
+
         Args:
             tokens: int64 `[b, s/cp]`, the same on every tp rank.
             defer: takes the weight-gradient half of the backward.
@@ -101,6 +101,6 @@ class VocabParallelEmbedding(nn.Module):
         Comm: reduce_scatter (sp) or all_reduce tp of s/cp·b·h elements / all_gather (sp) or none.
         """
         x = _Lookup.apply(self.weight, tokens.t(), self.vocab.start, defer)  # partial [s/cp, b, h]
-        # [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
+        # -> [s/cp/tp, b, h]  reduce_scatter tp; without sp -> [s/cp, b, h]  all_reduce tp
         x = reduce_scatter_to(x, self.tp) if self.sp else reduce_from(x, self.tp)
         return x if self.scale == 1.0 else x * self.scale

@@ -1,17 +1,16 @@
-"""Linear layers cut over tp: columns (outputs) or rows (inputs), with the two GEMMs of the backward
-apart.
+"""Linear layers cut over tp by columns (outputs) or rows (inputs), with a split backward.
 
-                    forward                                   backward of the input (I)         weights (W)
-Column, sp          all_gather x; y = x·Wᵀ                    dx = dy·W; reduce_scatter dx      all_gather x; dW = dyᵀ·x
-Column, no sp       y = x·Wᵀ                                  dx = dy·W; all_reduce dx          dW = dyᵀ·x
-Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W          dW = dyᵀ·x
-Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                         dW = dyᵀ·x
+                forward                    backward of the input (I)     weights (W)
+Column, sp      all_gather x; y = x·Wᵀ     dx = dy·W; reduce_scatter dx  all_gather x; dW = dyᵀ·x
+Column, no sp   y = x·Wᵀ                   dx = dy·W; all_reduce dx      dW = dyᵀ·x
+Row, sp         y = x·Wᵀ; reduce_scatter y all_gather dy; dx = dy·W      dW = dyᵀ·x
+Row, no sp      y = x·Wᵀ; all_reduce y     dx = dy·W                     dW = dyᵀ·x
 
-`defer` takes W: it runs it at once, while dx's collective is under way, or keeps it for a schedule
-that splits the backward. With sp only the sharded x is kept for the backward, and gathered again
-while dx's GEMM runs. The weight carries its GEMMs, and in what form x and dy are kept and gathered
-(`gemms_of`, precision/gemm.py); also whether a GEMM and its collective overlap (`overlap_of`,
-overlap.py).
+`defer` runs W at once, while dx's collective is in flight, or keeps it for a schedule that splits
+the backward. With sp only the sharded x is saved for the backward, and gathered again while dx's
+GEMM runs. The weight's state says how it is multiplied, in what form x and dy are saved and
+gathered (`gemms_of`, precision/gemm.py), and whether a GEMM and its collective overlap
+(`overlap_of`, overlap.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022
     (arXiv:2205.05198).
 """
@@ -36,7 +35,7 @@ from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, unsh
 
 
 class _LocalLinear(FirstOrderFunction):
-    """Both kinds of layer where nothing is sent."""
+    """A linear layer without communication."""
 
     @staticmethod
     def forward(ctx, x, weight, defer: Defer):
@@ -57,9 +56,9 @@ class _LocalLinear(FirstOrderFunction):
 
 
 def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
-    """Maps x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
+    """Computes x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
 
-    For one rank, and for callers that gather x, and sum its gradient, over tp themselves.
+    For tp = 1, and for callers that gather x and sum its gradient over tp themselves.
     """
     return _LocalLinear.apply(x, weight, defer)
 
@@ -82,7 +81,8 @@ class _ColumnLinear(FirstOrderFunction):
         gemms = gemms_of(weight)
         # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
         gathering = [
-            start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors
+            start_all_gather(tensor, tp) if ctx.sp else Pending(tensor)
+            for tensor in ctx.saved_tensors
         ]
         dy = gemms.operand(dy, gradient=True)
         if ctx.sp and overlap_of(weight) is not NO_OVERLAP:
@@ -92,30 +92,30 @@ class _ColumnLinear(FirstOrderFunction):
             )
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
-            # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]
-            # all_reduce tp
+            # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
+            # without sp            -> [s/cp, b, in]     all_reduce tp
             reducing = start_reduce_scatter(dx, tp) if ctx.sp else start_all_reduce(dx, tp)
-        x, dy = tuple(part.wait() for part in gathering), gemms.for_weight_grad(dy)
+        x, dy = tuple(pending.wait() for pending in gathering), gemms.for_weight_grad(dy)
         # dW [out/tp, in]
         defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))
         return reducing.wait(), None, None, None, None
 
 
 def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = run_now) -> Tensor:
-    """Computes x·Wᵀ with W's rows cut over tp.
+    """Computes x·Wᵀ, with W's rows cut over tp.
 
     Args:
         x: `[s/cp/tp, b, in]` with sp, else `[s/cp, b, in]`.
         weight: `[out/tp, in]`.
         tp: axis that cuts the outputs.
-        sp: x arrives cut along the sequence.
+        sp: x is cut along the sequence.
         defer: takes the weight-gradient half of the backward.
 
     Returns:
         `[s/cp, b, out/tp]`.
 
-    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many;
-        without sp none / all_reduce tp.
+    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many
+        each; without sp none / all_reduce tp.
     """
     if tp.size == 1:
         return local_linear(x, weight, defer)
@@ -153,14 +153,14 @@ class _RowLinear(FirstOrderFunction):
 def column_pieces(
     blocks: Sequence[tuple[int, int]], inner: tuple[int, ...], tp: Axis, copies: Axis
 ) -> tuple[int, tuple[Piece, ...]]:
-    """Returns how this rank's share of a stack of row blocks lies in the whole.
+    """Pieces of this rank's share of a matrix whose rows are stacked matrices of blocks.
 
     Args:
-        blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; a cut never goes
-            through a block.
-        inner: the remaining dims, `(in,)` for a weight and `()` for a bias.
-        copies: the tp ranks that hold copies of one block, where a part has fewer blocks than ranks
-            (KV heads).
+        blocks: (number of blocks, rows of a block) of each matrix, such as q heads, k heads and v
+            heads; blocks are never cut.
+        inner: the other dims, `(in,)` for a weight and `()` for a bias.
+        copies: the tp ranks that hold copies of one block, where a matrix has fewer blocks than
+            there are ranks (KV heads).
 
     Returns:
         Number of local rows, and the pieces in local order.
@@ -174,32 +174,26 @@ def column_pieces(
         else:
             assert tp.size % count == 0 and copies.size == tp.size // count, (count, tp, copies)
             local, first, shared = 1, tp.rank // copies.size, True
-        pieces.append(
-            Piece(
-                (start + first * rows, *zeros),
-                (local * rows, *inner),
-                row,
-                summed=(copies.name,) if shared else (),
-                owner=not shared or copies.rank == 0,
-            )
-        )
+        offset, shape = (start + first * rows, *zeros), (local * rows, *inner)
+        summed, owner = (copies.name,) if shared else (), not shared or copies.rank == 0
+        pieces.append(Piece(offset, shape, row, summed, owner))
         start += count * rows
         row += local * rows
     return row, tuple(pieces)
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x·Wᵀ + bias, its outputs cut over tp.
+    """y = x·Wᵀ + bias, with the outputs cut over tp.
 
     Args:
         in_features: size of x's last dim.
-        blocks: (count, rows of one) per part of the output; out_features is their sum. A part with
-            fewer blocks than ranks is copied over `copies` (KV heads).
+        blocks: (number of blocks, rows of a block) of each matrix that is stacked in W; a matrix
+            with fewer blocks than ranks is copied over `copies` (KV heads).
         name: global name of the layer.
         tp: axis that cuts the outputs.
-        sp: x arrives cut along the sequence.
-        bias: add one.
-        init: standard deviation of the weight's initialisation.
+        sp: x is cut along the sequence.
+        bias: whether there is a bias.
+        init: standard deviation of the weight's initialization.
         copies: tp ranks that share a block.
         factory: dtype and device of the parameters.
     """
@@ -236,8 +230,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """Computes `column_linear` and adds the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b,
-        out/tp]`."""
+        """Adds the bias to `column_linear`: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
         y = column_linear(x, self.weight, self.tp, self.sp, defer)
         return y if self.bias is None else y + self.bias
 
@@ -246,15 +239,15 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x·Wᵀ + bias, its inputs cut over tp; the bias is added once, after the reduction.
+    """y = x·Wᵀ + bias, with the inputs cut over tp; the bias is added once, after the reduction.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: of the global weight.
         name: global name of the layer.
         tp: axis that cuts the inputs.
-        sp: y leaves cut along the sequence.
-        bias: add one.
-        init: standard deviation of the weight's initialisation.
+        sp: y is cut along the sequence.
+        bias: whether there is a bias.
+        init: standard deviation of the weight's initialization.
         factory: dtype and device of the parameters.
     """
 
@@ -285,7 +278,8 @@ class RowParallelLinear(nn.Module):
             )
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """
+        """Multiplies, reduces over tp and adds the bias.
+
         Args:
             x: `[s/cp, b, in/tp]`.
             defer: takes the weight-gradient half of the backward.
@@ -293,8 +287,8 @@ class RowParallelLinear(nn.Module):
         Returns:
             `[s/cp/tp, b, out]` with sp, else `[s/cp, b, out]`.
 
-        Comm: reduce_scatter tp of s/cp·b·out elements with sp, else all_reduce / all_gather with
-            sp, else none.
+        Comm: with sp reduce_scatter tp of s/cp·b·out elements / all_gather tp of as many; without
+            sp all_reduce tp / none.
         """
         if self.tp.size == 1:
             y = local_linear(x, self.weight, defer)
@@ -316,13 +310,14 @@ def replicated_parameter(
     decay: bool = False,
     **factory,
 ) -> nn.Parameter:
-    """Returns a parameter of which every tp rank holds a whole copy (norms, output biases, position
-    tables).
+    """Makes a parameter that every tp rank holds (norms, output biases, position tables).
 
     Args:
+        shape: of the parameter.
         name: global name.
-        partial_grad: each rank sees only part of its gradient (of a share of the sequence), to be
-            summed over tp.
+        tp: ranks that hold it.
+        partial_grad: a rank computes only its share of the gradient (that of its part of the
+            sequence), which is summed over tp.
         init, decay: as in ShardSpec.
         factory: dtype and device.
     """

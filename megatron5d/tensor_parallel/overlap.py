@@ -1,12 +1,11 @@
-"""A linear layer's GEMM and its collective: one after the other, or in chunks, so that one hides
-the other.
+"""A linear layer's GEMM and its collective: in sequence, or in chunks that overlap.
 
-                         whole (`none`)                   in chunks of one rank's tokens (`chunked`, `fused`)
-    all_gather_gemm      all_gather x, then one GEMM      GEMMs of own x, the previous rank's, ... as they arrive
-    gemm_reduce_scatter  one GEMM, then reduce_scatter    GEMMs for the other ranks first, own chunk last; their sums
+                         in sequence (`none`)           in chunks of one rank's tokens
+    all_gather_gemm      all_gather x, then one GEMM    GEMM of the local chunk, then of arriving ones
+    gemm_reduce_scatter  one GEMM, then reduce_scatter  GEMM of the local chunk last
 
-In chunks there are tp GEMMs, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels.
-`chunked` passes chunks around a ring of ranks and adds up in that order. With `fused` ranks write
+Chunks need tp GEMMs, each of 1/tp of the rows. In both cases (tp-1)/tp of the tensor is sent.
+`chunked` sends chunks around a ring of ranks and sums them in that order; with `fused` ranks write
 into each other's memory (fused_overlap.py).
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition"
     (ASPLOS 2023).
@@ -25,112 +24,115 @@ from megatron5d.topology.shard_spec import state_of
 
 @dataclass(frozen=True)
 class Gemm:
-    """A linear layer's GEMM for some of the tokens, forward or backward."""
+    """A linear layer's GEMM for a chunk of tokens, forward or backward."""
 
     weight: Tensor  # `[out, in]`
-    # False computes outputs, `[..., in]` -> `[..., out]`; True gradients of inputs, `[..., out]` ->
-    # `[..., in]`
+    # False: outputs `[..., in]` -> `[..., out]`; True: input gradients `[..., out]` -> `[..., in]`
     backward: bool = False
 
     def __call__(self, operand: Operand) -> Tensor:
         gemms = gemms_of(self.weight)
-        return (
-            gemms.input_grad(operand, self.weight)
-            if self.backward
-            else gemms.forward(operand, self.weight)
-        )
+        multiply = gemms.input_grad if self.backward else gemms.forward
+        return multiply(operand, self.weight)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it multiplies with the weight as it is, not in FP8, so that a fused kernel can do
-        it."""
+        """Whether the weight is multiplied in its own dtype, as fused kernels require."""
         return gemms_of(self.weight) is PLAIN
 
 
 class Overlap:
-    """Combines a GEMM and its collective; `parallel.tp_overlap=none`: one after the other."""
+    """Runs a GEMM and its collective in sequence (`parallel.tp_overlap=none`)."""
 
-    buffer_bytes = 0  # of this rank's memory that other ranks write into
+    buffer_bytes = 0  # size of the buffers on this rank that other ranks write into
 
     def all_gather_gemm(
         self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool
     ) -> tuple[Tensor, Operand]:
-        """Returns gemm(all_gather(operand)), and what was gathered.
+        """Computes gemm(all_gather(operand)).
 
         Args:
             operand: tensors `[s/tp, ...]`, this rank's tokens.
             gemm: `[n, b, ...]` -> `[n, b, out]`.
-            tp: ranks that hold a share of the tokens each, in their order.
-            keep: also return what was gathered.
+            tp: ranks that hold equal shares of the tokens, in their order.
+            keep: whether to return the gathered operand.
 
         Returns:
-            `[s, b, out]`, and with keep the operand of all tokens.
+            `[s, b, out]`, and with `keep` the operand of all tokens, else ().
 
-        Comm: (tp-1)·numel elements of the operand: all_gather tp.
+        Comm: all_gather tp: (tp-1)·numel elements of the operand.
         """
-        whole = tuple(all_gather(part, tp) for part in operand)
-        return gemm(whole), whole if keep else ()
+        gathered = tuple(all_gather(tensor, tp) for tensor in operand)
+        return gemm(gathered), gathered if keep else ()
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """Returns reduce_scatter(gemm(operand)).
+        """Computes reduce_scatter(gemm(operand)).
 
         Args:
             operand: tensors `[s, ...]`, all tokens.
-            gemm: a term of the sum over tp; `[n, b, ...]` -> `[n, b, out]`.
-            tp: ranks that hold a term each.
+            gemm: computes this rank's term of the sum; `[n, b, ...]` -> `[n, b, out]`.
+            tp: ranks that compute a term each.
 
         Returns:
-            `[s/tp, b, out]`, this rank's tokens summed.
+            `[s/tp, b, out]`, the sums for this rank's tokens.
 
-        Comm: (tp-1)/tp·numel elements of the output: reduce_scatter tp.
+        Comm: reduce_scatter tp: (tp-1)/tp·numel elements of the output.
         """
         return reduce_scatter(gemm(operand), tp)
 
     def check(self) -> None:
-        """Raises if an exchange failed; called once the device has computed results, before they
-        are used for good.
+        """Checks the exchanges of a step, before its results update the weights.
 
-        Raises TimeoutError: a rank has not sent its share; names it. Collectives time out by
-        themselves.
+        Raises:
+            TimeoutError: a rank, which the message names, has not sent its share. Collectives time
+                out by themselves.
         """
 
 
 class Chunked(Overlap):
-    """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
+    """Sends chunks around a ring of ranks (`parallel.tp_overlap=chunked`)."""
 
     def all_gather_gemm(
         self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool
     ) -> tuple[Tensor, Operand]:
-        """Gathers chunk by chunk. Comm: tp-1 shifts of the operand."""
+        """Gathers chunk by chunk.
+
+        Comm: tp-1 shifts of the operand.
+        """
         outputs: list[Tensor] = [operand[0]] * tp.size
         chunks: list[Operand] = [operand] * tp.size
-        chunk = tuple(part.contiguous() for part in operand)
+        chunk = tuple(tensor.contiguous() for tensor in operand)
         for step in range(tp.size):
-            last = step + 1 == tp.size
-            shifts = [] if last else [start_shift(part, tp, tag) for tag, part in enumerate(chunk)]
+            sent = enumerate(chunk if step + 1 < tp.size else ())
+            shifts = [start_shift(tensor, tp, tag) for tag, tensor in sent]
             owner = (tp.rank - step) % tp.size
             # [s/tp, b, out] of the rank `step` behind
             outputs[owner], chunks[owner] = gemm(chunk), chunk
             chunk = tuple(shift.wait() for shift in shifts)
-        return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
+        gathered = tuple(map(torch.cat, zip(*chunks))) if keep else ()
+        return torch.cat(outputs), gathered
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
-        """Reduces chunk by chunk. Comm: tp-1 shifts of 1/tp of the output."""
+        """Reduces chunk by chunk.
+
+        Comm: tp-1 shifts of 1/tp of the output.
+        """
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
-        travelling = None
+        shift = None
         for step in range(tp.size):
             owner = (tp.rank - step - 1) % tp.size
-            term = gemm(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
-            if travelling is not None:
-                term += travelling.wait()
+            chunk = tuple(tensor.narrow(0, owner * rows, rows) for tensor in operand)
+            partial_sum = gemm(chunk).contiguous()
+            if shift is not None:
+                partial_sum += shift.wait()
             # [s/tp, b, out]  shift tp
-            travelling = start_shift(term, tp) if step + 1 < tp.size else None
-        return term
+            shift = start_shift(partial_sum, tp) if step + 1 < tp.size else None
+        return partial_sum
 
 
 NO_OVERLAP = Overlap()
 
 
 def overlap_of(weight: Tensor) -> Overlap:
-    """Returns how this weight's GEMMs and their collectives are combined; model/gpt.py sets it."""
+    """How the GEMMs of a weight overlap with their collectives; model/gpt.py sets it."""
     return state_of(weight).overlap or NO_OVERLAP
