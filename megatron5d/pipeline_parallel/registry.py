@@ -1,5 +1,4 @@
-"""Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing
-else to edit."""
+"""Schedules by name: a new one is one decorated function in one file of `schedules/`."""
 
 import difflib
 import importlib
@@ -14,17 +13,20 @@ from megatron5d.pipeline_parallel import schedules
 from megatron5d.pipeline_parallel.program import Program
 
 Generator = Callable[..., Program]
-"""(num_ranks, num_microbatches, chunks) -> Program; raises ValueError for sizes that the schedule does not admit."""
+"""(num_ranks, num_microbatches, chunks) -> Program.
+
+Raises ValueError for sizes that the schedule does not admit.
+"""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One registered generator."""
 
-    name: str  # what `pipeline.schedule` calls it
+    name: str  # as in `pipeline.schedule`
     generator: Generator  # the function that makes its Programs
-    chunks: int  # stages per rank and copy where the user names none
-    any_chunks: bool  # whether the user may name another number of them (two or more)
+    chunks: int  # stages per rank and copy, unless the user gives another number
+    any_chunks: bool  # whether the user may give another number of them (two or more)
 
 
 REGISTERED: dict[str, Schedule] = {}
@@ -33,13 +35,12 @@ REGISTERED: dict[str, Schedule] = {}
 def schedule(
     name: str, chunks: int = 1, any_chunks: bool = False
 ) -> Callable[[Generator], Generator]:
-    """Returns the decorator that registers a generator under `name`; its arguments are those of
-    `Schedule`."""
+    """Decorator that registers a generator under `name`; its arguments are those of `Schedule`."""
 
     def register(generator: Generator) -> Generator:
         assert (
             name not in REGISTERED or REGISTERED[name].generator.__module__ == generator.__module__
-        ), f"two schedules are called {name!r}"
+        ), f"two schedules have the name {name!r}"
         REGISTERED[name] = Schedule(name, generator, chunks, any_chunks)
         return generator
 
@@ -47,18 +48,22 @@ def schedule(
 
 
 def schedule_names() -> list[str]:
-    """Returns the names of all registered schedules."""
+    """Names of all registered schedules."""
     return list(_load())
 
 
 def find_schedule(name: str) -> Schedule:
-    """Returns the schedule called `name`. Raises ValueError: none is."""
+    """Finds the schedule with this name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     known = _load()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
-            f"pipeline.schedule={name} is unknown; {hint}the named ones are {', '.join(known)}"
+            f"pipeline.schedule={name} is unknown; {hint}the known schedules are {', '.join(known)}"
         )
     return known[name]
 
@@ -66,35 +71,35 @@ def find_schedule(name: str) -> Schedule:
 def build_program(
     name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Program:
-    """Returns the Program of a named schedule.
+    """Builds the Program of a named schedule.
 
     Args:
         name: the schedule, as in `pipeline.schedule`.
         num_ranks: pipeline ranks (`parallel.pp`).
-        num_microbatches: micro-batches of one step, over both directions where there are two.
+        num_microbatches: of one step, over both directions where there are two.
         chunks: stages per rank and copy (`parallel.vpp`); None = as the schedule needs.
 
     Raises:
-        ValueError: An unknown name, or sizes that the schedule does not admit; it names the nearest
-            legal value.
+        ValueError: an unknown name, or sizes that the schedule does not admit; the message has the
+            nearest legal value.
     """
-    found = find_schedule(name)
+    entry = find_schedule(name)
     if num_ranks < 1 or num_microbatches < 1:
         raise ValueError(
-            f"pipeline.schedule={name} with parallel.pp={num_ranks} and num_microbatches={num_microbatches}: "
-            "both must be at least 1"
+            f"pipeline.schedule={name} with parallel.pp={num_ranks} and "
+            f"num_microbatches={num_microbatches}: both must be at least 1"
         )
-    chunks = found.chunks if chunks is None else chunks
-    if found.any_chunks and chunks < 2:
+    chunks = entry.chunks if chunks is None else chunks
+    if entry.any_chunks and chunks < 2:
         raise ValueError(
-            f"pipeline.schedule={name} interleaves chunks, but parallel.vpp={chunks}; set parallel.vpp=2"
+            f"pipeline.schedule={name} needs parallel.vpp > 1 (got {chunks}); set parallel.vpp=2"
         )
-    if not found.any_chunks and chunks != found.chunks:
+    if not entry.any_chunks and chunks != entry.chunks:
         raise ValueError(
-            f"pipeline.schedule={name} cuts the layers of a rank into {found.chunks}, but parallel.vpp={chunks}; "
-            f"set parallel.vpp={found.chunks}"
+            f"pipeline.schedule={name} needs parallel.vpp={entry.chunks} (got {chunks}); "
+            f"set parallel.vpp={entry.chunks}"
         )
-    return found.generator(num_ranks, num_microbatches, chunks)
+    return entry.generator(num_ranks, num_microbatches, chunks)
 
 
 def _load() -> dict[str, Schedule]:
@@ -109,14 +114,14 @@ def _import_schedules() -> None:
 
 
 def schedule_faults(config: Config, world: int) -> list[Fault]:
-    """Returns the fault of a `pipeline.schedule` that is no schedule's name."""
+    """The fault of an unknown `pipeline.schedule`, if it is one."""
     name = config.pipeline.schedule
-    if name == "auto" or ":" in name:  # the latter has a check of its own
+    if name == "auto" or ":" in name:  # other checks read files
         return []
     try:
         find_schedule(name)
     except ValueError as error:
-        more = "; auto searches for one, file:PATH reads one"
+        reason = f"{error}; auto searches for one, file:PATH reads one"
         fix = f"pipeline.schedule={closest(name, ['auto', *schedule_names()]) or '1f1b'}"
-        return [Fault("unknown-schedule", ("pipeline.schedule",), str(error) + more, fix)]
+        return [Fault("unknown-schedule", ("pipeline.schedule",), reason, fix)]
     return []

@@ -1,1 +1,1 @@
-"""One file for each family of schedules; every function with `@schedule` is found by its name."""
+"""One file for each family of schedules; the registry finds every function with `@schedule`."""

@@ -1,8 +1,5 @@
-"""One forward, one backward: each rank runs ahead by a number of forwards, then alternates.
-
-All forwards, then all backwards: the simplest schedules, which hold the activations of every
-micro-batch.
-"""
+"""1F1B: each rank runs a number of forwards early, then alternates forwards and backwards. GPipe:
+all forwards, then all backwards, so that it holds the activations of every micro-batch."""
 
 from megatron5d.pipeline_parallel.program import Action, Program, Slot, loop_placement, make_program
 from megatron5d.pipeline_parallel.registry import schedule
@@ -10,7 +7,7 @@ from megatron5d.pipeline_parallel.registry import schedule
 
 @schedule("1f1b")
 def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns 1F1B (PipeDream-Flush).
+    """1F1B (PipeDream-Flush).
 
     Bubble (p − 1)(F + B); activations p.
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training (2104.04473),
@@ -18,9 +15,8 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int)
     """
 
     def line(rank: int) -> list[Slot]:
-        return _alternate(
-            *depth_first(rank, num_ranks, num_microbatches, 1), ahead=num_ranks - 1 - rank
-        )
+        passes = depth_first(rank, num_ranks, num_microbatches, 1)
+        return _alternate(*passes, num_warmup=num_ranks - 1 - rank)
 
     return make_program(
         "1f1b", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks))
@@ -29,7 +25,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int)
 
 @schedule("interleaved", chunks=2, any_chunks=True)
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns interleaved (depth-first) 1F1B: v chunks a rank, taken in turns by groups of about p
+    """Interleaved (depth-first) 1F1B: v chunks per rank, alternating by groups of about p
     micro-batches.
 
     Bubble (p − 1)(F + B)/v where p divides m; activations p(1 + (p − 1)/(pv)).
@@ -37,10 +33,9 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     """
 
     def line(rank: int) -> list[Slot]:
-        ahead = (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0] + 2 * (
-            num_ranks - 1 - rank
-        )
-        return _alternate(*depth_first(rank, num_ranks, num_microbatches, chunks), ahead)
+        first_group = group_sizes(num_ranks, num_microbatches)[0]
+        num_warmup = (chunks - 1) * first_group + 2 * (num_ranks - 1 - rank)
+        return _alternate(*depth_first(rank, num_ranks, num_microbatches, chunks), num_warmup)
 
     placement = loop_placement(num_ranks, chunks)
     return make_program(
@@ -50,25 +45,23 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("interleaved_overlap", chunks=2, any_chunks=True)
 def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns interleaved 1F1B that overlaps the forward and the backward of its steady state.
+    """Interleaved 1F1B that overlaps the forward and the backward of its steady state.
 
     Bubble (p − 1)(F + B)/v where p divides m, and each pair hides the all-to-all of one under the
-    compute of the other. It runs one forward further ahead than `interleaved`, since an overlapped
-    F is done only when its B is: activations p(1 + (p − 1)/(pv)) + 1/v.
+    compute of the other. It runs one more forward in its warm-up than `interleaved`, because an
+    overlapped F ends only when its B ends: activations p(1 + (p − 1)/(pv)) + 1/v.
     Source: Megatron-Core's 1F1B with expert all-to-all overlap; Narayanan et al. 2021 (2104.04473)
         for the order.
     """
 
     def line(rank: int) -> list[Slot]:
-        ahead = (
-            (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0]
-            + 2 * (num_ranks - 1 - rank)
-            + 1
-        )
+        first_group = group_sizes(num_ranks, num_microbatches)[0]
+        num_warmup = (chunks - 1) * first_group + 2 * (num_ranks - 1 - rank) + 1
         forwards, backwards = depth_first(rank, num_ranks, num_microbatches, chunks)
-        ahead = min(ahead, len(forwards))
-        pairs: list[Slot] = [(f, b) for f, b in zip(forwards[ahead:], backwards)]
-        return [(f,) for f in forwards[:ahead]] + pairs + [(b,) for b in backwards[len(pairs) :]]
+        num_warmup = min(num_warmup, len(forwards))
+        pairs: list[Slot] = list(zip(forwards[num_warmup:], backwards))
+        warmup: list[Slot] = [(forward,) for forward in forwards[:num_warmup]]
+        return warmup + pairs + [(backward,) for backward in backwards[len(pairs) :]]
 
     placement = loop_placement(num_ranks, chunks)
     return make_program(
@@ -77,11 +70,11 @@ def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> P
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Returns how many micro-batches go through one chunk before the next chunk's turn.
+    """Numbers of micro-batches that pass one chunk before the next chunk takes over.
 
-    Groups hold p micro-batches where p divides m. Otherwise they are as many groups of at least p
-    as there can be, as even as possible and the larger ones first, so that no rank waits for a
-    group shorter than the pipeline. One group where m < p.
+    Groups have p micro-batches where p divides m. Otherwise there are as many groups of at least p
+    as possible, of sizes as equal as possible and the larger ones first, so that no rank waits for
+    a group shorter than the pipeline. One group where m < p.
     """
     rounds = max(1, num_microbatches // num_ranks)
     size, larger = divmod(num_microbatches, rounds)
@@ -91,8 +84,7 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 def depth_first(
     rank: int, num_ranks: int, num_microbatches: int, chunks: int, backward: str = "B"
 ) -> tuple[list[Action], list[Action]]:
-    """Returns the forwards and the backwards of one rank, each in its order: the chunks in turns,
-    group by group."""
+    """The forwards and the backwards of one rank, in order: group by group, chunks alternating."""
     forwards, backwards, first = [], [], 0
     for size in group_sizes(num_ranks, num_microbatches):
         group = range(first, first + size)
@@ -108,19 +100,18 @@ def depth_first(
     return forwards, backwards
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Slot]:
-    """Returns `ahead` forwards, then a forward and a backward in turns, then the backwards that are
-    left."""
-    ahead = min(ahead, len(forwards))
-    slots: list[Slot] = [(action,) for action in forwards[:ahead]]
-    for forward, backward in zip(forwards[ahead:], backwards):
+def _alternate(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Slot]:
+    """Warm-up forwards, then a forward and a backward alternating, then the other backwards."""
+    num_warmup = min(num_warmup, len(forwards))
+    slots: list[Slot] = [(action,) for action in forwards[:num_warmup]]
+    for forward, backward in zip(forwards[num_warmup:], backwards):
         slots += [(forward,), (backward,)]
-    return slots + [(action,) for action in backwards[len(forwards) - ahead :]]
+    return slots + [(action,) for action in backwards[len(forwards) - num_warmup :]]
 
 
 @schedule("gpipe")
 def gpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns GPipe: all forwards, then all backwards.
+    """GPipe: all forwards, then all backwards.
 
     Bubble (p − 1)(F + B); activations m.
     Source: Huang et al. 2019, GPipe (1811.06965), §2.3.
@@ -130,8 +121,7 @@ def gpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("bfs", chunks=2, any_chunks=True)
 def breadth_first(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Returns the breadth-first schedule: all micro-batches through one chunk before any goes
-    through the next.
+    """The breadth-first schedule: all micro-batches pass one chunk before any passes the next.
 
     Bubble (p − 1)(F + B)/v where m ≥ p; activations m. It gathers and reduces each chunk's weights
     once a step.

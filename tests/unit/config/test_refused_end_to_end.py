@@ -346,7 +346,7 @@ def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(
             "0F6 is beyond num_microbatches=6 = train.gbs / (train.mbs·dp) = 6 / 1",
             "train.gbs=8",
         ),
-        (8, "\n1F0", "\n1F0\n1F0", "has 3 rows, one a rank, but pp=2", "parallel.pp=3"),
+        (8, "\n1F0", "\n1F0\n1F0", "has 3 rows, one per rank, but pp=2", "parallel.pp=3"),
     ],
 )
 def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(
@@ -375,7 +375,7 @@ def test_other_chunks_than_those_of_the_schedules_file_are_refused(tmp_path):
         train=TrainConfig(gbs=8, mbs=1),
     )
     (fault,) = pipeline_faults(config, 2)
-    assert fault.reason.endswith("cuts the layers of a rank into 2, but parallel.vpp=3")
+    assert fault.reason.endswith("needs parallel.vpp=2 (got 3)")
     assert fault.fix == "parallel.vpp=2"
     for vpp in (1, 2):  # 1, the default, leaves it to the file
         assert pipeline_faults(replace(config, parallel=ParallelConfig(pp=2, vpp=vpp)), 2) == []

@@ -38,7 +38,7 @@ def test_the_names_of_the_contract_are_there():
 
 
 def test_one_chunk_is_not_interleaved():
-    with pytest.raises(ValueError, match="parallel.vpp=1; set parallel.vpp=2"):
+    with pytest.raises(ValueError, match=r"\(got 1\); set parallel.vpp=2"):
         build_program("interleaved", 2, 4, 1)
 
 

@@ -140,13 +140,13 @@ def test_every_pair_is_written_under_torchs_one_name():
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("0F0,hello\n", "rank 0, column 1: 'hello' is no action"),
+        ("0F0,hello\n", "rank 0, column 1: 'hello' is not an action"),
         ("0F0\n1F0,1G0\n", "rank 1, column 1: '1G0'"),
-        ("(0F0;0F1;0F2)OVERLAP_F_B\n", "is no action"),
+        ("(0F0;0F1;0F2)OVERLAP_F_B\n", "is not an action"),
         ("", "no action"),
         ("0F0,2F0\n1F0\n", "3 stages on 2 ranks.*such as 4"),
         ("99999999999F0,0B0\n", "bad.csv has stage 99999999999, but only 2 actions"),
-        (f'"{"0F0," * 50_000}"', "bad.csv is no CSV: field larger than"),
+        (f'"{"0F0," * 50_000}"', "bad.csv is not a CSV file: field larger than"),
     ],
 )
 def test_bad_text_is_refused_with_its_cell(text, words):
@@ -159,13 +159,13 @@ def test_a_file_is_called_by_its_path(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
     assert write_program(read_file(path, 1, 1)) == "0F0,0B0\n"
     path.write_bytes(b"0F0,\xd0")
-    with pytest.raises(ValueError, match="of_excel.csv, rank 0, column 1: .* is no action"):
+    with pytest.raises(ValueError, match="of_excel.csv, rank 0, column 1: .* is not an action"):
         read_file(path, 1, 1)
 
 
 def test_sizes_are_checked_against_the_file():
     text = write_program(build_program("1f1b", 2, 4))
-    with pytest.raises(ValueError, match="2 rows, one a rank, but pp=4"):
+    with pytest.raises(ValueError, match="2 rows, one per rank, but pp=4"):
         read_program(text, "f", 4)
     with pytest.raises(ValueError, match="rank 0: 0F3 is beyond num_microbatches=3"):
         read_program(text, "f", 2, 3)

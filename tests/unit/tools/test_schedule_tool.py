@@ -151,7 +151,7 @@ def test_verify_a_file(capsys, tmp_path):
         capsys, "verify", str(file), "--pp", "5", "--microbatches", "8"
     )
     named = ("simulate", "--schedule", f"file:{file}", *SIZES)
-    assert "into 1, but --vpp 2; set --vpp 1" in refused(capsys, *named, "--vpp", "2")
+    assert "needs --vpp 1 (got 2); set --vpp 1" in refused(capsys, *named, "--vpp", "2")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_verify_a_file(capsys, tmp_path):
             )
             for kind in ("svg", "png", "trace", "csv")
         ),
-        (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null holds no action"),
+        (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null has no actions"),
         (
             ("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"),
             "--seconds -1 is not",
