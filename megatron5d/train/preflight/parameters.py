@@ -12,47 +12,36 @@ from megatron5d.topology.shard_spec import spec_of, without_memory
 
 
 def parameter_names(config: Config) -> list[str]:
-    """Returns the global names of a model's weights, which do not depend on the layout."""
-    whole = replace(config, parallel=ParallelConfig())
+    """Global names of a model's weights, which do not depend on the layout."""
+    config = replace(config, parallel=ParallelConfig())
     with without_memory():
-        return [
-            spec_of(tensor).name for tensor in GPT(whole, build_mesh(resolve(1)), "meta").weights()
-        ]
+        model = GPT(config, build_mesh(resolve(1)), "meta")
+        return [spec_of(weight).name for weight in model.weights()]
 
 
 def glob_faults(config: Config, world: int) -> list[Fault]:
-    """Globs of parameter names that match none of the model's: they would mean nothing; or that
-    freeze all of them."""
-    optim, default = config.optim, OptimConfig()
-    asked = {
-        key: getattr(optim, key) for key in ("decay_exclude", "freeze", "lr_scale", "decay_scale")
-    }
-    if optim.name == "muon" and optim.muon_exclude != default.muon_exclude:
-        asked["muon_exclude"] = optim.muon_exclude
-    if not any(asked.values()):
+    """Globs that match no parameter of the model, or that freeze all of them."""
+    optim = config.optim
+    keys = ["decay_exclude", "freeze", "lr_scale", "decay_scale"]
+    if optim.name == "muon" and optim.muon_exclude != OptimConfig().muon_exclude:
+        keys.append("muon_exclude")
+    if not any(getattr(optim, key) for key in keys):
         return []
-    names, found = parameter_names(config), []
-    for key, entries in asked.items():  # of scales, each with a factor before the glob
-        if lost := [
-            entry for entry in entries if not fnmatch.filter(names, entry.split(maxsplit=1)[-1])
-        ]:
-            kept = ",".join(f"'{entry}'" for entry in entries if entry not in lost)
-            reason = f"optim.{key}: {' and '.join(lost)} matches no parameter; there are for example {names[0]}, "
-            shown = names[len(names) // 2]
-            found.append(
-                Fault(
-                    "optim-globs-match",
-                    (f"optim.{key}",),
-                    f"{reason}{shown}",
-                    f'"optim.{key}=[{kept}]"',
-                    False,
-                )
-            )
+    names, faults = parameter_names(config), []
+    examples = f"{names[0]}, {names[len(names) // 2]}"
+    for key in keys:
+        entries = getattr(optim, key)
+        # An entry of a scale has a factor before its glob.
+        matching = [
+            entry for entry in entries if fnmatch.filter(names, entry.split(maxsplit=1)[-1])
+        ]
+        if wrong := [entry for entry in entries if entry not in matching]:
+            reason = f"optim.{key}: {' and '.join(wrong)} matches no parameter (such as {examples})"
+            fix = ",".join(f"'{entry}'" for entry in matching)
+            fix = f'"optim.{key}=[{fix}]"'
+            faults.append(Fault("optim-globs-match", (f"optim.{key}",), reason, fix, False))
     if all(any(fnmatch.fnmatch(name, glob) for glob in optim.freeze) for name in names):
-        reason = (
-            f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train"
-        )
-        found.append(
-            Fault("optim-freeze-some", ("optim.freeze",), reason, "optim.freeze=[]", False)
-        )
-    return found
+        reason = f"optim.freeze = {optim.freeze} freezes every parameter"
+        fix = "optim.freeze=[]"
+        faults.append(Fault("optim-freeze-some", ("optim.freeze",), reason, fix, False))
+    return faults

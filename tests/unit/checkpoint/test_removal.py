@@ -27,11 +27,11 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path, monkeypatch):
     assert saved_steps(tmp_path) == [2, 3, 4] and (tmp_path / "step-00000001.removed").is_dir()
     assert [note.split(": ")[1] for note in recover(tmp_path)] == ["its removal was interrupted"]
     (tmp_path / "step-00000002" / "index.json").unlink()
-    for keep, end in ((2, "a later save removes it"), (0, "nothing removes it but you")):
+    for keep, end in ((2, "a later save removes it"), (0, "no save removes it")):
         config = Config(checkpoint=CheckpointConfig(dir=str(tmp_path), keep=str(keep)))
         (note,) = broken_checkpoints(config)
         assert (
-            note.startswith("not whole: ")
+            note.startswith("incomplete: ")
             and "step-00000002/index.json has no file" in note
             and note.endswith(end)
         )

@@ -211,7 +211,7 @@ def test_what_an_evaluation_takes_more_than_once_is_told(corpus):
     for batches, told in ((samples // 2, False), (samples, True)):
         train = TrainConfig(gbs=2, seq_len=SEQ, eval_batches=batches)
         notes = repeated_validation(Config(train=train, data=DataConfig([corpus], valid=[corpus])))
-        assert [f"holds {samples} samples, and an evaluation" in note for note in notes] == [
+        assert [f"holds {samples} samples, but an evaluation" in note for note in notes] == [
             True
         ] * told
 
@@ -384,7 +384,7 @@ def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
         notes = unmarked_documents(Config(data=data))
         assert len(notes) == noticed and all(corpus in note for note in notes)
         assert all(
-            f"its first {DOCUMENTS} documents hold no token 42000, which ends a document as data.eod says"
+            f"its first {DOCUMENTS} documents hold no token 42000, the end of a document by data.eod"
             in note
             for note in notes
         )
@@ -405,7 +405,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_noticed(tmp_path, monkey
     )
     data = DataConfig(["corpus"], tokenizer=str(tmp_path / "tokenizer"))
     (note,) = small_vocabulary(Config(model=ModelConfig(vocab_size=43), data=data))
-    assert "has 44 tokens, model.vocab_size is 43" in note
+    assert "has 44 tokens, but model.vocab_size = 43" in note
     assert small_vocabulary(Config(model=ModelConfig(vocab_size=44), data=data)) == []
     assert small_vocabulary(Config(data=DataConfig(["corpus"]))) == []
 
