@@ -1,12 +1,13 @@
-"""Operations whose result is wanted in FP8 only: SwiGLU before a down-projection, a norm before an
-up-projection; and the gradient of SwiGLU, which the backward of the up-projection reads by rows,
-and transposed for its weight gradient.
+"""SwiGLU and norms whose result is stored in FP8 only, and the gradient of SwiGLU in FP8.
 
-The wide result is never written: it is computed in registers, rounded to the dtype that it would
-have been stored in, and quantised in 1×128 groups. So the outcome is that of the two operations one
-after the other, at a third of the traffic (bfloat16 in, FP8 out, instead of in, out, in, out). The
-gradient of SwiGLU, [2f] a token, is transposed by a second kernel: one that wrote both FP8 forms at
-once took 1.04 ms instead on an H200, for 8,192 tokens and f = 14,336.
+These feed FP8 GEMMs: SwiGLU a down-projection, a norm an up-projection. The backward of the
+up-projection reads the gradient of SwiGLU twice, by rows and transposed for its weight gradient.
+
+The wide result is never stored: it is computed in registers, rounded to the dtype that it would
+have been stored in, and quantized in 1×128 groups. So the result is that of the two operations one
+after the other, at a third of the traffic (bfloat16 in, FP8 out, instead of in, out, in, out). A
+second kernel transposes the gradient of SwiGLU, [2f] a token, because a single kernel for both FP8
+forms took 1.04 ms instead of 0.46 ms on an H200, for 8,192 tokens and f = 14,336.
 """
 
 import torch
@@ -24,32 +25,20 @@ from megatron5d.kernels.fp8.quantize import (
     E4M3,
     GROUP,
     Quantized,
-    fp8_transpose,
-    largest,
+    amax_along,
     quantize_reference,
     quantize_rows,
-    quantized,
+    quantize_tile,
+    store_quantized_rows,
 )
+from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.norm import norm_forward, normalize, scale_and_shift
 from megatron5d.kernels.plain_norm import norm_reference
 
-# of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
-MAX_WIDTH = 16384
+MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is quantized apart
 
 
-@jit
-def _store_quantized(
-    x, values_ptr, scales_ptr, live, known, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr
-):
-    """Stores one group of columns of some rows in FP8, and its scales."""
-    values, scale = quantized(
-        x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty
-    )
-    tl.store(values_ptr, values, live)
-    tl.store(scales_ptr, scale, known)
-
-
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])  # an expert's number of rows changes with every batch
 def _swiglu_kernel(
     gate_up_ptr,
     weights_ptr,
@@ -59,7 +48,6 @@ def _swiglu_kernel(
     width,
     stride,
     WEIGHTED: tl.constexpr,
-    LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,17 +56,16 @@ def _swiglu_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1).to(tl.int64)
     column = group * GROUP + tl.arange(0, GROUP)
-    live = (row < rows)[:, None] & (column < width)[None, :]
-    at = gate_up_ptr + row[:, None] * stride + column[None, :]
-    gate = load_float32(at, live)
-    up = load_float32(at + width, live)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    pointers = gate_up_ptr + row[:, None] * stride + column[None, :]
+    gate, up = load_float32(pointers, mask), load_float32(pointers + width, mask)
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         y *= load_float32(weights_ptr + row, row < rows)[:, None]
     y = y.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
     values_ptr += row[:, None] * width + column[None, :]
     scales_ptr += row[:, None] * tl.cdiv(width, GROUP) + group
-    _store_quantized(y, values_ptr, scales_ptr, live, (row < rows)[:, None], LARGEST, POWERS_OF_TWO)
+    store_quantized_rows(y, values_ptr, scales_ptr, mask, (row < rows)[:, None], POWERS_OF_TWO)
 
 
 @jit(do_not_specialize=["rows"])
@@ -91,7 +78,6 @@ def _swiglu_backward_kernel(
     width,
     dy_stride,
     stride,
-    LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -100,22 +86,18 @@ def _swiglu_backward_kernel(
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     group, groups = tl.program_id(1), tl.num_programs(1)
     column = group * GROUP + tl.arange(0, GROUP)[None, :]
-    live = row < rows
-    gate = load_float32(gate_up_ptr + row * stride + column, live)
-    up = load_float32(gate_up_ptr + row * stride + width + column, live)
-    dy = load_float32(dy_ptr + row * dy_stride + column, live)
-    _, slope_gate, slope_up = swiglu_with_derivatives(gate, up)
+    mask = row < rows
+    gate = load_float32(gate_up_ptr + row * stride + column, mask)
+    up = load_float32(gate_up_ptr + row * stride + width + column, mask)
+    dy = load_float32(dy_ptr + row * dy_stride + column, mask)
+    _, dgate, dup = swiglu_with_derivatives(gate, up)
     DTYPE: tl.constexpr = gate_up_ptr.dtype.element_ty
-    d_gate, d_up = (
-        (dy * slope_gate).to(DTYPE).to(tl.float32),
-        (dy * slope_up).to(DTYPE).to(tl.float32),
-    )
+    dgate = (dy * dgate).to(DTYPE).to(tl.float32)
+    dup = (dy * dup).to(DTYPE).to(tl.float32)
     values_ptr += row * (2 * width) + column
     scales_ptr += row * (2 * groups) + group
-    _store_quantized(d_gate, values_ptr, scales_ptr, live, live, LARGEST, POWERS_OF_TWO)
-    _store_quantized(
-        d_up, values_ptr + width, scales_ptr + groups, live, live, LARGEST, POWERS_OF_TWO
-    )
+    store_quantized_rows(dgate, values_ptr, scales_ptr, mask, mask, POWERS_OF_TWO)
+    store_quantized_rows(dup, values_ptr + width, scales_ptr + groups, mask, mask, POWERS_OF_TWO)
 
 
 @jit
@@ -133,36 +115,35 @@ def _norm_kernel(
     eps,
     CENTERED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Normalises whole rows, then quantises them group by group."""
+    """Normalizes whole rows, then quantizes them group by group."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    mask = (row < rows)[:, None] & (column < width)[None, :]
+    row_mask = row < rows
+    mask = row_mask[:, None] & (column < width)[None, :]
     x = load_float32(x_ptr + row[:, None] * stride + column[None, :], mask)
-    y = normalize(x, mask, width, eps, mean_ptr + row, rstd_ptr + row, row < rows, CENTERED)
+    y = normalize(x, mask, width, eps, mean_ptr + row, rstd_ptr + row, row_mask, CENTERED)
     y = scale_and_shift(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     blocks = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
-    amax = largest(blocks, 2)[:, :, None]
-    values, scale = quantized(blocks, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    amax = amax_along(blocks, 2)[:, :, None]
+    values, scale = quantize_tile(blocks, amax, values_ptr.dtype.element_ty, POWERS_OF_TWO)
     values = tl.reshape(values, (ROWS, WIDTH))
     tl.store(values_ptr + row[:, None] * width + column[None, :], values, mask)
     groups, group = tl.cdiv(width, GROUP), tl.arange(0, WIDTH // GROUP)
     scale = tl.reshape(scale, (ROWS, WIDTH // GROUP))
-    group_mask = (row < rows)[:, None] & (group < groups)[None, :]
+    group_mask = row_mask[:, None] & (group < groups)[None, :]
     tl.store(scales_ptr + row[:, None] * groups + group[None, :], scale, group_mask)
 
 
-def _outputs(
-    rows: int, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    values = torch.empty(rows, width, dtype=dtype, device=device)
-    return values, torch.empty(rows, cdiv(width, GROUP), dtype=torch.float32, device=device)
+def _outputs(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocates values `[rows, width]` and their scales, for the rows of x."""
+    values = x.new_empty(x.shape[0], width, dtype=dtype)
+    return values, x.new_empty(x.shape[0], cdiv(width, GROUP), dtype=torch.float32)
 
 
 def swiglu_quantized(
@@ -172,12 +153,12 @@ def swiglu_quantized(
     weights: Tensor | None = None,
     powers_of_two: bool = False,
 ) -> Quantized:
-    """Computes `quantize_rows(swiglu(gate_up))` in one pass; not differentiable.
+    """Computes `quantize_rows` of SwiGLU in one pass, without a gradient.
 
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
-        weights: `[rows]`, what each row is multiplied by ; None = 1.
+        weights: `[rows]`, by which the rows are multiplied; None = 1.
         powers_of_two: round the scales up to powers of two.
 
     Returns:
@@ -188,38 +169,32 @@ def swiglu_quantized(
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(
-            f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd"
+            f"swiglu splits the last dim into halves (gate, up), so its size must be even "
+            f"(got {gate_up.shape[-1]})"
         )
     x = rows_of(gate_up)
     rows, width = x.shape[0], x.shape[1] // 2
     if not dispatch.runs_triton(x):
-        return quantize_reference(
-            activation_reference(x, "swiglu", weights), 1, dtype, powers_of_two
-        )
-    values, scales = _outputs(rows, width, dtype, x.device)
+        y = activation_reference(x, "swiglu", weights)
+        return quantize_reference(y, 1, dtype, powers_of_two)
+    values, scales = _outputs(x, width, dtype)
     config = tuning.select("fp8_swiglu", x.device)
-    flags = {
-        "WEIGHTED": weights is not None,
-        "LARGEST": torch.finfo(dtype).max,
-        "POWERS_OF_TWO": powers_of_two,
-        "GROUP": GROUP,
-    }
     grid = (cdiv(rows, config["ROWS"]), cdiv(width, GROUP))
     factors = x if weights is None else weights.contiguous()
-    _swiglu_kernel[grid](x, factors, values, scales, rows, width, x.stride(0), **flags, **config)
+    config |= {"WEIGHTED": weights is not None, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
+    _swiglu_kernel[grid](x, factors, values, scales, rows, width, x.stride(0), **config)
     return Quantized(values, scales, 1)
 
 
 def swiglu_backward_quantized(
     dy: Tensor, gate_up: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Computes the gradient of `swiglu`, quantised by `quantize_rows` in one pass, and
-    `fp8_transpose` of that.
+    """Computes `quantize_rows` of the gradient of SwiGLU in one pass, and `fp8_transpose` of it.
 
     Args:
         dy: `[..., f]`.
-        gate_up: `[..., 2f]`, the input; a float64 one, and an f that 128 does not divide, take the
-            passes one by one.
+        gate_up: `[..., 2f]`, the input. The passes run one by one for float64, and if f is not
+            divisible by 128.
         dtype: float8_e4m3fn or float8_e5m2.
         powers_of_two: round the scales up to powers of two.
 
@@ -230,19 +205,17 @@ def swiglu_backward_quantized(
     dy, x = rows_of(dy), rows_of(gate_up)
     rows, width = dy.shape
     if not dispatch.runs_triton(x) or width % GROUP:
-        plain = quantize_rows(
-            activation_backward(dy, x, "swiglu")[0], dtype, powers_of_two=powers_of_two
-        )
-        return plain, fp8_transpose(plain, powers_of_two=powers_of_two)
-    values, scales = _outputs(rows, 2 * width, dtype, x.device)
-    flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
-    config = tuning.select("fp8_swiglu_backward", x.device)
-    grid = (cdiv(rows, config["ROWS"]), width // GROUP)
-    _swiglu_backward_kernel[grid](
-        dy, x, values, scales, rows, width, dy.stride(0), x.stride(0), **flags, **config
-    )
-    plain = Quantized(values, scales, 1)
-    return plain, fp8_transpose(plain, powers_of_two=powers_of_two)
+        dx, _ = activation_backward(dy, x, "swiglu")
+        q = quantize_rows(dx, dtype, powers_of_two=powers_of_two)
+    else:
+        values, scales = _outputs(x, 2 * width, dtype)
+        config = tuning.select("fp8_swiglu_backward", x.device)
+        grid = (cdiv(rows, config["ROWS"]), width // GROUP)
+        config |= {"POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
+        sizes = (rows, width, dy.stride(0), x.stride(0))
+        _swiglu_backward_kernel[grid](dy, x, values, scales, *sizes, **config)
+        q = Quantized(values, scales, 1)
+    return q, fp8_transpose(q, powers_of_two=powers_of_two)
 
 
 def norm_quantized(
@@ -256,8 +229,8 @@ def norm_quantized(
     powers_of_two: bool = False,
     settings: Settings = AUTO,
 ) -> tuple[Quantized, tuple[Tensor, Tensor]]:
-    """Computes `quantize_rows(rms_norm(x))`, or with `centered` of `layer_norm`, in one pass; not
-    differentiable.
+    """Computes `quantize_rows` of RMSNorm, or with `centered` of LayerNorm, in one pass, without a
+    gradient.
 
     Args:
         x: `[..., h]`, any floating dtype.
@@ -270,37 +243,36 @@ def norm_quantized(
         settings: which library may compute the norm of rows too wide for one pass.
 
     Returns:
-        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and what the backward of the norm
-        needs: mean (without `centered`, nothing) and 1 / scale `[rows]`, float32 (float64 for
-        float64).
+        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and the statistics for
+        `norm_backward`: mean (only if `centered`) and rstd `[rows]`, float32 (float64 for float64).
     """
     x = rows_of(x)
     rows, width = x.shape
     if not dispatch.runs_triton(x):
-        wide = x.to(dispatch.statistics_dtype(x.dtype))
-        mean = wide.mean(-1) if centered else None
-        squares = (wide if mean is None else wide - mean[:, None]).square()
-        rstd = torch.rsqrt(squares.mean(-1) + eps)
         y = norm_reference(x, weight, bias, eps=eps, centered=centered)
-        return quantize_reference(y, 1, dtype, powers_of_two), (
-            rstd if mean is None else mean,
-            rstd,
-        )
+        return quantize_reference(y, 1, dtype, powers_of_two), _statistics(x, eps, centered)
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if width > MAX_WIDTH:
         y, _, mean, rstd = norm_forward(x, None, weight, bias, eps, centered, settings)
         return quantize_rows(y, dtype, powers_of_two=powers_of_two), (mean, rstd)
-    values, scales = _outputs(rows, width, dtype, x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    values, scales = _outputs(x, width, dtype)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centered else rstd
     config = tuning.select("fp8_rms_norm", x.device, width=width)
     config["WIDTH"] = max(GROUP, next_power_of_2(width))
     config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
-    flags = {"CENTERED": centered, "HAS_BIAS": bias is not None, "POWERS_OF_TWO": powers_of_two}
-    pointers = (x, weight, weight if bias is None else bias, values, scales, mean, rstd)
-    sizes = (rows, width, x.stride(0), eps)
     grid = (cdiv(rows, config["ROWS"]),)
-    _norm_kernel[grid](
-        *pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config
-    )
+    config |= {"CENTERED": centered, "HAS_BIAS": bias is not None}
+    config |= {"POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
+    pointers = (x, weight, weight if bias is None else bias, values, scales, mean, rstd)
+    _norm_kernel[grid](*pointers, rows, width, x.stride(0), eps, **config)
     return Quantized(values, scales, 1), (mean, rstd)
+
+
+def _statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    """Computes mean and rstd of each row in plain torch; rstd in place of a mean not `centered`."""
+    wide = x.to(dispatch.statistics_dtype(x.dtype))
+    mean = wide.mean(-1)
+    squares = (wide - mean[:, None] if centered else wide).square()
+    rstd = torch.rsqrt(squares.mean(-1) + eps)
+    return mean if centered else rstd, rstd

@@ -37,10 +37,8 @@ from megatron5d.kernels.fp8.quantize import (
     E5M2,
     GROUP,
     Quantized,
-    fp8_transpose,
     quantize_blocks,
     quantize_rows,
-    transpose_values,
 )
 from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of,
@@ -49,6 +47,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
+from megatron5d.kernels.fp8.transpose import fp8_transpose, transpose_values
 from megatron5d.phases.recompute import recomputable
 from megatron5d.phases.wgrad import grad_target
 from megatron5d.precision.fp8_tensor import (
@@ -331,7 +330,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         return Quantized(values, scales.expand(-1, -(-values.shape[1] // GROUP)).contiguous(), 1)
 
     def _transposed(self, x: Quantized, offsets: Tensor) -> Quantized:
-        return fp8_transpose(x, offsets, keep=True)
+        return fp8_transpose(x, offsets, keep_scales=True)
 
     def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
         def make() -> QuantizedPair:

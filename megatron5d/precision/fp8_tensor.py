@@ -43,8 +43,8 @@ from megatron5d.kernels.fp8.quantize import (
     cast_scaled,
     magnitude_of,
     quantize_rows,
-    transpose_values,
 )
+from megatron5d.kernels.fp8.transpose import transpose_values
 from megatron5d.topology.shard_spec import spec_of, state_of
 
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)

@@ -18,21 +18,14 @@ from megatron5d.kernels.fp8.norm_swiglu import (
     swiglu_backward_quantized,
     swiglu_quantized,
 )
-from megatron5d.kernels.fp8.quantize import (
-    E4M3,
-    E5M2,
-    Quantized,
-    fp8_transpose,
-    quantize_blocks,
-    quantize_rows,
-    transpose_values,
-)
+from megatron5d.kernels.fp8.quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of_rows,
     quantize_by_row,
     quantize_tensor,
     quantize_tensor_both_ways,
 )
+from megatron5d.kernels.fp8.transpose import fp8_transpose, transpose_values
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from megatron5d.kernels.overlapped_gemm import (
@@ -211,7 +204,7 @@ def _grouped_fp8_weight_grad() -> None:
     quantize_blocks(meta(64, 1408, 2048), powers_of_two=True)
     transposed, kept = (
         fp8_transpose(x, offsets, powers_of_two=True),
-        fp8_transpose(dy, offsets, keep=True),
+        fp8_transpose(dy, offsets, keep_scales=True),
     )
     grouped_weight_grad_fp8(
         transposed, transposed, offsets, meta(64, 2048, 2048, dtype=torch.float32)

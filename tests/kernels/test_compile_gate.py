@@ -203,7 +203,7 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
 import torch
 from megatron5d.kernels.fp8.quantize import E4M3, Quantized
 from megatron5d.kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
-from megatron5d.kernels.fp8.quantize import fp8_transpose
+from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.gemm import grouped_matmul
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import meta

@@ -21,7 +21,8 @@ from megatron5d.kernels import moe
 from megatron5d.kernels.activation import activate
 from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import swiglu_quantized
-from megatron5d.kernels.fp8.quantize import E4M3, fp8_transpose, quantize_rows
+from megatron5d.kernels.fp8.quantize import E4M3, quantize_rows
+from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
 from megatron5d.kernels.gemm import grouped_input_grad, grouped_matmul
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
+from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.gemm import (
     accumulate_weight_grad,
     accumulate_weight_grad_triton,

@@ -14,14 +14,7 @@ from megatron5d.kernels.fp8.norm_swiglu import (
     swiglu_backward_quantized,
     swiglu_quantized,
 )
-from megatron5d.kernels.fp8.quantize import (
-    fp8_transpose,
-    fp8_transpose_reference,
-    quantize_blocks,
-    quantize_reference,
-    quantize_rows,
-    transpose_values,
-)
+from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_reference, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
@@ -29,6 +22,11 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
     quantize_tensor_reference,
+)
+from megatron5d.kernels.fp8.transpose import (
+    fp8_transpose,
+    fp8_transpose_reference,
+    transpose_values,
 )
 from megatron5d.tools.bench.harness import (
     OURS,

@@ -8,8 +8,9 @@ from megatron5d import kernels
 from megatron5d.kernels import moe
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
+from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.gemm import grouped_matmul, grouped_weight_grad
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 

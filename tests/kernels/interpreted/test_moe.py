@@ -10,7 +10,8 @@ from megatron5d.kernels.fp8.gemm import (
     grouped_weight_grad_fp8,
     grouped_weight_grad_fp8_reference,
 )
-from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.providers.torch_gemm import clear_rest
 
 # Hopper's tensor cores keep 14 bits of a sum

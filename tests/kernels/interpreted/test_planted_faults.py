@@ -13,7 +13,7 @@ from triton.runtime.errors import InterpreterError
 from megatron5d import kernels
 from megatron5d.kernels.flash_attention import backward
 from megatron5d.kernels.flash_attention.plain import AttentionRule
-from megatron5d.kernels.fp8 import quantize
+from megatron5d.kernels.fp8 import transpose
 from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of_rows_reference,
@@ -126,8 +126,8 @@ def float8_tensor(module):
 
 def float8_transposed(module):
     x = torch.randn(130, 140).to(torch.float8_e4m3fn)
-    with mock.patch.object(quantize, "store_transposed", module.store_transposed):
-        return quantize.transpose_values(x).float(), x.t().float()
+    with mock.patch.object(transpose, "store_transposed", module.store_transposed):
+        return transpose.transpose_values(x).float(), x.t().float()
 
 
 def float8_rows(module):
@@ -255,18 +255,18 @@ FAULTS = {
         "tl.join(tl.join(a, c), tl.join(b, d))",
         "tl.join(tl.join(a, b), tl.join(c, d))",
     ),
-    "missing promotion": ("fp8/gemm", float8, "total += part", "total = part"),
-    "one side's scale": ("fp8/gemm", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
+    "missing promotion": ("fp8/gemm", float8, "total += product", "total = product"),
+    "one side's scale": ("fp8/gemm", float8, "product * (a * b)[:, None]", "product * a[:, None]"),
     "signed maximum": (
         "fp8/quantize_tensor",
         float8_tensor,
-        "largest(largest(x, 1), 0)",
+        "amax_along(amax_along(x, 1), 0)",
         "tl.max(tl.max(x, 1), 0)",
     ),
     "maximum of some columns": (
         "fp8/quantize_tensor",
         float8_tensor,
-        "largest(largest(x, 1), 0)",
+        "amax_along(amax_along(x, 1), 0)",
         "tl.max(tl.min(tl.abs(x), 1), 0)",
     ),
     "one row's maximum": (
