@@ -463,8 +463,8 @@ def test_a_damaged_source_is_refused_with_the_file_and_the_tensor(saved, tmp_pat
     ("words", "reason"),
     [
         (["parallel.tp=3"], "model.num_heads"),
-        (["model.hidden_size=64"], "model.hidden_size is not of a layout"),
-        (["optim.name=muon"], "optim.name is not of a layout"),
+        (["model.hidden_size=64"], "model.hidden_size is not a key of the layout"),
+        (["optim.name=muon"], "optim.name is not a key of the layout"),
         (["parallel.ptp=2"], "did you mean|nearest"),
         (["--world", "3", "parallel.pp=2"], "fix: --world 4 "),
         (["parallel.pp=2", "pipeline.schedule=zigzag"], "zigzag"),

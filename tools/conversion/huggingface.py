@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -28,38 +27,37 @@ from megatron5d.model.block_inputs import DTYPES
 from megatron5d.tools.conversion.new_checkpoint import (
     check_empty,
     save_weights,
-    unfinished,
-    widest_dtype,
+    staging_folder,
+    stored_dtype,
 )
 from megatron5d.train.hf_export import has_tokenizer, plan_export
 from megatron5d.train.state import read_record
 
 
 def from_hf(args: argparse.Namespace) -> int:
-    """Writes a checkpoint of step 0, and prints its folder; returns 0. Raises ValueError: the
-    folder is not one of ours to read, or `out` holds checkpoints."""
+    """Writes a checkpoint of step 0, and prints its folder.
+
+    Raises:
+        ValueError: the folder cannot be read, or `out` has checkpoints.
+    """
     hf: Path = args.hf
     model = read_model_config(hf)
     check_empty(args.out)
-    home = str(hf.resolve())
+    source = str(hf.resolve())
     with SafetensorsFolder(hf) as stored:
         if args.mtp:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         family = read_hf_config(hf)["model_type"]
-        wide = {entry.stored_name for entry in hf_entries(model, family) if entry.wide}
-        # rotary frequencies are fp32 beside weights in bf16, too
-        tables = re.compile("|".join(IGNORED[family]))
-        found = {
-            t.dtype
-            for name, t in stored.tensors.items()
-            if name not in wide and not tables.search(name)
-        }
-        for line in unread_notes(model, stored):
-            print(line, file=sys.stderr)
-        dtype = args.dtype or widest_dtype(found)
-        data = DataConfig(tokenizer=home if has_tokenizer(hf) else None)
+        # rotary frequencies, which IGNORED names, are fp32 even in a folder of bf16 weights
+        dtype = args.dtype or stored_dtype(
+            stored.tensors, hf_entries(model, family), IGNORED[family]
+        )
+        for note in unread_notes(model, stored):
+            print(note, file=sys.stderr)
         config = Config(
-            model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data
+            model=replace(model, from_hf=source),
+            precision=PrecisionConfig(dtype=dtype),
+            data=DataConfig(tokenizer=source if has_tokenizer(hf) else None),
         )
         tensors = hf_weights(model, stored, DTYPES[dtype])
         print(f"wrote {save_weights(args.out, dict(tensors), config)}")
@@ -67,10 +65,11 @@ def from_hf(args: argparse.Namespace) -> int:
 
 
 def to_hf(args: argparse.Namespace) -> int:
-    """Writes a Hugging Face folder, and prints the size of its weights; returns 0.
+    """Writes a Hugging Face folder, and prints the size of its weights.
 
-    Raises ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer
-    that cannot leave with its ids, or `out` holds files that transformers would read.
+    Raises:
+        ValueError: there is no complete checkpoint, no family computes its architecture, its
+            tokenizer would give other ids, or `out` has files that transformers would read.
     """
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
     check_no_model_files(args.out)
@@ -84,8 +83,8 @@ def to_hf(args: argparse.Namespace) -> int:
         trained=run["progress"]["step"] > 0,
     )
     bar = tqdm(export.entries, unit="tensor", disable=None)
-    with unfinished(args.out) as half:
-        size = save_folder(half, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
-        export.write_files(half)
+    with staging_folder(args.out) as staging:
+        size = save_folder(staging, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
+        export.write_files(staging)
     print(f"wrote {size:,} bytes of weights to {args.out}")
     return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,12 @@ from megatron5d.checkpoint.megatron.names import (
     megatron_entries,
     model_config_from_args,
 )
-from megatron5d.checkpoint.megatron.reader import TRACKER, MegatronTensors, open_checkpoint
+from megatron5d.checkpoint.megatron.reader import (
+    TRACKER,
+    MegatronCheckpoint,
+    MegatronTensors,
+    open_checkpoint,
+)
 from megatron5d.checkpoint.megatron.writer import RELEASE, STATES, TrainingState, write_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
@@ -39,158 +44,152 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import (
     check_empty,
     save_weights,
-    unfinished,
-    widest_dtype,
+    staging_folder,
+    stored_dtype,
 )
 from megatron5d.train.hf_export import check_tensor_names
 from megatron5d.train.state import Progress, read_record, twin_key
 
-# of kinds of the optimiser's state: by one or the other layout of Megatron-Core
-_OTHER_NAMES = {"fp32_param": "param"}
+# kinds of the optimizer's state that Megatron-Core spells in two ways
+_SPELLINGS = {"fp32_param": "param"}
 
 
 def from_megatron(args: argparse.Namespace) -> int:
-    """Writes a checkpoint, and prints its folder; returns 0. It is of step 0 where the optimiser's
-    state is not read.
+    """Writes a checkpoint, of step 0 without the optimizer's state, and prints its folder.
 
-    Raises ValueError: the folder is no Megatron checkpoint, holds a model that ours does not
-    compute, or lacks tensors; or `out` holds checkpoints.
+    Raises:
+        ValueError: the folder is not a Megatron checkpoint, its model is one that ours does not
+            compute, tensors are missing, or `out` has checkpoints.
     """
     check_empty(args.out)
-    found = open_checkpoint(args.megatron)
-    stored, theirs = found.weights, found.args
+    megatron = open_checkpoint(args.megatron)
+    stored, arguments = megatron.weights, megatron.args
     rows = stored.tensors[EMBEDDING].shape[0]
-    model = model_config_from_args(theirs, rows, args.vocab_size)
-    table = megatron_entries(model)
-    wide = {entry.stored_name for entry in table if entry.wide}
-    passed_over = re.compile("|".join(IGNORED))
-    kinds = {
-        each.dtype
-        for name, each in stored.tensors.items()
-        if name not in wide and not passed_over.search(name)
-    }
-    dtype = args.dtype or widest_dtype(kinds)
+    model = model_config_from_args(arguments, rows, args.vocab_size)
+    entries = megatron_entries(model)
+    dtype = args.dtype or stored_dtype(stored.tensors, entries, IGNORED)
+    note = partial(print, file=sys.stderr)
     if unread := sum(name.startswith("mtp.") for name in stored.tensors):
-        print(
-            f"{stored.folder}: {unread} tensors of multi-token prediction are not read",
-            file=sys.stderr,
-        )
+        note(f"{stored.folder}: {unread} tensors of multi-token prediction are not read")
     if rows > model.vocab_size:
-        print(
-            f"{rows - model.vocab_size} rows that pad the vocabulary are left out", file=sys.stderr
-        )
-    tensors = dict(_fitting(stored, table, model, DTYPES[dtype]))
+        note(f"{rows - model.vocab_size} rows that pad the vocabulary are left out")
+
+    tensors = _fitted(stored, entries, model, DTYPES[dtype])
     progress = Progress()
-    kept = {_OTHER_NAMES.get(kind, kind): state for kind, state in found.optimizer.items()}
-    if "exp_avg" in kept and getattr(theirs, "optimizer", "adam") == "adam":
-        own = [entry for entry in table if not entry.wide]
-        for kind, name in STATES.items():
-            if name in kept:
-                state = _fitting(kept[name], own, model, torch.float32)
-                tensors |= {
-                    f"optim.{kind}.{key.removeprefix(WEIGHT_PREFIX)}": tensor
-                    for key, tensor in state.items()
-                }
-        samples = getattr(theirs, "consumed_train_samples", 0)
+    state = _adam_state(megatron, entries, model)
+    if state:
+        samples = getattr(arguments, "consumed_train_samples", 0)
         progress = Progress(
-            step=found.iteration, consumed_samples=samples, tokens=samples * theirs.seq_length
+            step=megatron.iteration,
+            consumed_samples=samples,
+            tokens=samples * arguments.seq_length,
         )
-    elif found.optimizer:
-        print(
-            f"{stored.folder}: the optimiser's state ({', '.join(found.optimizer)}) is not read: only that of Adam "
-            "by parameter is, as --dist-ckpt-optim-fully-reshardable saves it",
-            file=sys.stderr,
+    elif megatron.optimizer:
+        note(
+            f"{stored.folder}: the optimizer's state ({', '.join(megatron.optimizer)}) is not "
+            "read: it must be that of Adam, saved by parameter "
+            "(--dist-ckpt-optim-fully-reshardable)"
         )
-    train = TrainConfig(seq_len=getattr(theirs, "seq_length", None) or model.max_positions)
+    train = TrainConfig(seq_len=getattr(arguments, "seq_length", None) or model.max_positions)
     config = Config(model=model, precision=PrecisionConfig(dtype=dtype), train=train)
-    print(f"wrote {save_weights(args.out, tensors, config, progress)}")
+    print(f"wrote {save_weights(args.out, tensors | state, config, progress)}")
     return 0
 
 
-def _fitting(
-    stored: MegatronTensors, table: list[Entry], model: ModelConfig, dtype: torch.dtype
+def _adam_state(
+    megatron: MegatronCheckpoint, entries: list[Entry], model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Returns the tensors of a table, each read when it is written; raises ValueError where some
-    are missing or misshapen."""
+    """Adam's state by our keys; empty where it is not saved by parameter."""
+    kinds = {_SPELLINGS.get(kind, kind): stored for kind, stored in megatron.optimizer.items()}
+    if "exp_avg" not in kinds or getattr(megatron.args, "optimizer", "adam") != "adam":
+        return {}
+    # tensors that are wide in every model have no gradient, and so no state
+    trained = [entry for entry in entries if not entry.wide]
+    return {
+        f"optim.{kind}.{key.removeprefix(WEIGHT_PREFIX)}": tensor
+        for kind, name in STATES.items()
+        if name in kinds
+        for key, tensor in _fitted(kinds[name], trained, model, torch.float32).items()
+    }
+
+
+def _fitted(
+    stored: MegatronTensors, entries: list[Entry], model: ModelConfig, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
+    """Tensors of the entries, each read when it is written.
+
+    Raises:
+        ValueError: one is missing or has another shape.
+    """
     stored.fit(model)
-    check_names(stored, table, IGNORED)
-    return lazy_weights(table, stored, dtype)
+    check_names(stored, entries, IGNORED)
+    return lazy_weights(entries, stored, dtype)
 
 
 def to_megatron(args: argparse.Namespace) -> int:
-    """Writes a `torch_dist` release, or with the optimiser an iteration, and prints its folder;
-    returns 0.
+    """Writes a `torch_dist` release, or an iteration with the optimizer, and prints its folder.
 
-    Raises ValueError: no whole checkpoint, an architecture that Megatron-Core does not compute, an
-    optimiser that it does not have, or `out` holds a checkpoint of Megatron-LM.
+    Raises:
+        ValueError: there is no complete checkpoint, Megatron-Core lacks its architecture or its
+            optimizer, or `out` has a checkpoint of Megatron-LM.
     """
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
-    if old := sorted(
-        path.name for name in (TRACKER, RELEASE, "iter_*") for path in args.out.glob(name)
-    ):
+    patterns = (TRACKER, RELEASE, "iter_*")
+    if old := sorted(path.name for pattern in patterns for path in args.out.glob(pattern)):
         raise ValueError(
-            f"{args.out} already holds a checkpoint of Megatron-LM ({old[0]}); give another directory"
+            f"{args.out} already holds a checkpoint of Megatron-LM ({old[0]}): give another folder"
         )
     config = saved_config(folder)
     dtype = args.dtype or config.precision.dtype
-    theirs = megatron_args(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
+    arguments = megatron_args(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
     weights = SavedWeights(folder, DTYPES[dtype], twin_key)
     check_tensor_names(weights, megatron_entries(config.model), folder)
-    training = _training(folder, config, theirs) if args.optimizer else None
-    with unfinished(args.out) as half:
+    training = _training_state(folder, config, arguments) if args.optimizer else None
+    with staging_folder(args.out) as staging:
         written = write_checkpoint(
-            half, config.model, theirs, weights.read, DTYPES[dtype], training
+            staging, config.model, arguments, weights.read, DTYPES[dtype], training
         )
     print(f"wrote {args.out / written.name}")
     return 0
 
 
-def _training(folder: Path, config: Config, theirs: Namespace) -> TrainingState:
-    """Returns Adam's state and its groups as Megatron-Core's distributed optimizer keeps them, and
-    how far the run is."""
+def _training_state(folder: Path, config: Config, arguments: Namespace) -> TrainingState:
+    """Adam's state and groups as Megatron-Core's distributed optimizer saves them."""
     optim, saved = config.optim, SavedTensors(folder)
     progress = Progress(**read_record(folder)["progress"])
-    if (
-        optim.name != "adamw"
-        or optim.lr_scale
-        or optim.decay_scale
-        or optim.decay_exclude
-        or optim.freeze
-    ):
+    grouped = optim.lr_scale or optim.decay_scale or optim.decay_exclude or optim.freeze
+    if optim.name != "adamw" or grouped:
         raise ValueError(
-            f"--optimizer: Megatron-LM groups parameters for Adam by their dims alone; {folder} has "
-            f"optim.name = {optim.name}, lr_scale, decay_scale, decay_exclude or freeze"
+            "--optimizer requires optim.name=adamw without lr_scale, decay_scale, decay_exclude "
+            f"and freeze: Megatron-LM groups parameters by their dims alone ({folder} has "
+            f"optim.name = {optim.name})"
         )
     if not any(key.startswith("optim.exp_avg.") for key in saved.tensors):
-        raise ValueError(f"--optimizer: {folder} holds weights alone")
+        raise ValueError(f"--optimizer: {folder} has weights only")
     if config.model.num_experts:
         raise ValueError(
-            "--optimizer: Megatron-Core keeps Adam's groups of experts apart where "
-            "--expert-model-parallel-size is above 1, and only there: write weights alone"
+            "--optimizer: Megatron-Core groups experts' parameters apart where "
+            "--expert-model-parallel-size is above 1, and only there: write weights only"
         )
 
     def reader(kind: str) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-            key = f"optim.{kind}.{name}"  # of a run in fp32 the weights are the masters
-            return saved.read(
-                key if kind != "master" or key in saved.tensors else WEIGHT_PREFIX + name,
-                offset,
-                shape,
-            )
+            key = f"optim.{kind}.{name}"
+            if kind == "master" and key not in saved.tensors:
+                key = WEIGHT_PREFIX + name  # of a run in fp32 the weights are the masters
+            return saved.read(key, offset, shape)
 
         return read
 
-    vars(theirs)["consumed_train_samples"] = progress.consumed_samples
-    return TrainingState(
-        progress.step, {kind: reader(kind) for kind in STATES}, _common(config, progress)
-    )
+    vars(arguments)["consumed_train_samples"] = progress.consumed_samples
+    readers = {kind: reader(kind) for kind in STATES}
+    return TrainingState(progress.step, readers, _common(config, progress))
 
 
 def _common(config: Config, progress: Progress) -> dict[str, Any]:
-    """Returns groups of parameters, the schedule and the layout of the state, as Megatron-LM saves
-    them."""
-    optim, samples = config.optim, config.train.gbs
-    plain = {
+    """Parameter groups, schedule and layout of the state, as Megatron-LM saves them."""
+    optim, gbs = config.optim, config.train.gbs
+    group = {
         "lr_mult": 1.0,
         "is_decoupled_lr": False,
         "default_config": True,
@@ -210,7 +209,7 @@ def _common(config: Config, progress: Progress) -> dict[str, Any]:
         "step": progress.step - progress.skipped,
         "is_expert_parallel": False,
     }
-    groups = [plain | {"wd_mult": wd, "weight_decay": wd * optim.weight_decay} for wd in (1.0, 0.0)]
+    groups = [group | {"wd_mult": wd, "weight_decay": wd * optim.weight_decay} for wd in (1.0, 0.0)]
     state = {
         "param_state_sharding_type": "fully_reshardable",
         "optimizer": {"param_groups": groups},
@@ -218,16 +217,16 @@ def _common(config: Config, progress: Progress) -> dict[str, Any]:
     schedule = {
         "max_lr": optim.lr,
         "min_lr": optim.min_lr,
-        "lr_warmup_steps": optim.warmup_steps * samples,
+        "lr_warmup_steps": optim.warmup_steps * gbs,
         "num_steps": progress.consumed_samples,
-        "lr_decay_steps": config.train.steps * samples,
+        "lr_decay_steps": config.train.steps * gbs,
         "lr_decay_style": optim.schedule.replace("wsd", "WSD"),
         "start_wd": optim.weight_decay,
         "end_wd": optim.weight_decay,
         "wd_incr_style": "constant",
         "wd_incr_steps": 0,
     }
-    format_of = {
+    metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
@@ -237,7 +236,7 @@ def _common(config: Config, progress: Progress) -> dict[str, Any]:
         "optimizer": state,
         "opt_param_scheduler": schedule,
         "num_floating_point_operations_so_far": 0,
-        "content_metadata": format_of,
+        "content_metadata": metadata,
     }
 
 

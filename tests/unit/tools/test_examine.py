@@ -79,7 +79,7 @@ def test_inspect_names_every_tensor_and_file(one, capsys):
 
 def test_verify_finds_every_flipped_bit(one, capsys):
     assert run("verify", one) == 0
-    assert "is sound: 1 files" in capsys.readouterr().out
+    assert "is intact: 1 files" in capsys.readouterr().out
     dice = random.Random(0)
     for path in step_folder(one, 0).iterdir():
         content = path.read_bytes()
@@ -173,9 +173,9 @@ def test_bad_input_is_refused_with_its_name(one, tmp_path, capsys):
         (["average", one, "--out", one], "already holds the checkpoint"),
         (
             ["average", one, one, "--weights", 1, "--out", tmp_path / "out"],
-            "--weights gives [1.0] for 2 checkpoints",
+            "(got [1.0] for 2 checkpoints)",
         ),
-        (["average", one, "--last", 4, "--out", tmp_path / "out"], "holds 1 whole checkpoints"),
+        (["average", one, "--last", 4, "--out", tmp_path / "out"], "has 1 complete checkpoints"),
     ]:
         assert run(*words) == 2, words
         assert reason in capsys.readouterr().err

@@ -24,7 +24,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 FORKED = """
 import os, sys, time
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.tools.conversion.examine import in_processes
+from megatron5d.tools.conversion.processes import in_processes
 print_anywhere()
 for done in in_processes(lambda number: time.sleep(60 * number), 3, 2):
     print(done, flush=True)  # after call 0, while 1 and 2 sleep

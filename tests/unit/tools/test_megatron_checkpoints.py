@@ -356,7 +356,7 @@ def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_pa
     converted(
         "from-megatron", "--megatron", theirs / "optimizer-buckets", "--out", tmp_path / "weights"
     )
-    assert "the optimiser's state (buckets) is not read" in capsys.readouterr().err
+    assert "the optimizer's state (buckets) is not read" in capsys.readouterr().err
     assert resolve_checkpoint(tmp_path / "weights", "").name == "step-00000000"
 
 
@@ -391,8 +391,8 @@ def test_the_distributed_optimizer_of_megatron_core_continues_with_ours(theirs, 
 
 def test_states_that_the_distributed_optimizer_would_not_read_are_refused(theirs, tmp_path, capsys):
     for name, why in (
-        ("optimizer-parameters", "groups of experts apart"),
-        ("optimizer-buckets", "holds weights alone"),
+        ("optimizer-parameters", "groups experts' parameters apart"),
+        ("optimizer-buckets", "has weights only"),
     ):
         converted("from-megatron", "--megatron", theirs / name, "--out", tmp_path / name)
         words = [

@@ -140,16 +140,16 @@ def test_routers_come_from_the_seed_and_noise_tells_experts_apart(dense, tmp_pat
     [
         (
             ("--num-experts", 5, "--top-k", 2, "--granularity", 2),
-            "num-experts = 5 is not a multiple",
+            "--num-experts requires a multiple of --granularity 2 (got 5); nearest: 4",
         ),
-        (("--num-experts", 4, "--top-k", 8), "top-k = 8 is more than num-experts = 4"),
+        (("--num-experts", 4, "--top-k", 8), "--top-k 8 is above --num-experts 4"),
         (
             ("--num-experts", 10, "--top-k", 5, "--granularity", 5),
             "does not divide model.ffn_hidden_size = 24",
         ),
-        (("--num-experts", 4, "--top-k", 2, "--first-k-dense", 9), "first-k-dense = 9 leaves none"),
-        (("--num-experts", 4, "--top-k", 2, "--granularity", 0), "granularity = 0 is below 1"),
-        (("--num-experts", 0, "--top-k", 2), "num-experts = 0 is below 1"),
+        (("--num-experts", 4, "--top-k", 2, "--first-k-dense", 9), "--first-k-dense requires 0 to"),
+        (("--num-experts", 4, "--top-k", 2, "--granularity", 0), "--granularity 0 is below 1"),
+        (("--num-experts", 0, "--top-k", 2), "--num-experts 0 is below 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(dense, tmp_path, capsys, words, told):
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(dense, tmp_path, capsys, words, told):
 def test_noise_is_an_amount(dense, tmp_path, capsys, noise):
     with pytest.raises(SystemExit) as refused:
         run(dense, tmp_path / "moe", "--num-experts", 4, "--top-k", 2, "--noise", noise)
-    assert refused.value.code == 2 and f"{noise} is no amount" in capsys.readouterr().err
+    assert refused.value.code == 2 and f"{noise} is not a number above 0" in capsys.readouterr().err
 
 
 def test_a_mixture_is_not_upcycled_again(dense, tmp_path, capsys):

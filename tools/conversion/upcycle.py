@@ -1,0 +1,188 @@
+"""Upcycling: a mixture of experts that computes what a dense model does."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron5d.checkpoint.folder import saved_config
+from megatron5d.checkpoint.load import (
+    WEIGHT_PREFIX,
+    LazyTensor,
+    SavedWeights,
+    lazy_tensor,
+    resolve_checkpoint,
+)
+from megatron5d.config.derived import blocks, is_moe
+from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
+from megatron5d.topology.init_weights import normal, stream_key
+from megatron5d.train.state import twin_key
+
+Shards = dict[tuple[int, ...], tuple[int, ...]]  # offset -> shape
+PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
+
+
+def upcycle(args: argparse.Namespace) -> int:
+    """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture.
+
+    Raises:
+        ValueError: there is no complete checkpoint, it cannot become such a mixture, or `out` has
+            checkpoints.
+    """
+    check_empty(args.out)
+    folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
+    config = saved_config(folder)
+    sparse = upcycled(
+        config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense
+    )
+    # a run in bf16 continues with its master weights
+    weights = SavedWeights(folder, torch.float32, twin_key)
+    upcycling = Upcycling(weights, config.model, sparse, args.noise, args.seed)
+    written = Config(model=sparse, precision=config.precision, data=config.data)
+    folder = save_weights(args.out, dict(upcycling.tensors()), written)
+    overrides = " ".join(f"model.{name}={getattr(sparse, name)}" for name in PRINTED)
+    print(f"wrote {folder}: {overrides}")
+    return 0
+
+
+def upcycled(
+    dense: ModelConfig, num_experts: int, top_k: int, granularity: int = 1, first_k_dense: int = 0
+) -> ModelConfig:
+    """Architecture of the mixture.
+
+    Args:
+        num_experts, top_k: of every layer from `first_k_dense` on; each slice counts.
+        granularity: slices of each copy of the MLP.
+        first_k_dense: first layers, which stay dense.
+
+    Raises:
+        ValueError: the model has experts or biases, or the numbers do not fit together; names the
+            nearest that do.
+    """
+    f = dense.ffn_hidden_size
+    if granularity < 1:
+        raise ValueError(f"--granularity {granularity} is below 1")
+    errors = []
+    if dense.num_experts:
+        errors.append(f"the model has {dense.num_experts} experts already: give a dense one")
+    if dense.mlp_bias:
+        errors.append("upcycling requires model.mlp_bias=false: biases are not copied")
+    if f % granularity:
+        errors.append(f"--granularity {granularity} does not divide model.ffn_hidden_size = {f}")
+    for option, value in (("--num-experts", num_experts), ("--top-k", top_k)):
+        if value < 1:
+            errors.append(f"{option} {value} is below 1")
+        elif value % granularity:
+            nearest = max(granularity, value // granularity * granularity)
+            errors.append(
+                f"{option} requires a multiple of --granularity {granularity} (got {value}); "
+                f"nearest: {nearest}"
+            )
+    if top_k > num_experts:
+        errors.append(f"--top-k {top_k} is above --num-experts {num_experts}")
+    if not 0 <= first_k_dense < dense.num_layers:
+        errors.append(
+            f"--first-k-dense requires 0 to {dense.num_layers - 1}, for one of the "
+            f"{dense.num_layers} layers at least gets experts (got {first_k_dense})"
+        )
+    if errors:
+        raise ValueError("; ".join(errors))
+    return replace(
+        dense,
+        num_experts=num_experts,
+        top_k=top_k,
+        moe_ffn_hidden_size=f // granularity,
+        first_k_dense=first_k_dense,
+        moe_interval=1,
+        moe_layers=None,
+        router_score="softmax",
+        norm_topk_prob=True,
+        routed_scaling_factor=float(granularity),
+        num_groups=1,
+        top_groups=1,
+        group_score="max",
+    )
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """The weights of a mixture, computed as they are written."""
+
+    saved: SavedWeights  # of a complete checkpoint of the dense model
+    dense: ModelConfig
+    sparse: ModelConfig  # what `upcycled` makes of it
+    noise: float  # added to the experts' weights, in standard deviations of the MLP's own
+    seed: int
+
+    @property
+    def slices(self) -> int:
+        """Slices of each copy of the MLP."""
+        return self.dense.ffn_hidden_size // self.sparse.expert_hidden_size
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """All weights by key."""
+        layers = [i for i in blocks(self.dense) if is_moe(self.sparse, i)]
+        mlps = {f"layers.{i}.mlp.{part}.weight" for i in layers for part in ("up", "down")}
+        tensors = {name: self._copy(name) for name in self.saved.tensors if name not in mlps}
+        for i in layers:
+            for part in ("up", "down"):
+                tensors[f"layers.{i}.experts.{part}.weight"] = self._experts(i, part)
+            tensors[f"layers.{i}.router.weight"] = self._router(i)
+        return {WEIGHT_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+    def _copy(self, name: str) -> LazyTensor:
+        entry = self.saved.tensors[name]
+        shape = tuple(entry.size)
+        whole = {(0,) * len(shape): shape}
+        return lazy_tensor(
+            shape, whole, entry.dtype, lambda offset: self.saved.read(name, offset, shape)
+        )
+
+    def _experts(self, i: int, part: str) -> LazyTensor:
+        """Experts `[E, ...]` of a layer: slices of the rows of `up`, of the columns of `down`."""
+        source, name = f"layers.{i}.mlp.{part}.weight", f"layers.{i}.experts.{part}.weight"
+        entry, num_experts, slices = (
+            self.saved.tensors[source],
+            self.sparse.num_experts,
+            self.slices,
+        )
+        rows, columns = entry.size
+        shape = (rows // slices, columns) if part == "up" else (rows, columns // slices)
+
+        def expert(offset: tuple[int, ...]) -> Tensor:
+            e, matrix = offset[0], self.saved.read(source, (0, 0), (rows, columns))
+            if part == "up":  # gate rows, then up rows
+                halves = matrix.chunk(2 if self.dense.gated else 1)
+                weight = torch.cat([half.chunk(slices)[e % slices] for half in halves])
+            else:
+                weight = matrix.chunk(slices, 1)[e % slices]
+            if self.noise:
+                noise = _normal(self.seed, f"{name}/{e}", weight.shape).to(weight.dtype)
+                weight = weight + self.noise * matrix.std() * noise
+            return weight.reshape(1, *shape).contiguous()
+
+        shards: Shards = {(e, 0, 0): (1, *shape) for e in range(num_experts)}
+        return lazy_tensor((num_experts, *shape), shards, entry.dtype, expert)
+
+    def _router(self, i: int) -> LazyTensor:
+        """Router `[E, h]`: a random row for each copy, the same for all of its slices."""
+        name, shape = (
+            f"layers.{i}.router.weight",
+            (self.sparse.num_experts, self.sparse.hidden_size),
+        )
+        dtype = self.saved.tensors[f"layers.{i}.mlp.down.weight"].dtype
+
+        def rows(_: tuple[int, ...]) -> Tensor:
+            copies = _normal(self.seed, name, (shape[0] // self.slices, shape[1]))
+            return (self.sparse.init_std * copies).repeat_interleave(self.slices, 0).to(dtype)
+
+        return lazy_tensor(shape, {(0, 0): shape}, dtype, rows)
+
+
+def _normal(seed: int, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
+    return normal(stream_key(seed, name), index).view(shape)
