@@ -194,7 +194,7 @@ def run() -> NoReturn:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before the training loop, or a second Ctrl-C within it
         print(
-            "ended by SIGINT; what was done since the last checkpoint is lost",
+            "ended by SIGINT; all steps since the last checkpoint are lost",
             file=sys.stderr,
             flush=True,
         )

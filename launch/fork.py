@@ -4,13 +4,12 @@
 
 By default the program is imported once and N ranks are forked from it: 8 ranks start in a tenth of
 a second instead of each importing torch by itself. CUDA does not survive a fork, so ranks with GPUs
-start as fresh interpreters (`--spawn`). The program is a file with `main(argv: list[str]) -> int`;
-it finds its rank in torchrun's variables.
+start as new interpreters (`--spawn`). The program is a file with `main(argv: list[str]) -> int`,
+which reads its rank from torchrun's variables.
 
-A rank that crashes takes the others with it. The exit code is that of the rank that failed first
-(128 + n for signal n); 2 (configuration refused) and 75 (stopped with a checkpoint) are orderly:
-the others finish on their own. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank; the third
-of them kills.
+A rank that crashes ends the others. The exit code is that of the rank that failed first (128 + n
+for signal n). 2 (configuration refused) and 75 (stopped with a checkpoint) are orderly: the others
+finish on their own. SIGTERM, SIGINT and SIGUSR1 reach every rank; the third of them kills.
 """
 
 import argparse
@@ -31,47 +30,47 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
-# which every save imports: once here, or for a second in each rank
+# needed by every save: imported once here instead of for a second in each rank
 PRELOADED = ("torch.distributed.checkpoint",)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw
+CRASH_GRACE_S = 1.0  # for the other ranks to report their errors
 # for the other ranks to refuse as well, or to close their files
 ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}
 PR_SET_PDEATHSIG = 1
-STARTING_S = 60.0  # between making a lock file and locking it passes less
-SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
-    signal.SIGKILL: ": by somebody, or by the kernel where memory ran out",
+STARTING_S = 60.0  # a lock file is locked within this time of being made
+CAUSES = {  # of signals that end a rank before it can report why
+    signal.SIGKILL: ": by a user, or by the kernel where memory ran out",
     signal.SIGBUS: ": a file that it read has shrunk, its disk has failed, or /dev/shm is full",
 }
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses our options, which come before N; everything after it belongs to the program."""
+    """Parses the launcher's options, which precede N; all arguments after N are the program's."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--spawn", action="store_true", help="fresh interpreters, as CUDA needs them"
-    )
+    parser.add_argument("--spawn", action="store_true", help="new interpreters, as CUDA needs them")
     parser.add_argument("--program", type=Path, default=PROGRAM)
     parser.add_argument("num_ranks", type=int, metavar="N")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
     options = parser.parse_args(argv)
     if options.num_ranks < 1:
-        parser.error(f"N = {options.num_ranks}: at least 1")
+        parser.error(f"N must be at least 1 (got {options.num_ranks})")
     if not options.program.is_file():
         parser.error(f"no such program: {options.program}")
     return options, options.arguments
 
 
 def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[list[str]], int]:
-    """Returns `main` of the program, imported as `python program` would: with its folder on the
-    path.
+    """Imports the program as `python program` would, with its folder on the path.
 
-    Its `before_fork(arguments, num_ranks)`, if it has one, refuses what is wrong for all ranks and
-    imports the rest.
+    Calls its `before_fork(arguments, num_ranks)`, if there is one, which checks the arguments once
+    for all ranks and imports what they need.
+
+    Returns:
+        `main` of the program.
     """
     sys.path.insert(0, str(program.parent))
     spec = importlib.util.spec_from_file_location(program.stem, program)
@@ -86,8 +85,12 @@ def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[
 
 
 def start(num_ranks: int, folder: Path, body: Callable[[Path], int]) -> dict[int, int]:
-    """Forks the ranks, each with its variables set; returns {pid: rank}."""
-    # held until both sides know what to do with them
+    """Forks the ranks with their environment variables.
+
+    Returns:
+        pid -> rank.
+    """
+    # signals wait until both sides can handle them
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,15 +98,15 @@ def start(num_ranks: int, folder: Path, body: Callable[[Path], int]) -> dict[int
     for rank in range(num_ranks):
         pid = os.fork()
         if pid == 0:
-            _be_rank(rank, num_ranks, parent, folder, body)
+            _run_rank(rank, num_ranks, parent, folder, body)
         pids[pid] = rank
     return pids
 
 
-def _be_rank(
+def _run_rank(
     rank: int, num_ranks: int, parent: int, folder: Path, body: Callable[[Path], int]
 ) -> None:
-    os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once
+    os.setsid()  # Ctrl-C reaches the launcher alone, which forwards it once
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
@@ -121,23 +124,24 @@ def _be_rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # at once: peers see the connections close after the rank has spoken, not during its
-        # clean-up
+        # without clean-up: peers see the connections close after this rank has reported its error
         os._exit(code)
 
 
 def forked(main: Callable[[list[str]], int], arguments: list[str]) -> Callable[[Path], int]:
-    """Makes a rank that calls the imported program; its message or traceback goes to a file, so
-    that N do not mix."""
+    """Body of a rank that calls the imported program.
+
+    Its message or traceback goes to a file, so that those of N ranks do not mix.
+    """
 
     def body(error: Path) -> int:
         faulthandler.enable()
         try:
             return main(arguments) or 0
-        except SystemExit as leave:
-            if isinstance(leave.code, str):  # python's own way to end with 1 and a message
-                error.write_text(leave.code + "\n")
-            return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        except SystemExit as raised:
+            if isinstance(raised.code, str):  # Python's way to exit with code 1 and a message
+                error.write_text(raised.code + "\n")
+            return raised.code if isinstance(raised.code, int) else int(raised.code is not None)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except BaseException:
@@ -148,7 +152,7 @@ def forked(main: Callable[[list[str]], int], arguments: list[str]) -> Callable[[
 
 
 def spawned(program: Path, arguments: list[str]) -> Callable[[Path], int]:
-    """Makes a rank that becomes a fresh interpreter."""
+    """Body of a rank that becomes a new interpreter."""
 
     def body(_: Path) -> int:
         os.execv(sys.executable, [sys.executable, str(program), *arguments])
@@ -162,19 +166,19 @@ class Supervisor:
     def __init__(self, pids: dict[int, int], folder: Path) -> None:
         self.alive = pids
         self.folder = folder
-        self.failures: list[tuple[float, int, int]] = []  # moment, rank, code
-        self.signals: list[int] = []  # passed on
-        self.ended = False  # by us: what dies now has not failed
+        self.failures: list[tuple[float, int, int]] = []  # time, rank, code
+        self.signals: list[int] = []  # that were forwarded
+        self.has_killed = False  # ranks killed by the launcher have not failed
 
     def watch(self) -> int:
-        """Returns the exit code of the whole."""
+        """Waits for all ranks and gives the launcher's exit code."""
         for number in FORWARDED:
             signal.signal(number, self.forward)
-        signal.signal(signal.SIGALRM, self.end)
+        signal.signal(signal.SIGALRM, self.kill)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         while self.alive:
             pid, status = os.waitpid(-1, 0)
-            # as process 1 of a container the launcher inherits what ranks have started, too
+            # as process 1 of a container the launcher also inherits the children of ranks
             if pid in self.alive:
                 self.note(self.alive.pop(pid), os.waitstatus_to_exitcode(status))
         signal.alarm(0)
@@ -185,68 +189,63 @@ class Supervisor:
         if len(self.signals) < 3:
             self.send(number)
         else:
-            self.end()
+            self.kill()
 
-    def end(self, *_: object) -> None:
-        self.ended = bool(self.failures)
+    def kill(self, *_: object) -> None:
+        self.has_killed = bool(self.failures)
         self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
         for pid in self.alive:
-            with contextlib.suppress(ProcessLookupError):  # between waiting for it and taking note
+            # a rank may have ended before `watch` has taken it out
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def note(self, rank: int, code: int) -> None:
-        """Starts the clock for the others at the first failure."""
-        if code == 0 or (self.ended and code == -signal.SIGKILL):
+        """Records a failure; the first one starts the grace period of the other ranks."""
+        if code == 0 or (self.has_killed and code == -signal.SIGKILL):
             return
         if not self.failures:
             signal.setitimer(signal.ITIMER_REAL, ORDERLY_GRACE_S.get(code, CRASH_GRACE_S))
-        self.failures.append((self.moment(rank, code), rank, code))
-
-    def moment(self, rank: int, code: int) -> float:
-        """Returns when it failed. Ranks that lose a peer raise, they are not killed: who was killed
-        comes first."""
         error = self.folder / f"error{rank}"
-        if code < 0:
-            return 0.0
-        return error.stat().st_mtime if error.exists() else time.time()
+        failed_at = error.stat().st_mtime if error.exists() else time.time()
+        # a killed rank comes first: the ranks that lose it raise and are not killed
+        self.failures.append((0.0 if code < 0 else failed_at, rank, code))
 
     def verdict(self) -> int:
-        """Reports the first failure and returns its code."""
+        """Prints the first failure and gives its exit code."""
         if not self.failures:
             return 0
         _, rank, code = min(self.failures)
         if code in ORDERLY_GRACE_S:
-            return code  # the program has said it itself
+            return code  # the program has printed the reason
         error = self.folder / f"error{rank}"
         text = error.read_text() if error.exists() else ""
         print(
-            f"{text}launch: {self.told(rank, code)}; all ranks are stopped",
+            f"{text}launch: {self.reason(rank, code)}; all ranks are stopped",
             file=sys.stderr,
             flush=True,
         )
         return code if code > 0 else 128 - code
 
-    def told(self, rank: int, code: int) -> str:
-        """Returns why it has ended. SIGINT ends a rank at once before the loop reads signals, and
-        if it comes twice."""
+    def reason(self, rank: int, code: int) -> str:
+        """Why the ranks have ended; SIGINT ends a rank before its loop reads signals, or if it
+        comes twice."""
         if len(self.signals) >= 3 or -code in self.signals or code - 128 in self.signals:
-            return f"ended by {signal.Signals(self.signals[-1]).name}; what was done since the last checkpoint is lost"
-        cause = (
-            f"killed by {signal.Signals(-code).name}{SENDERS.get(-code, '')}"
-            if code < 0
-            else f"exit code {code}"
-        )
+            name = signal.Signals(self.signals[-1]).name
+            return f"ended by {name}; all steps since the last checkpoint are lost"
+        cause = f"exit code {code}"
+        if code < 0:
+            cause = f"killed by {signal.Signals(-code).name}{CAUSES.get(-code, '')}"
         return f"rank {rank} failed first ({cause})"
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Makes a folder for this launch. Those of killed launchers are removed: nobody holds their
-    lock any more."""
+    """Makes a folder for this launch and removes those of killed launchers, whose locks are
+    free."""
     for lock in Path(tempfile.gettempdir()).glob("megatron5d_launch_*/lock"):
-        # another user's, or still held by a launcher or a rank
+        # another user's, or still locked by a launcher or a rank
         with contextlib.suppress(OSError), open(lock) as file:
             if time.time() - lock.stat().st_mtime < STARTING_S:
                 continue
@@ -264,11 +263,10 @@ def main(argv: list[str]) -> int:
     options, arguments = parse(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     program = options.program.resolve()
-    body = (
-        spawned(program, arguments)
-        if options.spawn
-        else forked(load_main(program, arguments, options.num_ranks), arguments)
-    )
+    if options.spawn:
+        body = spawned(program, arguments)
+    else:
+        body = forked(load_main(program, arguments, options.num_ranks), arguments)
     with _folder() as folder:
         return Supervisor(start(options.num_ranks, Path(folder), body), Path(folder)).watch()
 
@@ -276,6 +274,6 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before there are ranks to pass it on to
+    except KeyboardInterrupt:  # before there are ranks to forward it to
         print("launch: ended by SIGINT before it has started any rank", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -15,29 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = (
-    "munged",
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "srun",
-    "scontrol",
-    "scancel",
-    "sinfo",
-    "squeue",
-)
+PROGRAMS = [
+    *("munged", "slurmctld", "slurmd", "sbatch", "srun"),
+    *("scontrol", "scancel", "sinfo", "squeue"),
+]
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 HOSTS = Path("/etc/hosts")
 FREEZER = Path("/sys/fs/cgroup/freezer")
+# states of a job that has ended
 ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"),
+    *("NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"),
 }
 
 CONF = """\
@@ -74,13 +62,13 @@ PropagateResourceLimits=NONE
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = (
-    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 Sockets=2 CoresPerSocket=8 "
-    "ThreadsPerCore=1 RealMemory=100000 Gres=gpu:8 State=UNKNOWN\n"
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 Sockets=2 "
+    "CoresPerSocket=8 ThreadsPerCore=1 RealMemory=100000 Gres=gpu:8 State=UNKNOWN\n"
 )
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a cluster of its own; None where it can have one."""
+    """Why this machine cannot run a private cluster; None where it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing:
         return f"SLURM is not installed (no {', '.join(missing)}): apt-get install slurm-wlm munge"
@@ -95,8 +83,9 @@ class SlurmCluster:
     """Daemons in the foreground as children of this process, which die with it.
 
     Args:
-        folder: for everything it writes; a short path, because sockets live there.
-        num_nodes: slurmd daemons, node1 ... nodeN, each with 16 imagined cores and 8 imagined GPUs.
+        folder: for all files; a short path, because sockets live there.
+        num_nodes: slurmd daemons, node1 ... nodeN, each with 16 imaginary cores and 8 imaginary
+            GPUs.
     """
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
@@ -108,56 +97,51 @@ class SlurmCluster:
         self._hosts_mark = f"# slurm test {self.port}"
 
     def start(self) -> None:
-        """Brings the cluster up and waits until all nodes are idle."""
+        """Starts the daemons and waits until all nodes are idle."""
         self._write_files()
-        self._daemon(
-            *("munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key"),
-            *(f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munged.pid"),
-            *(f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munged.seed"),
-        )
+        names = {"key-file": "key", "socket": "socket", "pid-file": "pid"}
+        names |= {"log-file": "log", "seed-file": "seed"}
+        files = [f"--{option}={self.folder}/munge.{name}" for option, name in names.items()]
+        self._start_daemon("munged", "--foreground", "--force", *files)
         until(lambda: (self.folder / "munge.socket").exists(), 20, "munged opens its socket")
-        self._daemon("slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
+        conf = ("-f", f"{self.folder}/slurm.conf")
+        self._start_daemon("slurmctld", "-D", *conf)
         for name in self.nodes:
-            self._daemon("slurmd", "-D", "-N", name, "-f", f"{self.folder}/slurm.conf")
+            self._start_daemon("slurmd", "-D", "-N", name, *conf)
         until(self._all_idle, 60, "all nodes are idle")
 
     def _all_idle(self) -> bool:
         for daemon in self.daemons:
             assert daemon.poll() is None, f"{daemon.args[0]} ended:\n{self.logs()}"
-        shown = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        return shown.stdout.split() == ["idle"] * len(self.nodes)
+        with suppress(AssertionError):  # the controller does not answer yet
+            states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
+            return states == ["idle"] * len(self.nodes)
+        return False
 
     def _write_files(self) -> None:
         for name in ("state", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True)
-        # a link to /dev/null passes for a device; without one, SLURM registers no GPU
+        # a link to /dev/null counts as a device; without one, SLURM registers no GPU
         for gpu in range(8):
             (self.folder / f"gpu{gpu}").symlink_to("/dev/null")
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
-        names = f"node[1-{len(self.nodes)}]"
         (self.folder / "gres.conf").write_text(
-            f"NodeName={names} Name=gpu File={self.folder}/gpu[0-7]\n"
+            f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={self.folder}/gpu[0-7]\n"
         )
         (self.folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
         )
         host = socket.gethostname().split(".")[0]
-        text = CONF.format(host=host, port=self.port, folder=self.folder, tracking=_tracking())
+        conf = CONF.format(host=host, port=self.port, folder=self.folder, tracking=_tracking())
         for i, node in enumerate(self.nodes):
-            text += NODE.format(name=node, host=host, port=self.port + 1 + i)
-        (self.folder / "slurm.conf").write_text(text)
+            conf += NODE.format(name=node, host=host, port=self.port + 1 + i)
+        (self.folder / "slurm.conf").write_text(conf)
         with HOSTS.open("a") as hosts:
             hosts.writelines(f"127.0.0.1 {node} {self._hosts_mark}\n" for node in self.nodes)
 
-    def _daemon(self, *command: str) -> None:
+    def _start_daemon(self, *command: str) -> None:
         log = (self.folder / f"daemon{len(self.daemons)}.log").open("wb")
         self.daemons.append(
             subprocess.Popen(
@@ -171,7 +155,7 @@ class SlurmCluster:
         )
 
     def submit(self, *arguments: str, cwd: Path) -> int:
-        """The number of the new job."""
+        """Submits a job and returns its number."""
         out = self.run("sbatch", "--parsable", *arguments, cwd=cwd)
         return int(out.split(";")[0])
 
@@ -183,10 +167,9 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` says."""
-        return dict(
-            re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", str(number)))
-        )
+        """The fields of `scontrol show job`."""
+        text = self.run("scontrol", "show", "job", "-o", str(number))
+        return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def wait(self, number: int, timeout: float) -> dict[str, str]:
         """The job once it has ended; `sbatch --wait` would notice half a minute later."""
@@ -195,12 +178,12 @@ class SlurmCluster:
 
     def logs(self) -> str:
         return "\n".join(
-            f"{p.name}: {p.read_text(errors='replace')[-1500:]}"
-            for p in self.folder.glob("daemon*.log")
+            f"{log.name}: {log.read_text(errors='replace')[-1500:]}"
+            for log in self.folder.glob("daemon*.log")
         )
 
     def stop(self) -> None:
-        """Ends jobs, daemons, and whatever tasks are left."""
+        """Ends jobs, daemons and remaining tasks."""
         with suppress(AssertionError, subprocess.TimeoutExpired):
             self.run("scancel", "--hurry", "--user=root")
             until(lambda: not self.run("squeue", "-h"), 15, "all jobs have ended")
@@ -216,17 +199,17 @@ class SlurmCluster:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         lines = HOSTS.read_text().splitlines(keepends=True)
-        # in place: it may be a mount
+        # rewritten, not replaced, because it may be a mount
         HOSTS.write_text("".join(line for line in lines if self._hosts_mark not in line))
 
     def _tasks(self) -> Iterator[int]:
         """Processes that this cluster's jobs have left, known by their environment."""
-        mark = f"SLURM_CONF={self.folder}/slurm.conf".encode()
-        for place in Path("/proc").glob("[0-9]*"):
+        conf = f"SLURM_CONF={self.folder}/slurm.conf".encode()
+        for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                variables = (place / "environ").read_bytes().split(b"\0")
-                if mark in variables and any(v.startswith(b"SLURMD_NODENAME=") for v in variables):
-                    yield int(place.name)
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if conf in variables and any(v.startswith(b"SLURMD_NODENAME=") for v in variables):
+                    yield int(process.name)
 
 
 @contextmanager
@@ -240,8 +223,8 @@ def slurm_cluster(folder: Path, num_nodes: int) -> Iterator[SlurmCluster]:
 
 
 def _tracking() -> str:
-    """cgroup delivers signals as production clusters do; linuxproc is what works where cgroups
-    cannot be made."""
+    """cgroup delivers signals as production clusters do; linuxproc works where no cgroup can be
+    made."""
     probe = FREEZER / "slurm_test_probe"
     try:
         probe.mkdir()
@@ -252,7 +235,7 @@ def _tracking() -> str:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that nobody listens on."""
+    """The first of `count` neighboring ports without a listener."""
     for first in range(17000, 19000, 16):
         with suppress(OSError):
             for port in range(first, first + count):
@@ -266,8 +249,8 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], timeout: float, what: str) -> None:
+def until(condition: Callable[[], bool], timeout: float, description: str) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
+        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {description}"
         time.sleep(0.2)

@@ -1,8 +1,7 @@
-"""Signals become a flag that the loop looks at between steps: the run is left in order, with a
-checkpoint.
+"""Signals become a flag that the loop reads between steps, so that a run ends with a checkpoint.
 
-pretrain.py imports this before anything that takes seconds, so it needs neither torch nor what
-trains.
+pretrain.py imports this before anything that takes seconds, so it needs neither torch nor the
+training code.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator, suppress
 from types import FrameType
+from typing import Any
 
 from megatron5d.topology.launcher import read_environment
 
@@ -22,50 +22,49 @@ REQUEUE = 75  # exit code: stopped on a signal with all steps saved (EX_TEMPFAIL
 
 
 class EndOnSignals(ContextDecorator):
-    """Inside this context SIGTERM and SIGUSR1 end the process at once, to be requeued: there is
-    nothing to save yet.
+    """Makes SIGTERM and SIGUSR1 end the process at once, to be requeued: nothing needs saving yet.
 
-    A thread ends it: a rank that waits for others inside of a library does not come to a Python
-    handler.
+    A thread ends it, because Python runs no handler while a rank waits inside of a library.
     """
 
     def __enter__(self) -> EndOnSignals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._thread = threading.Thread(target=_end_when_told, args=(self._read,), daemon=True)
+        self._thread = threading.Thread(target=_end_on_signal, args=(self._read,), daemon=True)
         self._thread.start()
-        # in this order, here and below, a signal in between ends the process, too, and is not lost
-        self._outer = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before: dict[int, object] = {
-            n: signal.signal(n, lambda *_: None) for n in END_SIGNALS
-        }
+        # the descriptor before the handlers, and after them on exit: a signal in between ends the
+        # process, too, and is not lost
+        self._outer_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._outer_handlers = _handle(END_SIGNALS, lambda *_: None)
         return self
 
     def __exit__(self, *_) -> None:
-        _restore(self._before)
-        signal.set_wakeup_fd(self._outer)
+        _restore(self._outer_handlers)
+        signal.set_wakeup_fd(self._outer_fd)
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
 
 
-def _end_when_told(pipe: int) -> None:
-    """Runs as a thread: the numbers of signals come through the pipe, until its other end is
-    closed."""
-    while told := os.read(pipe, 1):
-        if told[0] in END_SIGNALS:
+def _end_on_signal(pipe: int) -> None:
+    """Runs as a thread: reads the numbers of signals from a pipe until its other end is closed."""
+    while number := os.read(pipe, 1):
+        if number[0] in END_SIGNALS:
             with suppress(ValueError):
                 if read_environment().rank == 0:
-                    os.write(
-                        2,
-                        f"ended by {signal.Signals(told[0]).name}: no step was under way\n".encode(),
-                    )
+                    name = signal.Signals(number[0]).name
+                    os.write(2, f"ended by {name}: no step was in progress\n".encode())
             os._exit(REQUEUE)
 
 
-def _restore(handlers: Mapping[int, object]) -> None:
+def _handle(numbers: tuple[int, ...], handler: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Installs a handler of signals; gives the earlier ones."""
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
     for number, handler in handlers.items():
-        signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.signal(number, handler)
 
 
 class StopFlag:
@@ -73,19 +72,17 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
-        for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        self._outer = signal.set_wakeup_fd(-1)  # no longer that of EndOnSignals
+        self._outer_handlers = _handle(STOP_SIGNALS, self._receive)
+        self._outer_fd = signal.set_wakeup_fd(-1)  # no longer that of EndOnSignals
         return self
 
     def __exit__(self, *_) -> None:
-        signal.set_wakeup_fd(self._outer)
-        _restore(self._before)
+        signal.set_wakeup_fd(self._outer_fd)
+        _restore(self._outer_handlers)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name

@@ -1,5 +1,5 @@
-"""launch/slurm.sbatch on a real SLURM: eight ranks on four nodes give the loss of one process; runs
-stop when told."""
+"""launch/slurm.sbatch on a real SLURM: eight ranks on four nodes give the loss of one process, and
+runs stop on a signal."""
 
 import fcntl
 import json
@@ -15,17 +15,16 @@ from slurm_cluster import slurm_cluster, until, why_not
 from pretrain import main
 
 ROOT = Path(__file__).resolve().parents[2]
-EIGHT = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=30")
-FOUR = ("--nodes=2", *EIGHT[1:])
+EIGHT_RANKS = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=30")
+FOUR_RANKS = ("--nodes=2", *EIGHT_RANKS[1:])
 EXPERIMENT = [
-    *(
-        "model=tiny",
-        "model.vocab_size=97",
-        "precision.dtype=fp64",
-        "train.gbs=8",
-        "train.seq_len=16",
-    ),
-    *("optim.lr=1e-2", "log.progress=false"),
+    "model=tiny",
+    "model.vocab_size=97",
+    "precision.dtype=fp64",
+    "train.gbs=8",
+    "train.seq_len=16",
+    "optim.lr=1e-2",
+    "log.progress=false",
 ]
 
 pytestmark = [
@@ -36,63 +35,72 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster():
-    with open(__file__) as one, tempfile.TemporaryDirectory(prefix="slurm") as folder:
-        fcntl.flock(
-            one, fcntl.LOCK_EX
-        )  # two clusters would number their jobs alike, and jobs meet at a port so numbered
+    with open(__file__) as lock, tempfile.TemporaryDirectory(prefix="slurm") as folder:
+        # two clusters would number their jobs alike, and a job's number determines its port
+        fcntl.flock(lock, fcntl.LOCK_EX)
         with slurm_cluster(Path(folder), 4) as cluster:
+            cluster.environment["PYTHON"] = sys.executable
             yield cluster
 
 
+class Job:
+    """Jobs of one test."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder = cluster, folder
+        corpus = write_corpus(folder / "corpus", vocab_size=97)
+        self.experiment = [*EXPERIMENT, f"data.train=[{corpus}]"]
+
+    def submit(self, *overrides, size=FOUR_RANKS):
+        self.number = self.cluster.submit(
+            *size,
+            f"--output={self.folder}/job.out",
+            "launch/slurm.sbatch",
+            *self.experiment,
+            *overrides,
+            cwd=ROOT,
+        )
+
+    def assert_ends_with(self, code):
+        end = self.cluster.wait(self.number, 400)
+        assert end["ExitCode"] == f"{code}:0", self.output()
+
+    def output(self):
+        return (self.folder / "job.out").read_text()
+
+
 @pytest.fixture
-def corpus(tmp_path):
-    return write_corpus(tmp_path / "corpus", vocab_size=97)
+def job(cluster, tmp_path):
+    return Job(cluster, tmp_path)
 
 
-def submit(cluster, folder, arguments, size=FOUR):
-    cluster.environment["PYTHON"] = sys.executable
-    out = f"--output={folder}/job.out"
-    return cluster.submit(*size, out, "launch/slurm.sbatch", *EXPERIMENT, *arguments, cwd=ROOT)
+def test_eight_ranks_on_four_nodes_give_the_loss_of_one_process(job, tmp_path):
+    layout = ["parallel.tp=2", "parallel.sp=true", "parallel.zero=1"]
+    eight, one = tmp_path / "eight.jsonl", tmp_path / "one.jsonl"
+    job.submit(*layout, "train.steps=4", f"log.jsonl={eight}", size=EIGHT_RANKS)
+    job.assert_ends_with(0)
+    alone = [*job.experiment, "train.steps=4", f"log.jsonl={one}"]
+    assert run_ranks(lambda rank, world: main(alone), 1) == [0]
+
+    losses, reference = curve(eight), curve(one)
+    assert len(losses) == 4
+    assert reference[-1][1] < reference[0][1]
+    for loss, expected in zip(losses, reference, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-10)
+    assert "8 ranks on node[1-4]" in job.output()
 
 
-def finished(cluster, number, folder, exit_code, timeout=400):
-    job = cluster.wait(number, timeout)
-    assert job["ExitCode"] == f"{exit_code}:0", (folder / "job.out").read_text()
+def test_a_refused_configuration_is_the_jobs_exit_code(job):
+    job.submit("parallel.tp=3")
+    job.assert_ends_with(2)
+    assert job.output().count("the configuration is refused") == 1
 
 
-def test_eight_ranks_on_four_nodes_give_the_loss_of_one_process(cluster, corpus, tmp_path):
-    run = [f"data.train=[{corpus}]", "train.steps=4"]
-    layout = [
-        "parallel.tp=2",
-        "parallel.sp=true",
-        "parallel.zero=1",
-        f"log.jsonl={tmp_path}/eight.jsonl",
-    ]
-    finished(cluster, submit(cluster, tmp_path, [*run, *layout], EIGHT), tmp_path, 0)
-    assert run_ranks(
-        lambda rank, world: main([*EXPERIMENT, *run, f"log.jsonl={tmp_path}/one.jsonl"]), 1
-    ) == [0]
-
-    eight, one = curve(tmp_path / "eight.jsonl"), curve(tmp_path / "one.jsonl")
-    assert len(eight) == 4
-    assert one[-1][1] < one[0][1]
-    for left, right in zip(eight, one, strict=True):
-        assert left == pytest.approx(right, rel=1e-10)
-    assert "8 ranks on node[1-4]" in (tmp_path / "job.out").read_text()
-
-
-def test_a_refused_configuration_is_the_jobs_exit_code(cluster, corpus, tmp_path):
-    number = submit(cluster, tmp_path, [f"data.train=[{corpus}]", "parallel.tp=3"])
-    finished(cluster, number, tmp_path, 2)
-    assert (tmp_path / "job.out").read_text().count("the configuration is refused") == 1
-
-
-def test_a_signal_to_the_step_saves_and_stops_every_rank(cluster, corpus, tmp_path):
-    log = tmp_path / "log.jsonl"
-    places = [f"log.jsonl={log}", f"checkpoint.dir={tmp_path}/checkpoints"]
-    number = submit(cluster, tmp_path, [f"data.train=[{corpus}]", "train.steps=100000", *places])
+def test_a_signal_to_the_step_saves_and_stops_every_rank(job, tmp_path):
+    log, checkpoints = tmp_path / "log.jsonl", tmp_path / "checkpoints"
+    job.submit("train.steps=100000", f"log.jsonl={log}", f"checkpoint.dir={checkpoints}")
     until(lambda: log.exists() and log.read_text().count("\n") >= 2, 300, "two steps are made")
-    cluster.run("scancel", "--signal=USR1", str(number))
-    finished(cluster, number, tmp_path, 75)
+    job.cluster.run("scancel", "--signal=USR1", str(job.number))
+    job.assert_ends_with(75)
     last = json.loads(log.read_text().splitlines()[-1])["step"]
-    assert (tmp_path / "checkpoints" / f"step-{last:08d}").is_dir()
+    assert (checkpoints / f"step-{last:08d}").is_dir()
