@@ -1,17 +1,19 @@
-"""Moving tokens to their experts and back.
+"""Moves tokens to their experts and back.
 
-A token t chooses experts e[t, 1..k]. Rows are sorted by expert, stably, so that each expert sees its tokens in order:
-    permute     row place[t, j] = x[t]
-    unpermute   y[t] = sum_j row place[t, j]
-They are each other's transposes, so each is the other's gradient. Nothing is kept for the backward:
+A token t chooses experts e[t, 1..k]. Rows are sorted by expert, stably, so that each expert
+receives its tokens in order:
+    permute     row row_of_choice[t, j] = x[t]
+    unpermute   y[t] = sum_j row row_of_choice[t, j]
+Each is the transpose of the other, and so its gradient. Nothing is kept for the backward, because
 the router's weights are applied in the experts (`activation.py`). Counts and offsets stay on the
-device. Choices are sorted by counting, in two launches: programs count the experts of their
-choices; then each adds up all counts, and those of the programs before it, and knows the place of
-its first choice of every expert.
+device.
+
+Choices are sorted by counting, in two launches. First, each program counts the experts among its
+choices. Then each program adds up all counts and those of the programs before it, and so knows the
+row of its first choice of every expert.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,63 +37,59 @@ class Permutation:
     """Where each choice of each token goes.
 
     Args:
-        place: `[n, k]` int64, the row of each choice.
-        token: `[n·k]` int64, the token of each row.
+        row_of_choice: `[n, k]` int64. A choice without a row has the number of rows.
+        token_of_row: `[n·k]` int64.
         offsets: `[E + 1]` int32, where each expert's rows begin and end.
-        choice: `[n·k]` int64, the choice of each row, counted over all tokens.
-        live: bool `[rows]`, in slots: whether a row is a choice's; the others hold some token. A
-            choice without a row has the place behind the last one. None = every choice has its row.
+        choice_of_row: `[n·k]` int64, the row's choice, counted over all tokens.
+        filled: bool `[rows]`, whether a row belongs to a choice, if each expert has a fixed number
+            of rows; the other rows hold an arbitrary token. None = every choice has its row.
     """
 
-    place: Tensor
-    token: Tensor
+    row_of_choice: Tensor
+    token_of_row: Tensor
     offsets: Tensor
-    choice: Tensor
-    live: Tensor | None = None
+    choice_of_row: Tensor
+    filled: Tensor | None = None
 
 
 def permutation_reference(experts: Tensor, num_experts: int) -> Permutation:
     """Computes `permutation` in plain torch."""
-    ordered, source = torch.sort(experts.flatten(), stable=True)
-    place = torch.empty_like(source).scatter_(
-        0, source, torch.arange(source.numel(), device=source.device)
-    )
-    bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)
-    offsets = torch.searchsorted(ordered, bounds, out_int32=True)
-    return Permutation(place.view(experts.shape), source // experts.shape[1], offsets, source)
+    sorted_experts, choice_of_row = torch.sort(experts.flatten(), stable=True)
+    rows = torch.arange(choice_of_row.numel(), device=experts.device)
+    row_of_choice = torch.empty_like(choice_of_row).scatter_(0, choice_of_row, rows)
+    bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(sorted_experts, bounds, out_int32=True)
+    token_of_row = choice_of_row // experts.shape[1]
+    return Permutation(row_of_choice.view(experts.shape), token_of_row, offsets, choice_of_row)
 
 
 def permutation(experts: Tensor, num_experts: int) -> Permutation:
-    """Sorts the choices by expert, stably, without a host synchronisation.
+    """Sorts the choices by expert, stably, without a host synchronization.
 
     Args:
-        experts: `[n, k]` integers, each token's choices; `num_experts` where there is none, whose
-            rows come last.
-        num_experts: how many experts there are.
-
-    Returns:
-        The row of every choice, the token of every row, and the experts' offsets.
+        experts: `[n, k]` integers, each token's choices; `num_experts` for no expert, whose rows
+            come last.
+        num_experts: number of experts.
     """
     if not dispatch.runs_triton(experts):
         return permutation_reference(experts, num_experts)
     experts, count = experts.contiguous(), experts.numel()
-    place, choice, token = torch.empty(3, count, dtype=torch.int64, device=experts.device).unbind()
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    config = tuning.select("moe_permutation", experts.device) | {
-        "EXPERTS": next_power_of_2(num_experts + 1)
-    }
+    row_of_choice, choice_of_row, token_of_row = experts.new_empty(3, count, dtype=torch.int64)
+    offsets = experts.new_empty(num_experts + 1, dtype=torch.int32)
+    config = tuning.select("moe_permutation", experts.device)
+    config["EXPERTS"] = next_power_of_2(num_experts + 1)
     programs = cdiv(count, config["BLOCK"])
-    counts = torch.empty(programs, config["EXPERTS"], dtype=torch.int32, device=experts.device)
+    counts = experts.new_empty(programs, config["EXPERTS"], dtype=torch.int32)
     _count_kernel[(programs,)](experts, counts, count, **config)
+    outputs = (row_of_choice, choice_of_row, token_of_row, offsets)
     sizes = (count, programs, num_experts, experts.shape[1])
-    _place_kernel[(programs,)](experts, counts, place, choice, token, offsets, *sizes, **config)
-    return Permutation(place.view(experts.shape), token, offsets, choice)
+    _place_kernel[(programs,)](experts, counts, *outputs, *sizes, **config)
+    return Permutation(row_of_choice.view(experts.shape), token_of_row, offsets, choice_of_row)
 
 
 @jit
-def _members(experts_ptr, choice, count, EXPERTS: tl.constexpr):
-    """Returns `[choices, EXPERTS]`: 1 where a choice is an expert's; choices from `count` on are
-    nobody's."""
+def _one_hot(experts_ptr, choice, count, EXPERTS: tl.constexpr):
+    """Loads `[choices, EXPERTS]`, 1 at a choice's expert; choices from `count` on have none."""
     expert = tl.load(experts_ptr + choice, choice < count, other=-1)
     return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
 
@@ -100,24 +98,23 @@ def _members(experts_ptr, choice, count, EXPERTS: tl.constexpr):
 def _count_kernel(
     experts_ptr, counts_ptr, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Counts the choices of each expert among BLOCK of them: `[programs, EXPERTS]`."""
+    """Counts the choices of each expert among BLOCK choices, into `[programs, EXPERTS]`."""
     program = tl.program_id(0)
     total = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, BLOCK, ROWS):
-        total += tl.sum(
-            _members(experts_ptr, program * BLOCK + start + tl.arange(0, ROWS), count, EXPERTS), 0
-        )
+        choice = program * BLOCK + start + tl.arange(0, ROWS)
+        total += tl.sum(_one_hot(experts_ptr, choice, count, EXPERTS), 0)
     tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), total)
 
 
-# one binary for all batches and routers
+# No specialization: one binary for all batches and routers.
 @jit(do_not_specialize=["count", "programs", "num_experts", "k"])
 def _place_kernel(
     experts_ptr,
     counts_ptr,
-    place_ptr,
-    choice_ptr,
-    token_ptr,
+    row_of_choice_ptr,
+    choice_of_row_ptr,
+    token_of_row_ptr,
     offsets_ptr,
     count,
     programs,
@@ -127,29 +124,29 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Gives each of BLOCK choices its row, behind those of lower experts and those of its own that
-    come earlier."""
+    """Assigns BLOCK choices their rows, after those of lower experts and of earlier choices of the
+    same expert."""
     program = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
-    free = tl.zeros((EXPERTS,), tl.int32)
+    next_row = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, programs, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        counts = tl.load(counts_ptr + row * EXPERTS + lane[None, :], row < programs, other=0)
+        other = start + tl.arange(0, ROWS)[:, None]
+        counts = tl.load(counts_ptr + other * EXPERTS + lane[None, :], other < programs, other=0)
         total += tl.sum(counts, 0)
-        free += tl.sum(tl.where(row < program, counts, 0), 0)
+        next_row += tl.sum(tl.where(other < program, counts, 0), 0)
     begin = tl.cumsum(total, 0) - total
     if program == 0:
         tl.store(offsets_ptr + lane, begin, lane <= num_experts)
-    free += begin
+    next_row += begin
     for start in range(0, BLOCK, ROWS):
         choice = program * BLOCK + start + tl.arange(0, ROWS)
-        mine = _members(experts_ptr, choice, count, EXPERTS)
-        place = tl.sum(mine * (free[None, :] + tl.cumsum(mine, 0) - 1), 1)
-        tl.store(place_ptr + choice, place, choice < count)
-        tl.store(choice_ptr + place, choice, choice < count)
-        tl.store(token_ptr + place, choice // k, choice < count)
-        free += tl.sum(mine, 0)
+        one_hot = _one_hot(experts_ptr, choice, count, EXPERTS)
+        row = tl.sum(one_hot * (next_row[None, :] + tl.cumsum(one_hot, 0) - 1), 1)
+        tl.store(row_of_choice_ptr + choice, row, choice < count)
+        tl.store(choice_of_row_ptr + row, choice, choice < count)
+        tl.store(token_of_row_ptr + row, choice // k, choice < count)
+        next_row += tl.sum(one_hot, 0)
 
 
 @jit
@@ -159,13 +156,13 @@ def _gather_kernel(
     out_ptr,
     weights_ptr,
     choice_ptr,
-    by_row_ptr,
+    row_weights_ptr,
     width,
     x_stride,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies out[r] = x[token[r]], and by_row[r] = weights[choice[r]]."""
+    """Copies out[r] = x[token[r]], and row_weights[r] = weights[choice[r]]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.load(token_ptr + row) * x_stride + column, column < width)
@@ -173,15 +170,15 @@ def _gather_kernel(
     if WEIGHTED:
         first = tl.program_id(1) == 0
         choice = tl.load(choice_ptr + row, first, other=0)
-        tl.store(by_row_ptr + row, tl.load(weights_ptr + choice, first, other=0.0), first)
+        tl.store(row_weights_ptr + row, tl.load(weights_ptr + choice, first, other=0.0), first)
 
 
-@jit(do_not_specialize=["num_rows"])  # which changes with every batch of tokens
+@jit(do_not_specialize=["num_rows"])  # it changes with every batch of tokens
 def _combine_kernel(
     rows_ptr,
-    place_ptr,
+    row_ptr,
     out_ptr,
-    by_row_ptr,
+    row_weights_ptr,
     weights_ptr,
     num_rows,
     width,
@@ -190,125 +187,137 @@ def _combine_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes out[t] = sum over j of rows[place[t, j]], in float32 in the order of the choices.
+    """Computes out[t] = sum over j of rows[row[t, j]], in float32 in the order of the choices, and
+    copies weights[t, j] = row_weights[row[t, j]].
 
-    And copies weights[t, j] = by_row[place[t, j]]. Rows that do not exist are zeros.
+    Rows from `num_rows` on count as zeros.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
-        row = tl.load(place_ptr + token * K + j)
-        live = (column < width) & (row < num_rows)
-        total += load_float32(rows_ptr + row * rows_stride + column, live)
+        row = tl.load(row_ptr + token * K + j)
+        mask = (column < width) & (row < num_rows)
+        total += load_float32(rows_ptr + row * rows_stride + column, mask)
         if WEIGHTED:
-            weight = tl.load(by_row_ptr + row, row < num_rows, other=0.0)
+            weight = tl.load(row_weights_ptr + row, row < num_rows, other=0.0)
             tl.store(weights_ptr + token * K + j, weight, tl.program_id(1) == 0)
     tl.store(out_ptr + token * width + column, total, column < width)
 
 
-def _gather(x: Tensor, token: Tensor, weights=None, where=None):
-    """Returns the rows of tokens, and the weight `[n, k]` of each row's choice; 0 where a row is no
-    choice's."""
-    by_row: Any = None
+def _gather(
+    x: Tensor, token: Tensor, weights: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Copies the rows of x of some tokens.
+
+    Args:
+        weights: all weights, and the choices whose weights are copied as well.
+    """
     if not dispatch.runs_triton(x) or token.numel() == 0:
-        rows, by_row = (
-            x.index_select(0, token),
-            None if weights is None else weights.take(where.choice),
-        )
-    else:
-        x = rows_of(x)
-        rows = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-        by_row = None if weights is None else torch.empty_like(token, dtype=weights.dtype)
-        config = tuning.select("moe_permute", x.device)
-        grid = (rows.shape[0], cdiv(x.shape[1], config["BLOCK"]))
-        more = (x, token, x) if weights is None else (weights.contiguous(), where.choice, by_row)
-        _gather_kernel[grid](
-            x, token, rows, *more, x.shape[1], x.stride(0), WEIGHTED=weights is not None, **config
-        )
-    if weights is not None and where.live is not None:
-        by_row.masked_fill_(~where.live, 0)
-    return rows, by_row
+        return x.index_select(0, token), None if weights is None else weights[0].take(weights[1])
+    x = rows_of(x)
+    rows, row_weights = x.new_empty(token.numel(), x.shape[1]), None
+    pointers = (x, token, x)  # not read
+    if weights is not None:
+        row_weights = weights[0].new_empty(token.numel())
+        pointers = (weights[0].contiguous(), weights[1], row_weights)
+    config = tuning.select("moe_permute", x.device)
+    grid = (rows.shape[0], cdiv(x.shape[1], config["BLOCK"]))
+    config["WEIGHTED"] = weights is not None
+    _gather_kernel[grid](x, token, rows, *pointers, x.shape[1], x.stride(0), **config)
+    return rows, row_weights
 
 
-def _combine(rows: Tensor, where: Permutation, by_row: Tensor | None = None):
-    """Returns the sums of tokens' rows, and their choices' weights `[n, k]`; missing rows count as
+def _combine(
+    rows: Tensor, order: Permutation, row_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Sums each token's rows, and copies rows' weights to choices `[n, k]`; missing rows count as
     zeros."""
-    n, k = where.place.shape
+    n, k = order.row_of_choice.shape
     if not dispatch.runs_triton(rows):
-        missing = (n * k if where.live is None else len(where.live) + 1) - rows.shape[0]
-        if missing > 0:
+        num_rows = n * k if order.filled is None else len(order.filled) + 1
+        if (missing := num_rows - rows.shape[0]) > 0:
             rows = F.pad(rows, (0, 0, 0, missing))
-            by_row = None if by_row is None else F.pad(by_row, (0, missing))
-        picked = torch.embedding(rows, where.place).to(statistics_dtype(rows.dtype))
-        return picked.sum(1).to(rows.dtype), None if by_row is None else by_row.take(where.place)
+            row_weights = None if row_weights is None else F.pad(row_weights, (0, missing))
+        by_choice = torch.embedding(rows, order.row_of_choice).to(statistics_dtype(rows.dtype))
+        weights = None if row_weights is None else row_weights.take(order.row_of_choice)
+        return by_choice.sum(1).to(rows.dtype), weights
     rows = rows_of(rows)
-    out = torch.empty(n, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    weights = None if by_row is None else torch.empty(n, k, dtype=by_row.dtype, device=rows.device)
+    out, weights = rows.new_empty(n, rows.shape[1]), None
+    pointers = (rows, out)  # not read
+    if row_weights is not None:
+        weights = row_weights.new_empty(n, k)
+        pointers = (row_weights.contiguous(), weights)
     config = tuning.select("moe_permute", rows.device)
     grid = (n, cdiv(rows.shape[1], config["BLOCK"]))
-    inputs = (
-        rows,
-        where.place,
-        out,
-        *((rows, out) if by_row is None else (by_row.contiguous(), weights)),
-    )
-    _combine_kernel[grid](
-        *inputs, *rows.shape, rows.stride(0), WEIGHTED=by_row is not None, K=k, **config
-    )
+    config |= {"WEIGHTED": row_weights is not None, "K": k}
+    sizes = (*rows.shape, rows.stride(0))
+    _combine_kernel[grid](rows, order.row_of_choice, out, *pointers, *sizes, **config)
     return out, weights
 
 
 class _Permute(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, x, weights, where):
-        ctx.where = where
-        return _gather(x, where.token, weights, where)
+    def forward(ctx, x, weights, order):
+        ctx.order = order
+        weighted = None if weights is None else (weights, order.choice_of_row)
+        rows, row_weights = _gather(x, order.token_of_row, weighted)
+        if row_weights is not None and order.filled is not None:
+            row_weights.masked_fill_(~order.filled, 0)
+        return rows, row_weights
 
     @staticmethod
-    def backward(ctx, drows, by_row):
-        return *_combine(drows, ctx.where, by_row), None
+    def backward(ctx, drows, drow_weights):
+        return *_combine(drows, ctx.order, drow_weights), None
 
 
 class _Unpermute(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, rows, where):
-        ctx.where, ctx.num_rows = where, rows.shape[0]
-        return _combine(rows, where)[0]
+    def forward(ctx, rows, order):
+        ctx.order, ctx.num_rows = order, rows.shape[0]
+        return _combine(rows, order)[0]
 
     @staticmethod
     def backward(ctx, dy):
-        token, n = ctx.where.token, ctx.num_rows
-        return _gather(dy, token if n == len(token) else token[:n])[0], None
+        token = ctx.order.token_of_row
+        return _gather(dy, token if len(token) == ctx.num_rows else token[: ctx.num_rows])[0], None
 
 
-def permute(x: Tensor, where: Permutation) -> Tensor:
+def permute(x: Tensor, order: Permutation) -> Tensor:
     """Copies each token to the rows of its experts, differentiable.
 
     Args:
         x: `[n, h]`.
-        where: from `permutation`.
+        order: from `permutation`.
 
     Returns:
         `[n·k, h]` sorted by expert.
     """
-    return _Permute.apply(x, None, where)[0]
+    return _Permute.apply(x, None, order)[0]
 
 
-def permute_weighted(x: Tensor, weights: Tensor, where: Permutation) -> tuple[Tensor, Tensor]:
-    """Copies as `permute` does, and choices' weights to their rows: `[n, h]`, `[n, k]` -> `[n·k,
-    h]`, `[n·k]`."""
-    return _Permute.apply(x, weights, where)
+def permute_weighted(x: Tensor, weights: Tensor, order: Permutation) -> tuple[Tensor, Tensor]:
+    """Copies tokens as `permute` does, and the weights of choices to their rows, differentiable.
+
+    Args:
+        x: `[n, h]`.
+        weights: `[n, k]`.
+        order: from `permutation`.
+
+    Returns:
+        `[n·k, h]` and `[n·k]`, sorted by expert.
+    """
+    return _Permute.apply(x, weights, order)
 
 
-def unpermute(rows: Tensor, where: Permutation) -> Tensor:
+def unpermute(rows: Tensor, order: Permutation) -> Tensor:
     """Sums the rows of each token, differentiable.
 
     Args:
-        rows: `[n·k, h]` sorted by expert; of fewer the first, and the others count as zeros.
-        where: from `permutation`.
+        rows: `[n·k, h]` sorted by expert, or only the first of them: missing rows count as zeros.
+        order: from `permutation`.
 
     Returns:
         `[n, h]` in the dtype of `rows`, summed in float32 (float64 for float64).
     """
-    return _Unpermute.apply(rows, where)
+    return _Unpermute.apply(rows, order)

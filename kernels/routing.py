@@ -1,4 +1,4 @@
-"""Choosing experts: the scores of a router's logits, the k best of each token, and their weights.
+"""Chooses experts: scores of a router's logits, the k best of each token, and their weights.
 
 Of equal scores the lower expert wins, on every device. NaN counts as infinity.
 """
@@ -19,7 +19,7 @@ from megatron5d.kernels.dispatch import (
 
 @jit
 def _scores(logits, KIND: tl.constexpr):
-    """Returns what a row of logits says of each expert; lanes without an expert hold -inf."""
+    """Computes the scores of a row of experts; lanes without an expert hold -inf as logits."""
     if KIND == "softmax":
         scores = tl.exp(logits - tl.max(logits, 0))
         scores /= tl.sum(scores, 0)
@@ -40,18 +40,14 @@ def _route_kernel(
     stride,
     scale,
     KIND: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     BIASED: tl.constexpr,
     FORCED: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Finds the K best of a row, the best first, and their weights; of equals the one with the
-    lower index.
-
-    NaN counts as infinity.
-    """
+    """Finds the K best experts of a row, the best first, and their weights."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
     logits = tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(
@@ -61,23 +57,23 @@ def _route_kernel(
     ranked = scores
     if BIASED:
         ranked += load_float32(bias_ptr + lane, lane < num_experts)
-    # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie
-    # anywhere.
+    # NaN equals nothing: without this, a row of NaN would choose an expert that does not exist, and
+    # tokens would be copied from arbitrary memory.
     ranked = tl.where(ranked == ranked, ranked, float("inf"))
-    taken = lane >= num_experts
+    is_used = lane >= num_experts
     slot = tl.arange(0, SLOTS)
     weights = tl.zeros((SLOTS,), tl.float32)
     for j in tl.static_range(K):
         if FORCED:
             index = tl.load(experts_ptr + row * K + j).to(tl.int32)
         else:
-            best = tl.max(tl.where(taken, float("-inf"), ranked), 0)
-            # Among the free lanes, so that a row of -inf still yields K different experts.
-            index = tl.min(tl.where((ranked == best) & ~taken, lane, EXPERTS), 0)
+            best = tl.max(tl.where(is_used, float("-inf"), ranked), 0)
+            # Only unused lanes, so that a row of -inf still yields K different experts.
+            index = tl.min(tl.where((ranked == best) & ~is_used, lane, EXPERTS), 0)
             tl.store(experts_ptr + row * K + j, index)
-            taken = taken | (lane == index)
+            is_used = is_used | (lane == index)
         weights = tl.where(slot == j, tl.sum(tl.where(lane == index, scores, 0.0), 0), weights)
-    if NORMALISED:
+    if NORMALIZED:
         weights /= tl.sum(weights, 0) + 1e-20
     weights *= scale
     tl.store(weights_ptr + row * K + slot, weights, slot < K)
@@ -93,27 +89,30 @@ def _route_backward_kernel(
     stride,
     scale,
     KIND: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Computes the gradient of a row's logits from that of its weights, w = s / sum of s for s of
-    the chosen."""
+    """Computes the gradient of a row's logits from that of its weights.
+
+    The weights are w = scale · s, or scale · s / (sum of s) if NORMALIZED, for the scores s of the
+    chosen experts.
+    """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
     scores = _scores(
         tl.load(logits_ptr + row * stride + lane, lane < num_experts, other=float("-inf")), KIND
     )
     gradient = tl.zeros((EXPERTS,), tl.float32)
-    member = lane < 0
+    is_chosen = lane < 0
     for j in tl.static_range(K):
-        mine = lane == tl.load(experts_ptr + row * K + j)
-        gradient = tl.where(mine, tl.load(dweights_ptr + row * K + j) * scale, gradient)
-        member = member | mine
-    if NORMALISED:
-        total = tl.sum(tl.where(member, scores, 0.0), 0) + 1e-20
-        gradient = tl.where(member, gradient - tl.sum(gradient * scores, 0) / total, 0.0) / total
+        is_choice = lane == tl.load(experts_ptr + row * K + j)
+        gradient = tl.where(is_choice, tl.load(dweights_ptr + row * K + j) * scale, gradient)
+        is_chosen = is_chosen | is_choice
+    if NORMALIZED:
+        total = tl.sum(tl.where(is_chosen, scores, 0.0), 0) + 1e-20
+        gradient = tl.where(is_chosen, gradient - tl.sum(gradient * scores, 0) / total, 0.0) / total
     if KIND == "softmax":
         gradient = scores * (gradient - tl.sum(gradient * scores, 0))
     else:
@@ -121,101 +120,91 @@ def _route_backward_kernel(
     tl.store(dlogits_ptr + row * num_experts + lane, gradient, lane < num_experts)
 
 
-def _launch_route(logits: Tensor, k: int, kind: str, normalised: bool, scale: float, bias, forced):
+def _launch_route(
+    logits: Tensor,
+    k: int,
+    kind: str,
+    normalized: bool,
+    scale: float,
+    bias: Tensor | None,
+    forced: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     n, num_experts = logits.shape
-    experts = (
-        torch.empty(n, k, dtype=torch.int64, device=logits.device)
-        if forced is None
-        else forced.contiguous()
-    )
-    weights = torch.empty(n, k, dtype=logits.dtype, device=logits.device)
-    inputs = (
-        logits,
-        logits if bias is None else bias,
-        experts,
-        weights,
-        num_experts,
-        logits.stride(0),
-        scale,
-    )
-    flags = {"KIND": kind, "NORMALISED": normalised, "FORCED": forced is not None}
-    flags["BIASED"] = bias is not None and forced is None
-    _route_kernel[(n,)](*inputs, **flags, **_lanes(num_experts, k, logits))
+    weights = logits.new_empty(n, k)
+    experts = weights.new_empty(n, k, dtype=torch.int64) if forced is None else forced.contiguous()
+    pointers = (logits, logits if bias is None else bias, experts, weights)
+    sizes = (num_experts, logits.stride(0), scale)
+    config = _launch_config(num_experts, k, logits)
+    config |= {"KIND": kind, "NORMALIZED": normalized, "FORCED": forced is not None}
+    config["BIASED"] = bias is not None and forced is None
+    _route_kernel[(n,)](*pointers, *sizes, **config)
     return experts, weights
 
 
-def _lanes(num_experts: int, k: int, x: Tensor) -> dict[str, int]:
+def _launch_config(num_experts: int, k: int, x: Tensor) -> dict:
     lanes = {"K": k, "EXPERTS": next_power_of_2(num_experts), "SLOTS": next_power_of_2(k)}
     return lanes | tuning.select("moe_topk", x.device)
 
 
 class _Route(FirstOrderFunction):
     @staticmethod
-    def forward(ctx, logits, *how):
+    def forward(ctx, logits, *options):
         logits = rows_of(logits)
-        experts, weights = _launch_route(logits, *how)
-        ctx.how = how[:4]
+        experts, weights = _launch_route(logits, *options)
+        ctx.options = options[:4]
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
         return experts, weights
 
     @staticmethod
     def backward(ctx, _, dweights):
-        (logits, experts), (k, kind, normalised, scale) = ctx.saved_tensors, ctx.how
+        (logits, experts), (k, kind, normalized, scale) = ctx.saved_tensors, ctx.options
         n, num_experts = logits.shape
-        dlogits = torch.empty(n, num_experts, dtype=logits.dtype, device=logits.device)
-        inputs = (
-            logits,
-            experts,
-            dweights.contiguous(),
-            dlogits,
-            num_experts,
-            logits.stride(0),
-            scale,
-        )
-        _route_backward_kernel[(n,)](
-            *inputs, KIND=kind, NORMALISED=normalised, **_lanes(num_experts, k, logits)
-        )
-        return dlogits, None, None, None, None, None, None
+        dlogits = logits.new_empty(n, num_experts)
+        pointers = (logits, experts, dweights.contiguous(), dlogits)
+        config = _launch_config(num_experts, k, logits)
+        config |= {"KIND": kind, "NORMALIZED": normalized}
+        _route_backward_kernel[(n,)](*pointers, num_experts, logits.stride(0), scale, **config)
+        return dlogits, *[None] * 6
 
 
 def route(
     logits: Tensor,
     k: int,
     kind: str,
-    normalised: bool,
+    normalized: bool,
     scale: float,
     bias: Tensor | None = None,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts by their scores and weighs them, for tensors that `runs_triton`; `router.py`
-    says it in torch.
+    """Chooses experts by their scores and weights them, where `runs_triton` is true of the logits;
+    `router.py` has the same in plain torch.
 
     Args:
         logits: `[n, E]`, fp32.
-        k: how many experts a token chooses.
+        k: number of experts per token.
         kind: softmax or sigmoid.
-        normalised: the weights of a token add up to `scale`.
-        scale: of the weights.
-        bias: `[E]`, added to the scores for the choice.
-        forced: int64 `[n, k]`, the experts to choose; None = the best.
+        normalized: the weights of a token add up to `scale`.
+        scale: factor of the weights.
+        bias: `[E]`, added to the scores for the choice only.
+        forced: int64 `[n, k]`, the experts to choose; None = those of the largest scores.
 
     Returns:
         experts int64 `[n, k]`, the best first, and their weights `[n, k]`, differentiable in the
         logits.
     """
-    return _Route.apply(logits, k, kind, normalised, scale, bias, forced)
+    return _Route.apply(logits, k, kind, normalized, scale, bias, forced)
 
 
-def best(scores: Tensor, k: int) -> Tensor:
-    """Returns the experts of each token's k largest scores, without a gradient.
+def top_experts(scores: Tensor, k: int) -> Tensor:
+    """Experts of each token's k largest scores, without a gradient.
 
     Args:
         scores: `[n, E]`, any floating dtype.
-        k: how many experts a token chooses, at most E.
+        k: number of experts per token, at most E.
 
     Returns:
-        int64 `[n, k]`, of the largest first; of equal scores the lower expert wins, on every
+        int64 `[n, k]`, the largest score first; of equal scores the lower expert wins, on every
         device.
     """
     if dispatch.runs_triton(scores):

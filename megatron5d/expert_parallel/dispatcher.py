@@ -188,7 +188,10 @@ class DirectDispatch:
         rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, ...]  all_gather etp
         if self.received_order is None:
             return rows
-        arrival, sorted_place = self.received_order.token, self.received_order.place.flatten()
+        arrival, sorted_place = (
+            self.received_order.token_of_row,
+            self.received_order.row_of_choice.flatten(),
+        )
         return _Reorder.apply(rows, arrival, sorted_place)
 
     def start_combine(self, y: Tensor) -> Tensor:
@@ -199,7 +202,10 @@ class DirectDispatch:
         """
         rows = y
         if self.received_order is not None:
-            arrival, sorted_place = self.received_order.token, self.received_order.place.flatten()
+            arrival, sorted_place = (
+                self.received_order.token_of_row,
+                self.received_order.row_of_choice.flatten(),
+            )
             rows = _Reorder.apply(y, sorted_place, arrival)  # [r, h] in the order of arrival
         # -> [from_etp, h]  reduce_scatter etp
         own = reduce_scatter_rows(rows, self.etp, self.from_etp)
@@ -340,7 +346,7 @@ class Dispatcher:
         by_rank = counts.view(ep.size, etp.size, ep.size, local)
         here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
         if counts.is_meta:
-            table = self.planned.counts(sent_order.token.numel(), ep, etp, local)
+            table = self.planned.counts(sent_order.token_of_row.numel(), ep, etp, local)
         else:
             # the layer's only host synchronisation: an all-to-all needs its splits on the host
             table = by_rank.cpu()
@@ -373,12 +379,14 @@ def slots(where: Permutation, experts: Tensor, ends: Tensor, room: int) -> Permu
     """
     groups = len(ends) - 1
     slot = torch.arange(room, device=ends.device)
-    row = (ends[:-1, None] + slot).flatten().clamp_(max=where.token.numel() - 1)
+    row = (ends[:-1, None] + slot).flatten().clamp_(max=where.token_of_row.numel() - 1)
     live = slot < ends.diff()[:, None]
-    turn = where.place - ends[experts]
+    turn = where.row_of_choice - ends[experts]
     fits = (turn < room) & (experts < groups)
     place = torch.where(fits, experts * room + turn, groups * room)
-    return Permutation(place, where.token[row], where.offsets, where.choice[row], live.flatten())
+    return Permutation(
+        place, where.token_of_row[row], where.offsets, where.choice_of_row[row], live.flatten()
+    )
 
 
 class _Reorder(FirstOrderFunction):

@@ -144,7 +144,9 @@ class HierarchicalDispatcher:
         target = torch.repeat_interleave(
             torch.arange(nodes, device=x.device), lengths, output_size=count
         )
-        wanted = experts[sent_order.token[:count]]  # [rows, k]: all choices of the row's token
+        wanted = experts[
+            sent_order.token_of_row[:count]
+        ]  # [rows, k]: all choices of the row's token
         # [rows, k]: those on the node that the row goes to
         here = wanted // self.per_node == target[:, None]
         local = torch.where(here, wanted - target[:, None] * self.per_node, self.per_node)

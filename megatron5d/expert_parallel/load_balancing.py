@@ -35,7 +35,7 @@ from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
 from megatron5d.expert_parallel.token_share import Tokens
 from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.kernels.routing import best
+from megatron5d.kernels.routing import top_experts
 from megatron5d.topology.axis import Axis
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")
@@ -178,7 +178,7 @@ class Balancer:
         model = self.model
         if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
             return experts
-        plain = best(scores_of(logits.detach(), model.router_score), model.top_k)
+        plain = top_experts(scores_of(logits.detach(), model.router_score), model.top_k)
         return (
             plain
             if tokens.real is None

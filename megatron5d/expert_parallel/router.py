@@ -29,7 +29,7 @@ from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
 from megatron5d.kernels.dispatch import FirstOrderFunction, runs_triton, statistics_dtype
 from megatron5d.kernels.gemm import accumulate_weight_grad
-from megatron5d.kernels.routing import best, route
+from megatron5d.kernels.routing import route, top_experts
 from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_target, run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
@@ -197,7 +197,7 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
         ranked = ranked + bias
     if config.top_groups < config.num_groups:
         ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
-    return best(ranked, config.top_k)
+    return top_experts(ranked, config.top_k)
 
 
 def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
@@ -224,7 +224,7 @@ def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
         worth = groups.amax(-1)
     else:
         worth = groups.topk(2, dim=-1).values.sum(-1)
-    groups_taken = best(worth, config.top_groups)  # [n, top_groups]
+    groups_taken = top_experts(worth, config.top_groups)  # [n, top_groups]
     allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, groups_taken, True)
     return allowed.repeat_interleave(groups.shape[-1], dim=1)
 

@@ -248,7 +248,7 @@ def _moe() -> None:
         torch.autograd.backward(
             (moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach())
         )
-    routing.best(meta(8192, 8, dtype=torch.float32), 4)
+    routing.top_experts(meta(8192, 8, dtype=torch.float32), 4)
 
 
 def _embedding() -> None:

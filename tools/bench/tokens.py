@@ -97,7 +97,10 @@ def _routed(device: str, tokens: int, experts: int, k: int) -> moe.Permutation:
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
     x, permutation = randn(device, tokens, width), _routed(device, tokens, experts, k)
-    return {"ours": lambda: moe.permute(x, permutation), "torch": lambda: x[permutation.token]}
+    return {
+        "ours": lambda: moe.permute(x, permutation),
+        "torch": lambda: x[permutation.token_of_row],
+    }
 
 
 def unpermute(
@@ -108,7 +111,7 @@ def unpermute(
     rows = randn(device, tokens * k, width, grad=backward)
 
     def plain(rows: Tensor) -> Tensor:
-        return rows[permutation.place].float().sum(1).to(rows.dtype)
+        return rows[permutation.row_of_choice].float().sum(1).to(rows.dtype)
 
     compiled = torch.compile(plain)
     forwards: dict[str, Forward] = {
@@ -124,8 +127,8 @@ def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
     scores = randn(device, tokens, experts, dtype=torch.float32)
     choices = scores.topk(k).indices
     return {
-        "ours": lambda: routing.best(scores, k),
-        "ours, permutation": lambda: moe.permutation(choices, experts).place,
+        "ours": lambda: routing.top_experts(scores, k),
+        "ours, permutation": lambda: moe.permutation(choices, experts).row_of_choice,
         "torch": lambda: scores.topk(k).indices,
     }
 

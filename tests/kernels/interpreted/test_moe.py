@@ -141,14 +141,14 @@ def test_choices_are_sorted_stably(n, k, experts):
     chosen = torch.randint(0, experts + 1, (n, k))
     where = moe.permutation(chosen, experts)
     order = sorted(range(n * k), key=chosen.flatten().tolist().__getitem__)
-    assert where.choice.tolist() == order and where.token.tolist() == [
+    assert where.choice_of_row.tolist() == order and where.token_of_row.tolist() == [
         choice // k for choice in order
     ]
-    assert where.place.flatten()[where.choice].tolist() == list(range(n * k))
+    assert where.row_of_choice.flatten()[where.choice_of_row].tolist() == list(range(n * k))
     ends = [int((chosen < expert).sum()) for expert in range(experts + 1)]
     assert where.offsets.tolist() == ends and where.offsets.dtype == torch.int32
     plain = moe.permutation_reference(chosen, experts)
-    for name in ("place", "token", "offsets", "choice"):
+    for name in ("row_of_choice", "token_of_row", "offsets", "choice_of_row"):
         one, other = getattr(where, name), getattr(plain, name)
         assert torch.equal(one, other) and one.dtype == other.dtype
 
@@ -184,7 +184,7 @@ def test_rows_that_never_came_count_as_zeros(missing):
     n, k, h = 20, 2, 130
     where = moe.permutation(torch.randint(0, 5, (n, k)), 5)
     rows = torch.randn(n * k - missing, h).requires_grad_()
-    want = torch.cat((rows, torch.zeros(missing, h)))[where.place].sum(1)
+    want = torch.cat((rows, torch.zeros(missing, h)))[where.row_of_choice].sum(1)
     y = moe.unpermute(rows, where)
     torch.testing.assert_close(y, want)
     dy = torch.randn(n, h)
@@ -206,7 +206,7 @@ def test_nothing_is_kept_for_the_backward():
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    "kind, normalised, scale",
+    "kind, normalized, scale",
     [
         ("softmax", False, 1.0),
         ("softmax", True, 1.0),
@@ -222,17 +222,17 @@ def test_nothing_is_kept_for_the_backward():
         (5, 64, 8),
     ],
 )
-def test_route(n, experts, k, kind, normalised, scale, biased, forced):
+def test_route(n, experts, k, kind, normalized, scale, biased, forced):
     logits, dweights = torch.randn(n, experts).requires_grad_(), torch.randn(n, k)
     bias = torch.randn(experts) if biased else None
     given = torch.stack([torch.randperm(experts)[:k] for _ in range(n)]) if forced else None
-    chosen, weights = routing.route(logits, k, kind, normalised, scale, bias, given)
+    chosen, weights = routing.route(logits, k, kind, normalized, scale, bias, given)
     wide = logits.detach().double().requires_grad_()
     scores = wide.softmax(1) if kind == "softmax" else wide.sigmoid()
     order = (scores if bias is None else scores + bias).topk(k)[1] if given is None else given
     assert torch.equal(chosen, order)
     want = scores.gather(1, order)
-    want = scale * (want / want.sum(1, keepdim=True) if normalised else want)
+    want = scale * (want / want.sum(1, keepdim=True) if normalized else want)
     assert relative(weights, want) < 1e-6
     (got,), (expected,) = (
         torch.autograd.grad(weights, logits, dweights),
@@ -244,17 +244,17 @@ def test_route(n, experts, k, kind, normalised, scale, biased, forced):
 @pytest.mark.parametrize(
     "n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8), (4, 12, 12), (3, 129, 17)]
 )
-def test_best(n, experts, k):
+def test_top_experts(n, experts, k):
     scores = torch.randn(n, experts)
-    assert torch.equal(routing.best(scores, k), scores.topk(k)[1])
+    assert torch.equal(routing.top_experts(scores, k), scores.topk(k)[1])
 
 
 def test_ties_and_impossible_scores():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
-    assert routing.best(scores, 3).tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert routing.top_experts(scores, 3).tolist() == [[1, 2, 0], [0, 1, 2]]
     # experts that exist, and NaN continues
     scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])
-    assert routing.best(scores, 2).tolist() == [[0, 1], [1, 2]]
+    assert routing.top_experts(scores, 2).tolist() == [[0, 1], [1, 2]]
     assert scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist() == [[0, 1], [1, 2]]
     chosen, weights = routing.route(scores, 2, "softmax", True, 1.0)
     assert chosen.tolist() == [[0, 1], [0, 1]] and weights.isnan().all()
