@@ -80,12 +80,9 @@ def pytest_runtest_setup(item):
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     # without a GPU torch would queue it for one, with the stack
     seed(SEED + zlib.crc32(item.nodeid.encode()))
-    if standing := sys.modules.get("standing_ranks"):
-        known = (
-            OF_THIS_PROCESS.isdisjoint(item.fixturenames)
-            and item.get_closest_marker("patches") is None
-        )
-        standing.alone = not known
+    if pool := sys.modules.get("rank_pool"):
+        patches = not OF_THIS_PROCESS.isdisjoint(item.fixturenames)
+        pool.test_patches = patches or item.get_closest_marker("patches") is not None
 
 
 @pytest.hookimpl(trylast=True)
@@ -222,5 +219,5 @@ def over_gloo(monkeypatch):
 
 
 def pytest_sessionfinish():
-    if standing := sys.modules.get("standing_ranks"):
-        standing.end_all()
+    if pool := sys.modules.get("rank_pool"):
+        pool.end_pool()

@@ -15,7 +15,7 @@ import pytest
 import reference_gpt
 import reference_muon
 import torch
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron5d.model.gpt import GPT
@@ -160,9 +160,7 @@ def layout_run(config: Config, world: int, rows: torch.Tensor, steps: int):
     # can be pickled
     programs = {count: layout.program_of(count) for count in micro_batch_counts(config, world)}
     arguments = config, dataclasses.replace(layout, program_of=programs.__getitem__), rows, steps
-    told, gradients, weights = zip(
-        *run_on_standing_ranks(_what_is_compared, world, *arguments), strict=True
-    )
+    told, gradients, weights = zip(*run_on_pool(_what_is_compared, world, *arguments), strict=True)
     assert all(each == told[0] for each in told), "ranks disagree about loss or gradient norm"
     (figures, layers), plain = told[0], ("loss", "z_loss", "grad_norm", "num_targets")
     losses, z_losses, norms, targets = ([f[name] for f in figures] for name in plain)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
@@ -36,7 +36,7 @@ def write_corpus(prefix: Path, *, vocab_size: int, documents: int = 60, seed: in
 
 def train_on_ranks(config: Config, world: int, timeout: float = 120) -> list[int]:
     """Runs the training loop; returns each rank's exit code."""
-    return run_on_standing_ranks(_train, world, config, timeout=timeout)
+    return run_on_pool(_train, world, config, timeout=timeout)
 
 
 def _train(rank: int, world: int, config: Config) -> int:

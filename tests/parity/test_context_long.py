@@ -6,7 +6,7 @@ import pytest
 import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 from whole_stage import WholeStage
 
 from megatron5d.data.batch import SequenceSharding
@@ -51,10 +51,8 @@ def step_on_rank(rank: int, world: int, config):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seq_len", [16_384, pytest.param(65_536, marks=pytest.mark.nightly)])
 def test_a_long_step_equals_that_of_one_rank(seq_len):
-    ((loss, grads),) = run_on_standing_ranks(step_on_rank, 1, long_config(seq_len), timeout=600)
-    parts = run_on_standing_ranks(
-        step_on_rank, 8, long_config(seq_len, cp=8, cp_method="ring"), timeout=600
-    )
+    ((loss, grads),) = run_on_pool(step_on_rank, 1, long_config(seq_len), timeout=600)
+    parts = run_on_pool(step_on_rank, 8, long_config(seq_len, cp=8, cp_method="ring"), timeout=600)
     torch.testing.assert_close(sum(part for part, _ in parts), loss, rtol=1e-6, atol=0)
     for name, grad in grads.items():
         total = sum(part[name] for _, part in parts)

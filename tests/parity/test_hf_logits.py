@@ -4,7 +4,7 @@ other layouts."""
 import pytest
 import torch
 from hf_folders import random_model
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 from transformers_fp64 import model_in_fp64
 
 from megatron5d.checkpoint.hf.import_config import read_model_config
@@ -327,7 +327,7 @@ def test_fp64_in_every_layout(case, folder, ids):
     assert_close(ours(folder, ids, "fp64"), wanted, "fp64")
     by_world = DENSE_LAYOUTS if case in DENSE else SPARSE_LAYOUTS
     for world, layouts in by_world.items():
-        for logits in run_on_standing_ranks(everywhere, world, folder, ids, layouts):
+        for logits in run_on_pool(everywhere, world, folder, ids, layouts):
             for got in logits:
                 assert_close(got, wanted, "fp64")
 

@@ -12,7 +12,7 @@ import dataclasses
 import pytest
 from layouts import assert_parity, make_rows, micro_batch, perturb
 from parity_configs import MLA, config_of
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.config.schema import MoeConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
@@ -162,7 +162,7 @@ CASES = {
 def test_nothing_changes(case):
     world, config, modes = CASES[case]
     rows = make_rows(config, 1, ignored=0.3)
-    for rank, changed in enumerate(run_on_standing_ranks(changed_bits, world, config, rows, modes)):
+    for rank, changed in enumerate(run_on_pool(changed_bits, world, config, rows, modes)):
         assert not changed, f"rank {rank}"
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from rank_pool import run_on_pool
 from ranks import run_ranks
-from standing_ranks import run_on_standing_ranks
 
 from megatron5d.comm.collectives import Shift
 from megatron5d.comm.ledger import Ledger
@@ -100,9 +100,7 @@ def run_method(
 
 def check(method, size, inner, num_kv_heads, mask, softcap=0.0, with_sinks=False):
     out, grads = truth(num_kv_heads, mask, softcap, with_sinks)
-    results = run_on_standing_ranks(
-        run_method, size, method, inner, num_kv_heads, mask, softcap, with_sinks
-    )
+    results = run_on_pool(run_method, size, method, inner, num_kv_heads, mask, softcap, with_sinks)
     dsinks = 0
     for rows, local, found, _, _ in results:
         torch.testing.assert_close(local, out[rows], rtol=1e-11, atol=1e-13)
@@ -232,15 +230,15 @@ def ring_events(rank, size, mask):
 
 
 def test_a_hop_is_under_way_while_the_block_before_it_is_attended_to():
-    for rank, events in enumerate(run_on_standing_ranks(ring_events, 4, {})):
+    for rank, events in enumerate(run_on_pool(ring_events, 4, {})):
         assert [name for name, _ in events] == ["start", "attend", "wait"] * 3 + ["attend"]
         assert [calls for name, calls in events if name == "attend"] == [3, 1, 1, 1], rank
 
 
 def test_a_ring_turns_no_further_than_somebody_sees():
     """A window of 7 in shares of 12 rows: one hop; documents within a share: none."""
-    for rank, events in enumerate(run_on_standing_ranks(ring_events, 4, {"window": 7})):
+    for rank, events in enumerate(run_on_pool(ring_events, 4, {"window": 7})):
         assert [name for name, _ in events] == ["start", "attend", "wait", "attend"]
         assert [calls for name, calls in events if name == "attend"] == [3, int(rank > 0)]
     apart = torch.arange(S)[None] // 6
-    assert run_on_standing_ranks(ring_events, 4, {"documents": apart}) == [[("attend", 2)]] * 4
+    assert run_on_pool(ring_events, 4, {"documents": apart}) == [[("attend", 2)]] * 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 from whole_stage import WholeStage
 
 from megatron5d.config.schema import DataConfig, RecomputeConfig
@@ -79,7 +79,7 @@ def measured(model: str, documents: bool = False, recompute: str = "none", **par
         precision=dataclasses.replace(config.precision, dtype="fp32"),
         data=data,
     )
-    kept, peaks, largest = zip(*run_on_standing_ranks(step_on_rank, config.parallel.cp, config))
+    kept, peaks, largest = zip(*run_on_pool(step_on_rank, config.parallel.cp, config))
     return max(kept), max(peaks), max(largest)
 
 

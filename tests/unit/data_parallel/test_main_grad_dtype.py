@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from parity_configs import config_of
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import GPT
@@ -43,4 +43,4 @@ def test_dtype(dtype, grads, want, zero):
         config_of(zero=zero), precision=PrecisionConfig(dtype, grad_dtype=grads)
     )
     weights = torch.bfloat16 if dtype == "bf16" else torch.float64
-    assert run_on_standing_ranks(dtypes, 2, config) == [({want}, weights)] * 2
+    assert run_on_pool(dtypes, 2, config) == [({want}, weights)] * 2

@@ -3,7 +3,7 @@ deserts and bytes."""
 
 import pytest
 import torch
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import ModelConfig
@@ -112,7 +112,7 @@ def test_against_a_loop(layout, crowd):
     expected, weight_grads = truth(world, crowd)
     sums = [torch.zeros_like(g) for g in weight_grads]
     for rank, (y, dx, dweights, grads, num_rows, _) in enumerate(
-        run_on_standing_ranks(layer, world, ep, etp, crowd, *inner)
+        run_on_pool(layer, world, ep, etp, crowd, *inner)
     ):
         for got, wanted in zip((y, dx, dweights), expected[rank]):
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
@@ -146,7 +146,7 @@ def both_ways(rank, world, ep, etp):
 @pytest.mark.parametrize("layout", ["ep2", "ep4", "ep2 etp2"])
 def test_planned_rows_give_the_same_bits_or_are_refused(layout):
     world, ep, etp = LAYOUTS[layout]
-    for rank, found in enumerate(run_on_standing_ranks(both_ways, world, ep, etp)):
+    for rank, found in enumerate(run_on_pool(both_ways, world, ep, etp)):
         for crowd, (counted, planned, short) in found.items():
             assert all(map(torch.equal, counted[0], planned[0])), (crowd, rank)
             assert planned[1:] == (N * K * ep * etp, 0) and counted[2] == 0
@@ -175,9 +175,7 @@ def test_steps_without_room_are_followed_by_counted_ones():
 @pytest.mark.parametrize(("world", "ep", "etp"), [(2, 2, 1), (4, 4, 1), (4, 2, 2), (4, 2, 1)])
 def test_bytes_on_ep_are_the_closed_form(world, ep, etp):
     """k·n·(2·h + 1) forward and as much backward, less the rows whose experts are here."""
-    for rank, (*_, num_bytes) in enumerate(
-        run_on_standing_ranks(layer, world, ep, etp, "as it comes")
-    ):
+    for rank, (*_, num_bytes) in enumerate(run_on_pool(layer, world, ep, etp, "as it comes")):
         _, _, chosen, _ = inputs(rank, "as it comes")
         ep_rank, local = rank // etp % ep, E // ep
         away = int((chosen // local != ep_rank).sum())
@@ -198,9 +196,7 @@ def test_bytes_between_nodes_count_a_token_once_per_node():
     """Two nodes of two ranks: rows with k weights and k ids there, rows back; backward the same
     without the ids."""
     world, inner = 4, 2
-    for rank, (*_, num_bytes) in enumerate(
-        run_on_standing_ranks(layer, world, 4, 1, "as it comes", inner)
-    ):
+    for rank, (*_, num_bytes) in enumerate(run_on_pool(layer, world, 4, 1, "as it comes", inner)):
         peer, node = (rank + inner) % world, rank // inner
 
         def rows_for(source, target):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.comm.ledger import Ledger, Traffic
 from megatron5d.config.derived import blocks
@@ -173,7 +173,7 @@ def test_bytes_are_those_of_the_ledger(name):
         Estimator(H100).step(config, world).sent,
         0.1 if config.optim.name == "muon" else 0.02,
     )
-    for pp_rank, counted in run_on_standing_ranks(sent_on_rank, world, config):
+    for pp_rank, counted in run_on_pool(sent_on_rank, world, config):
         mine = predicted[pp_rank]
         large = {axis for axis, count in counted.items() if count > sum(counted.values()) / 1000}
         assert large <= set(mine), (mine, counted)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
-from standing_ranks import run_on_standing_ranks
+from rank_pool import run_on_pool
 
 from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
@@ -502,9 +502,7 @@ def forecast(case: str) -> tuple[Forecaster, dict[int, RankMemory]]:
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_predicted_is_counted(case):
     forecaster, predicted = forecast(case)
-    for real in run_on_standing_ranks(
-        count_on_rank, forecaster.world, forecaster.config, predicted
-    ):
+    for real in run_on_pool(count_on_rank, forecaster.world, forecaster.config, predicted):
         mine = predicted[real.pp_rank]
         assert (mine.weights, mine.gradients, mine.optimizer) == real.kinds
         # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece
