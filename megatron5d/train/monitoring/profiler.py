@@ -1,8 +1,7 @@
-"""Where the time of a step goes, phase by phase, and a trace for the usual viewers: `log.profile`.
+"""Time of a step by phase, and a trace for Perfetto: `log.profile`.
 
-Two steps are looked at. In the first one only the clock is read, between phases and nowhere else,
-so that it takes as long as ever; the next is recorded by torch's profiler, which slows the host,
-with a range for each phase.
+Two steps are profiled. The first one only reads the clock between phases, which does not slow it.
+The second one is recorded by torch's profiler, which slows the host, with a range for each phase.
 """
 
 import json
@@ -19,23 +18,21 @@ from megatron5d.phases.phase import KINDS, Phase, PhaseHooks
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.writers import harmless
 
-GATHERING, BETWEEN, REST = (
-    "wait for gathered weights",
-    "between phases: messages, loss",
-    "end: reduction, update",
-)
-"""What a step is besides its phases; the first one under ZeRO alone."""
+# What a step consists of besides its phases; gathering only under ZeRO.
+GATHERING = "wait for gathered weights"
+BETWEEN = "between phases: messages, loss"
+END = "end: reduction, update"
 
 Mark = tuple[str, str]
-"""(a phase's kind, what it runs for), or (one of the above, "")."""
+"""(kind of a phase, pass), or (one of the above, "")."""
 
 
 class Laps:
-    """Seconds from one call to the next, by what has happened in between; on a GPU the stream's."""
+    """Seconds from one call of `lap` to the next, by label; on a GPU those of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[Mark, float | torch.cuda.Event]] = [((REST, ""), self._now())]
+        self._marks: list[tuple[Mark, float | torch.cuda.Event]] = [((END, ""), self._now())]
 
     def _now(self) -> float | torch.cuda.Event:
         if self._device.type != "cuda":
@@ -44,30 +41,31 @@ class Laps:
         event.record()
         return event
 
-    def lap(self, what: str, passing: str = "") -> None:
-        """Attributes the time since the last call."""
-        self._marks.append(((what, passing), self._now()))
+    def lap(self, label: str, pass_kind: str = "") -> None:
+        """Attributes the time since the last call to a label."""
+        self._marks.append(((label, pass_kind), self._now()))
 
     def seconds(self) -> dict[Mark, float]:
-        """Sums of all laps; waits for the device."""
+        """Sums of all laps by label; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         sums = defaultdict[Mark, float](float)
-        for (_, begin), (what, end) in zip(self._marks, self._marks[1:]):
-            if isinstance(begin, float) and isinstance(end, float):
-                sums[what] += end - begin
+        for (_, begin), (mark, end) in zip(self._marks, self._marks[1:]):
+            if isinstance(begin, float):
+                assert isinstance(end, float)
+                sums[mark] += end - begin
             else:
-                sums[what] += begin.elapsed_time(end) / 1e3  # type: ignore[union-attr, arg-type]
+                assert isinstance(end, torch.cuda.Event)
+                sums[mark] += begin.elapsed_time(end) / 1e3
         return dict(sums)
 
 
 class WatchedHooks:
-    """Another one's hooks, with the clock read between them and a range of the profiler around each
-    phase.
+    """Hooks that read the clock around other hooks, with a profiler range for each phase.
 
     Args:
-        hooks: whose; they work as ever.
-        names: of every phase, its kind and its place in the model.
+        hooks: run unchanged.
+        names: class and module path of every phase.
         ranges: mark phases for torch's profiler.
     """
 
@@ -91,14 +89,14 @@ class WatchedHooks:
         self._laps.lap(BETWEEN)
         self._hooks.before(phase, kind)
         self._laps.lap(GATHERING)
-        name, place = self._names[phase]
-        span = record_function(f"{place} {name} {kind}") if self._ranges else None
+        name, path = self._names[phase]
+        span = record_function(f"{path} {name} {kind}") if self._ranges else None
         if span is not None:
             span.__enter__()
         self._running = name, span
 
     def after(self, phase: Phase, kind: str) -> None:
-        # else, in B, the weight gradients were made in the backward, which is over
+        # In B the backward has also computed the weight gradients, and no phase runs.
         if self._running is not None:
             (name, span), self._running = self._running, None
             if span is not None:
@@ -108,37 +106,38 @@ class WatchedHooks:
 
 
 class Profiler:
-    """Looks at the steps that the configuration names, on the ranks that it names."""
+    """Profiles the steps of `log.profile_step`, on the ranks of `log.profile_ranks`."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         config, train = run.config.log, run.config.train
         assert config.profile is not None
         self._run, self._say = run, say
-        self._steps_here = 0
+        self._num_steps = 0  # of this process
         self._folder = None
-        left = (train.stop_after or train.steps) - run.progress.step
-        if 0 < left <= config.profile_step:
-            say(
-                f"log.profile: too few steps are left ({left}) for log.profile_step = {config.profile_step}"
-            )
+        remaining, first = (
+            (train.stop_after or train.steps) - run.progress.step,
+            config.profile_step,
+        )
+        if 0 < remaining <= first:
+            say(f"log.profile_step = {first} requires more steps than remain (got {remaining})")
         if run.process.rank in config.profile_ranks:
             self._folder = Path(config.profile)
         phases = set(run.model.phases)
         self._names = {
-            # `Carrying` wraps those of mtp
-            phase: (type(getattr(phase, "phase", phase)).__name__, place)
-            for place, phase in run.model.named_modules()
+            # Phases of multi-token prediction are wrapped in `Carrying`.
+            phase: (type(getattr(phase, "phase", phase)).__name__, path)
+            for path, phase in run.model.named_modules()
             if phase in phases
         }
 
     def step(self) -> AbstractContextManager[None]:
-        """Profiles a step, where it is one to profile."""
-        self._steps_here += 1
+        """Context of a step, which profiles it if it is one of the two."""
+        self._num_steps += 1
         if self._folder is None:
             return nullcontext()
-        if self._steps_here == self._run.config.log.profile_step:
+        if self._num_steps == self._run.config.log.profile_step:
             return self._timed(self._folder)
-        if self._steps_here == self._run.config.log.profile_step + 1:
+        if self._num_steps == self._run.config.log.profile_step + 1:
             return self._traced(self._folder)
         return nullcontext()
 
@@ -147,34 +146,31 @@ class Profiler:
         laps = Laps(self._run.process.device)
         with self._watched(laps, ranges=False):
             yield
-        laps.lap(REST)
+        laps.lap(END)
         seconds, path = laps.seconds(), self._file(folder, "phases.json")
-        told = [{"what": k, "pass": p, "seconds": s} for (k, p), s in seconds.items()]
+        rows = [{"what": k, "pass": p, "seconds": s} for (k, p), s in seconds.items()]
         with harmless(f"log.profile = {folder}", self._say):
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(told, indent=1))
-        self._say(
-            f"where the time of step {self._run.progress.step + 1} went on this rank ({path}):\n{table(seconds)}"
-        )
+            path.write_text(json.dumps(rows, indent=1))
+        step = self._run.progress.step + 1
+        self._say(f"time of step {step} on this rank ({path}):\n{table(seconds)}")
 
     @contextmanager
     def _traced(self, folder: Path) -> Iterator[None]:
         device = self._run.process.device
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
-        ]
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as recorded, self._watched(Laps(device), ranges=True):
             yield
-            # gloo tells the profiler when a gather is over, and dies where it has gone
+            # gloo notifies the profiler at the end of a gather, and crashes if it no longer exists.
             self._run.sync.finish_gather()
         path = self._file(folder, "trace.json.gz")
         with harmless(f"log.profile = {folder}", self._say):
             folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
-            self._say(
-                f"a trace of step {self._run.progress.step + 1}: {path}, for https://ui.perfetto.dev"
-            )
+            step = self._run.progress.step + 1
+            self._say(f"trace of step {step}: {path}, for https://ui.perfetto.dev")
 
     @contextmanager
     def _watched(self, laps: Laps, ranges: bool) -> Iterator[None]:
@@ -193,28 +189,25 @@ class Profiler:
 
 
 def table(seconds: Mapping[Mark, float]) -> str:
-    """Milliseconds of each kind of phase by pass, then what lies between; shares of the whole
-    step."""
-    whole, rest = sum(seconds.values()), (GATHERING, BETWEEN, REST)
-    kinds = sorted(
-        {kind for kind, _ in seconds if kind not in rest}, key=lambda kind: -_of(kind, seconds)
-    )
-    lines = [
-        f"{'ms':<32}" + "".join(f"{passing:>10}" for passing in KINDS) + f"{'sum':>10}{'share':>8}"
-    ]
-    for kind in kinds:
-        each = [seconds.get((kind, passing), 0.0) for passing in KINDS]
-        lines.append(_line(kind, sum(each), whole, each))
-    for what in rest:
-        if (taken := _of(what, seconds)) >= 1e-3 * whole:
-            lines.append(_line(what, taken, whole))
-    return "\n".join([*lines, _line("step", whole, whole)])
+    """Milliseconds of each kind of phase by pass, then the remaining time; shares of the step."""
+    total, others = sum(seconds.values()), (GATHERING, BETWEEN, END)
+    kinds = {kind for kind, _ in seconds if kind not in others}
+    header = f"{'ms':<32}" + "".join(f"{kind:>10}" for kind in KINDS) + f"{'sum':>10}{'share':>8}"
+    lines = [header]
+    for kind in sorted(kinds, key=lambda kind: -_sum_of(kind, seconds)):
+        by_pass = [seconds.get((kind, pass_kind), 0.0) for pass_kind in KINDS]
+        lines.append(_line(kind, sum(by_pass), total, by_pass))
+    for label in others:
+        if (duration := _sum_of(label, seconds)) >= 1e-3 * total:
+            lines.append(_line(label, duration, total))
+    return "\n".join([*lines, _line("step", total, total)])
 
 
-def _of(kind: str, seconds: Mapping[Mark, float]) -> float:
-    return sum(taken for (what, _), taken in seconds.items() if what == kind)
+def _sum_of(kind: str, seconds: Mapping[Mark, float]) -> float:
+    return sum(duration for (label, _), duration in seconds.items() if label == kind)
 
 
-def _line(name: str, taken: float, whole: float, each: Sequence[float] = ()) -> str:
-    columns = "".join(f"{1e3 * part:>10.2f}" if part else f"{'':>10}" for part in each)
-    return f"{name:<32}{columns:<{10 * len(KINDS)}}{1e3 * taken:>10.2f}{taken / whole:>8.1%}"
+def _line(name: str, duration: float, total: float, by_pass: Sequence[float] = ()) -> str:
+    columns = "".join(f"{1e3 * s:>10.2f}" if s else f"{'':>10}" for s in by_pass)
+    columns = f"{columns:<{10 * len(KINDS)}}"
+    return f"{name:<32}{columns}{1e3 * duration:>10.2f}{duration / total:>8.1%}"

@@ -1,7 +1,4 @@
-"""Turns a step's result into a record and sends it to every writer of the run.
-
-The first steps' measurements are printed beside what planning expects of the run.
-"""
+"""Turns results of steps into records for all writers, and compares them with predictions."""
 
 import math
 import os
@@ -16,6 +13,7 @@ import torch
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.errors import Refused
 from megatron5d.model.flops import flops_per_token
+from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.stragglers import SlowRanks
 from megatron5d.train.monitoring.wandb_environment import wandb_mode
@@ -29,102 +27,102 @@ from megatron5d.train.monitoring.writers import (
 )
 from megatron5d.train.step import StepResult
 
-# of all bytes: an axis that carries less carries counts and norms, which nobody predicts
+# Share of all bytes below which an axis only carries counts and norms, which are not predicted.
 _SMALL = 1e-3
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a run; on ranks other than 0 the peak alone."""
+    """Expected figures of a run; ranks other than 0 only know `peak_tflops`.
 
-    peak_tflops: float | None = None  # of one device, for MFU; None = unknown
-    step_s: float | None = None  # seconds of a step; None = not predicted
+    Args:
+        peak_tflops: of one device, for MFU; None = unknown.
+        step_s: seconds of a step; None = not predicted.
+        bubble: for each pipeline rank, the fraction of a step in which it waits; empty = not
+            predicted.
+        sent: for each pipeline rank, axis -> bytes that it sends in a step.
+        memory: for each pipeline rank, peak bytes of its tensors.
+        report: lines for the beginning of the log.
+    """
+
+    peak_tflops: float | None = None
+    step_s: float | None = None
     mfu: float | None = None
-    # for each pipeline rank, the fraction of a step in which it waits; empty = not predicted
     bubble: Sequence[float] = ()
-    # for each pipeline rank, axis -> bytes that it sends in a step
     sent: Sequence[Mapping[str, int]] = ()
-    memory: Sequence[int] = ()  # for each pipeline rank, bytes that its tensors take at most
-    report: Sequence[str] = ()  # lines for the beginning of the log
+    memory: Sequence[int] = ()
+    report: Sequence[str] = ()
 
     def record(self, pp_rank: int) -> dict[str, Any]:
-        """Returns what stands in every record of a pipeline rank beside what is measured."""
-        found: dict[str, Any] = {
-            "memory_predicted_gb": self.memory[pp_rank] / 1e9 if self.memory else None
-        }
+        """Predicted fields of every record, for a pipeline rank."""
+        memory_gb = self.memory[pp_rank] / 1e9 if self.memory else None
+        fields: dict[str, Any] = {"memory_predicted_gb": memory_gb}
         if self.step_s is not None:
-            found |= {"step_time_predicted_s": self.step_s, "mfu_predicted": self.mfu}
+            fields |= {"step_time_predicted_s": self.step_s, "mfu_predicted": self.mfu}
         if len(self.bubble) > 1:
-            found["bubble_predicted"] = self.bubble[pp_rank]
-        return found
+            fields["bubble_predicted"] = self.bubble[pp_rank]
+        return fields
 
 
 def compare_step(
     run: Run, predicted: Prediction, result: StepResult, sent: Mapping[str, int]
 ) -> str | None:
-    """Returns what one step has taken and sent beside what was predicted, as text; None where
-    nothing was.
+    """Measured and predicted figures of one step as text; None where nothing was predicted.
 
     Args:
-        sent: axis -> bytes that this rank has sent in it.
+        sent: axis -> bytes that this rank has sent in the step.
 
     Comm: all_reduce over the world of a number for every pipeline rank, where there are several.
     """
     pp, process = run.mesh["pp"], run.process
     lines = []
-    if predicted.sent and (axes := _compared(sent, predicted.sent[pp.rank])):
+    if predicted.sent and (axes := _bytes_text(sent, predicted.sent[pp.rank])):
         lines.append(f"  bytes that rank 0 sent: {axes}")
     if pp.size > 1:
         bubble = torch.zeros(pp.size, dtype=torch.float64, device=process.device)
         bubble[pp.rank] = result.bubble * pp.size / process.world
         measured = all_reduce(bubble, run.mesh["world"]).tolist()
         if predicted.bubble:
-            each = ", ".join(
-                f"{found:.1%} ({told:.1%})" for found, told in zip(measured, predicted.bubble)
-            )
-            cores = os.cpu_count() or 1
-            shared = f"; {process.world} ranks share {cores} core{'' if cores == 1 else 's'}"
-            lines.append(
-                f"  bubble by pipeline rank: {each}"
-                + (shared if process.device.type != "cuda" and cores < process.world else "")
-            )
-    return (
-        "\n".join([f"measured of step {run.progress.step} (predicted):", *lines]) if lines else None
-    )
+            pairs = zip(measured, predicted.bubble)
+            shares = ", ".join(f"{share:.1%} ({expected:.1%})" for share, expected in pairs)
+            lines.append(f"  bubble by pipeline rank: {shares}{_shared_cores_note(process)}")
+    title = f"step {run.progress.step}, measured (predicted):"
+    return "\n".join([title, *lines]) if lines else None
+
+
+def _shared_cores_note(process: Process) -> str:
+    cores = os.cpu_count() or 1
+    if process.device.type == "cuda" or cores >= process.world:
+        return ""
+    return f"; {process.world} ranks share {cores} core{'' if cores == 1 else 's'}"
 
 
 def compare_memory(run: Run, predicted: Prediction) -> str | None:
-    """Returns the memory that tensors have taken at most beside what was predicted, as text; None
-    on a CPU.
+    """Measured and predicted peak memory of tensors as text; None on a CPU.
 
     Comm: all_reduce over the world of a number for every pipeline rank, on GPUs.
     """
     pp, device = run.mesh["pp"], run.process.device
-    # a CPU's allocator counts nothing
+    # The allocator of a CPU keeps no statistics.
     if run.config.log.memory_check == "off" or device.type != "cuda":
         return None
-    most = torch.zeros(pp.size, dtype=torch.float64, device=device)
-    most[pp.rank] = torch.cuda.max_memory_allocated(device)
-    measured = all_reduce(most, run.mesh["world"], "max").tolist()
-    lines = [
-        f"  pp {rank}: predicted {told / 2**30:.2f} GiB, measured {found / 2**30:.2f} GiB ({told / found - 1:+.1%})"
-        for rank, (told, found) in enumerate(zip(predicted.memory, measured))
-    ]
-    return "\n".join(["memory allocated at most, by pipeline rank:", *lines])
+    peaks = torch.zeros(pp.size, dtype=torch.float64, device=device)
+    peaks[pp.rank] = torch.cuda.max_memory_allocated(device)
+    measured = all_reduce(peaks, run.mesh["world"], "max").tolist()
+    lines = ["peak memory allocated, by pipeline rank:"]
+    for rank, (expected, peak) in enumerate(zip(predicted.memory, measured)):
+        gib = f"predicted {expected / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB"
+        lines.append(f"  pp {rank}: {gib} ({expected / peak - 1:+.1%})")
+    return "\n".join(lines)
 
 
-def _compared(sent: Mapping[str, int], predicted: Mapping[str, int]) -> str:
-    """Returns the bytes of each axis, the one that carries the most first."""
-    least = _SMALL * sum(sent.values())
-    axes = [
-        axis
-        for axis in {*sent, *predicted}
-        if max(sent.get(axis, 0), predicted.get(axis, 0)) > least
-    ]
-    axes.sort(key=lambda axis: (-sent.get(axis, 0), axis))
-    return ", ".join(
-        f"{axis} {_size(sent.get(axis, 0))} ({_size(predicted.get(axis, 0))})" for axis in axes
-    )
+def _bytes_text(sent: Mapping[str, int], predicted: Mapping[str, int]) -> str:
+    """Measured (predicted) bytes of each axis, in descending order."""
+    smallest = _SMALL * sum(sent.values())
+    pairs = {axis: (sent.get(axis, 0), predicted.get(axis, 0)) for axis in {*sent, *predicted}}
+    axes = [axis for axis, pair in pairs.items() if max(pair) > smallest]
+    axes.sort(key=lambda axis: (-pairs[axis][0], axis))
+    return ", ".join(f"{axis} {_size(pairs[axis][0])} ({_size(pairs[axis][1])})" for axis in axes)
 
 
 def _size(num_bytes: int) -> str:
@@ -135,11 +133,11 @@ def _size(num_bytes: int) -> str:
 
 
 _MEASURED_AFTER = 3  # steps: by then every buffer has been used
-_MEAN_OF = 20  # steps, whose mean loss stands in the last line
+_MEAN_OF = 20  # last steps, whose mean loss the last line shows
 
 
 class Reporter:
-    """Writes the records of one run; on every rank but 0 it computes and writes nothing."""
+    """Writes the records of one run, on rank 0; elsewhere it only takes part in collectives."""
 
     def __init__(self, run: Run, predicted: Prediction) -> None:
         config, progress = run.config, run.progress
@@ -147,13 +145,12 @@ class Reporter:
         self.active = run.process.rank == 0
         self._predicted = predicted
         self._slow_ranks = SlowRanks(run)
-        # steps; without those that data.skip_steps leaves out
-        self._steps_here = self._computed = 0
+        # of this process; `_num_computed` excludes steps of data.skip_steps
+        self._num_steps = self._num_computed = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
-        self._display = ProgressDisplay(
-            config.train.steps, progress.step, self.active and config.log.progress
-        )
+        shows_progress = self.active and config.log.progress
+        self._display = ProgressDisplay(config.train.steps, progress.step, shows_progress)
         self._losses = deque[float](maxlen=_MEAN_OF)
         self._valid_losses = dict[int, float]()
         self._writers = Writers(self.say)
@@ -175,16 +172,15 @@ class Reporter:
             with harmless(name := f"log.tensorboard = {log.tensorboard}", self.say):
                 self._writers.add(name, TensorBoard(config, progress.step))
         if mode != log.wandb.mode:
-            self.say(
-                f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}"
-            )
+            self.say(f"WANDB_MODE={mode} overrides log.wandb.mode = {log.wandb.mode}")
         if mode != "disabled":
             self._add_wandb(mode)
 
     def _add_wandb(self, mode: str) -> None:
-        """Starts W&B; where its server does not answer, offline, so that the run can be sent later.
+        """Starts W&B: offline if its server does not answer, so that the run can be sent later.
 
-        Raises Refused: as `Wandb`.
+        Raises:
+            Refused: as `Wandb`.
         """
         from megatron5d.train.monitoring.trackers import Wandb, run_facts
 
@@ -195,20 +191,17 @@ class Reporter:
         except Refused:
             raise
         except Exception as error:
-            self.say(f"WARNING: {name}: {type(error).__name__}: {error}; the training continues")
+            self.say(f"WARNING: {name}: {type(error).__name__}: {error}; training continues")
             if mode == "online":
-                self.say(
-                    "Weights & Biases is written offline; send it with `wandb sync DIR/wandb/offline-run-*`"
-                )
+                send = "`wandb sync DIR/wandb/offline-run-*`"
+                self.say(f"Weights & Biases is written offline; send it with {send}")
                 self._add_wandb("offline")
             return
         progress.wandb_id = wandb.run_id
         self._writers.add(name, InBackground(wandb))
         if wandb.last > progress.step:
-            self.say(
-                f"Weights & Biases has the steps up to {wandb.last} of run {wandb.run_id} already: those from "
-                f"{progress.step + 1} on are not sent again"
-            )
+            repeated = f"steps {progress.step + 1} to {wandb.last} of run {wandb.run_id}"
+            self.say(f"Weights & Biases already has {repeated}: they are not sent again")
 
     def start_clock(self) -> None:
         self.run.ledger.clear()
@@ -217,63 +210,62 @@ class Reporter:
         self._since = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Stops the clock of a step: evaluation and saving count neither as its time nor as its
-        traffic."""
-        self.run.ledger.timing, self._waits = False, self.run.ledger.take_waits()
-        self._seconds, self._sent = (
-            time.perf_counter() - self._since,
-            self.run.ledger.bytes_by_axis(),
-        )
+        """Stops the clock and the traffic of a step, which exclude evaluation and saving."""
+        ledger = self.run.ledger
+        ledger.timing, self._waits = False, ledger.take_waits()
+        self._seconds, self._sent = time.perf_counter() - self._since, ledger.bytes_by_axis()
         self._slow_ranks.step(self._seconds, self._waits)
 
     def add(self, name: str, value: float) -> None:
         self._pending[name] = value
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Records one step; written every `log.every` steps, at the first and last, and where there
-        is more to tell.
+        """Records one step.
 
-        Comm: at a record that of SlowRanks; once, after some steps: of `compare_step` and
+        The record is written every `log.every` steps, at the first and the last step, and if it has
+        an evaluation or figures of the routers.
+
+        Comm: with a record that of SlowRanks; once, after some steps, that of `compare_step` and
             `compare_memory`.
         """
-        self._steps_here += 1
-        self._computed += result.num_targets > 0
+        self._num_steps += 1
+        self._num_computed += result.num_targets > 0
         config, step = self.run.config, self.run.progress.step
         last = config.train.stop_after or config.train.steps
-        more = bool(self._pending or result.layers)  # an evaluation, the routers
-        written = step % config.log.every == 0 or step in (1, last) or result.stop or more
-        told, self._pending = self._pending, {}
-        if math.isfinite(result.losses["loss"]):  # else the step was left out
+        has_more = bool(self._pending or result.layers)
+        is_written = step % config.log.every == 0 or step in (1, last) or result.stop or has_more
+        fields, self._pending = self._pending, {}
+        if math.isfinite(result.losses["loss"]):  # else the step was skipped
             self._losses.append(result.losses["loss"])
-        if "valid_loss" in told:
-            self._valid_losses[step] = told["valid_loss"]
-        slow = list[str]()
-        if written:
+        if "valid_loss" in fields:
+            self._valid_losses[step] = fields["valid_loss"]
+
+        # collective calls: on every rank
+        slow: list[str] = []
+        if is_written:
             compared, slow = self._slow_ranks.compare()
-            told |= compared
+            fields |= compared
         measured = []
-        if self._computed == _MEASURED_AFTER and result.num_targets > 0:
+        if self._num_computed == _MEASURED_AFTER and result.num_targets > 0:
             measured = [compare_step(self.run, self._predicted, result, self._sent)]
             measured.append(compare_memory(self.run, self._predicted))
         if not self.active:
             return
+
+        # output: on rank 0
         record = self._record(result, lr)
         tokens_per_s = record["tokens_per_s_per_gpu"] * self.run.process.world
         self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
-        if written:
-            record |= told
-            self._writers.write(record)
+        if is_written:
+            self._writers.write(record | fields)
         if result.skipped is not None:
-            self.say(f"step {step}: the update is skipped: {result.skipped}")
+            self.say(f"step {step}: no update: {result.skipped}")
         for text in filter(None, [*measured, *slow]):
             self.say(text)
 
     def _record(self, result: StepResult, lr: float) -> dict[str, Any]:
-        run, config = self.run, self.run.config
-        rate, peak = (
-            result.num_targets / self._seconds / run.process.world,
-            self._predicted.peak_tflops,
-        )
+        run, peak = self.run, self._predicted.peak_tflops
+        rate = result.num_targets / self._seconds / run.process.world
         record: dict[str, Any] = {
             "step": run.progress.step,
             "loss": result.losses["loss"],
@@ -287,54 +279,49 @@ class Reporter:
             **self._predicted.record(run.mesh["pp"].rank),
             "consumed_samples": run.progress.consumed_samples,
         }
-        if config.train.z_loss:
-            record["z_loss"] = result.losses["z_loss"]
-        record |= {
-            name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")
-        }
-        if config.optim.on_nonfinite == "skip" or config.optim.skip_norm or config.data.skip_steps:
-            record["update_skipped"] = result.skipped is not None
-        if config.moe.exchange == "planned":
-            record["repeated"] = result.repeated
-        if config.parallel.zero:
-            record["zero_exposed_s"] = result.zero_exposed_s
-        if config.parallel.pp > 1:
-            record["bubble"] = result.bubble
-        if config.parallel.cp > 1:
-            record["cp_balance"] = result.cp_balance
+        record |= self._optional_fields(result)
         record |= result.layers
-        for axis, num_bytes in self._sent.items():
-            record[f"comm_{axis}_bytes"] = num_bytes
+        record |= {f"comm_{axis}_bytes": num_bytes for axis, num_bytes in self._sent.items()}
         record |= {f"comm_{axis}_exposed_s": seconds for axis, seconds in self._waits.items()}
         return record
+
+    def _optional_fields(self, result: StepResult) -> dict[str, Any]:
+        """Fields of options that the configuration uses."""
+        config, losses = self.run.config, result.losses
+        optim, parallel = config.optim, config.parallel
+        fields: dict[str, Any] = {"z_loss": losses["z_loss"]} if config.train.z_loss else {}
+        fields |= {name: v for name, v in losses.items() if name not in ("loss", "z_loss")}
+        skips = optim.on_nonfinite == "skip" or optim.skip_norm or config.data.skip_steps
+        optional = [
+            (skips, "update_skipped", result.skipped is not None),
+            (config.moe.exchange == "planned", "repeated", result.repeated),
+            (parallel.zero, "zero_exposed_s", result.zero_exposed_s),
+            (parallel.pp > 1, "bubble", result.bubble),
+            (parallel.cp > 1, "cp_balance", result.cp_balance),
+        ]
+        return fields | {name: value for is_used, name, value in optional if is_used}
 
     def say(self, text: str) -> None:
         if self.active:
             self._display.say(text)
 
     def close(self, code: int) -> None:
-        """Ends the display and the writers of a process that is going to exit with a code."""
+        """Ends the display and the writers of a process that will exit with this code."""
         self._slow_ranks.close()
         self._display.close()
-        if self.active and self._steps_here and not code:
-            self.say(self._result())
+        if self.active and self._num_steps and not code:
+            self.say(self._summary())
         self._writers.close(code)
 
-    def _result(self) -> str:
-        """Returns what the run has come to: one batch is noise."""
-        losses = list(self._losses)
-        told = f"finished step {self.run.progress.step}: "
-        told += (
-            f"training loss {sum(losses) / len(losses):.4f}"
-            if losses
-            else "no step had a finite loss"
-        )
-        told += f" (mean of the last {len(losses)} steps)" if len(losses) > 1 else ""
-        if self._valid_losses:
-            best = min(self._valid_losses, key=lambda step: self._valid_losses[step])
-            last = max(self._valid_losses)
-            told += f", validation loss {self._valid_losses[last]:.4f}"
-            told += (
-                "" if best == last else f" (least: {self._valid_losses[best]:.4f} at step {best})"
-            )
-        return told
+    def _summary(self) -> str:
+        """Last line of the log, with a mean of losses, because that of one batch is noise."""
+        losses, valid = list(self._losses), self._valid_losses
+        text = f"finished step {self.run.progress.step}: "
+        mean = f"training loss {sum(losses) / len(losses):.4f}" if losses else ""
+        text += mean or "no step had a finite loss"
+        text += f" (mean of the last {len(losses)} steps)" if len(losses) > 1 else ""
+        if valid:
+            best, last = min(valid, key=lambda step: valid[step]), max(valid)
+            text += f", validation loss {valid[last]:.4f}"
+            text += "" if best == last else f" (lowest: {valid[best]:.4f} at step {best})"
+        return text

@@ -1,7 +1,7 @@
-"""Which rank does its own work more slowly than others that have as much to do: `log.slow_rank`.
+"""Finds ranks that work more slowly than others with the same amount of work: `log.slow_rank`.
 
-One slow machine makes every step of the run longer, for all the others wait for it. What is
-compared is therefore a rank's work: the time of its steps, less its waits for other ranks
+One slow machine makes every step of the run longer, because all other ranks wait for it. Therefore
+a rank's work is compared: the time of its steps, less its waits for other ranks
 (`Ledger.take_waits`).
 """
 
@@ -26,55 +26,56 @@ from megatron5d.topology.grid import (
 )
 from megatron5d.train.build import Run
 
-DEFAULT = 1.2  # on GPUs; on CPUs ranks take turns on cores, and nothing is measured
-TURN_S = 0.2  # a CPU rank that is slower by less may have waited for its turn on a core
-STALL_S = 5.0  # a single step that is longer by as much than those of the peers is told at once
-# between two signs of life; a process that gives none is stopped, swapped out or frozen with its
-# machine
+DEFAULT = 1.2  # on GPUs; off on CPUs, where ranks share cores
+# A CPU rank that is slower by less may have waited for a core.
+CORE_WAIT_S = 0.2
+STALL_S = 5.0  # a step that is longer than the peers' by this much is reported at once
+# Interval of a heartbeat thread: a process without heartbeats is stopped, swapped out, or frozen
+# together with its machine.
 BEAT_S = 0.25
-RECORDS = 3  # in a row on the other side of the threshold: less is noise
-_NAMED = 8  # of the ranks that become slow at once; a node has as many
+RECORDS = 3  # in a row beyond the threshold; fewer are noise
+_NAMED = 8  # of the ranks that become slow at once: those of one node
 _SHORTEST_S = 1e-6  # of work: a rank that only waits has none
 
 
 class SlowRanks:
-    """Adds up each step's work, and compares the ranks at every record."""
+    """Sums up the work of each step, and compares the ranks at every record."""
 
     def __init__(self, run: Run) -> None:
         on_gpus = run.process.device.type == "cuda"
-        chosen = run.config.log.slow_rank
-        self.threshold = (DEFAULT if on_gpus else 0.0) if chosen is None else chosen
-        self._least_s = 0.0 if on_gpus else TURN_S
+        configured = run.config.log.slow_rank
+        self.threshold = (DEFAULT if on_gpus else 0.0) if configured is None else configured
+        self._tolerance_s = 0.0 if on_gpus else CORE_WAIT_S
         self._run, self._world = run, run.mesh["world"]
         self._peers = torch.tensor(peers(run.mesh.sizes, run.config))  # [roles, ranks]
         self.active = self.threshold > 0 and self._peers.shape[1] > 1
-        self._slow = torch.zeros(self._world.size, dtype=torch.bool)  # who was named
-        # records that contradict this
+        self._is_slow = torch.zeros(self._world.size, dtype=torch.bool)  # as reported
+        # number of consecutive records that contradict `_is_slow`
         self._in_a_row = torch.zeros(self._world.size, dtype=torch.int64)
         self._gathered: torch.Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None  # when they are on the host
-        # the first step compiles and connects: it says nothing
+        self._arrived: torch.cuda.Event | None = None  # when `_gathered` is on the host
+        # The first step compiles and connects, and does not count.
         self._work_s, self._num_steps = 0.0, -1
         self._longest_s, self._longest_step = 0.0, 0
         self._collecting_since = self._collected_s = self._frozen_s = 0.0
         self._ended = threading.Event()
         if self.active:
-            gc.callbacks.append(self._collecting)
+            gc.callbacks.append(self._time_collection)
             threading.Thread(target=self._beat, daemon=True).start()
 
     def start(self) -> None:
-        """Starts a step: garbage collected during an evaluation or a save took none of its time."""
+        """Starts a step, without the garbage collections of an evaluation or a save before it."""
         self._collected_s = self._frozen_s = 0.0
 
     def step(self, seconds: float, waits: Mapping[str, float]) -> None:
         """Ends a step.
 
         Args:
-            seconds: that it took.
+            seconds: duration of the step.
             waits: axis -> seconds of these in which this rank waited for others.
         """
         if self._num_steps >= 0:
-            # a process that was stopped while it waited was waited for by all others, too
+            # While a process is stopped in a wait, all other ranks wait for it, too.
             work = max(seconds - sum(waits.values()) - self._collected_s, self._frozen_s)
             self._work_s += work
             if work > self._longest_s:
@@ -82,27 +83,26 @@ class SlowRanks:
         self._num_steps += 1
 
     def compare(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns what a record tells, and what is to be said, of the steps between the last two
-        calls; on every rank the same.
+        """Fields for the record and messages about the steps between the last two calls.
 
-        Figures of the steps since the last call are on their way until the next one: who read them
-        now would wait for the optimizer's work on the device, outside of all clocks.
+        Both are the same on every rank. The figures of the steps since the last call arrive on the
+        host until the next call: reading them now would wait for the optimizer's work on the
+        device, which no clock would attribute.
 
-        Comm: all_reduce over the world of three numbers for every rank, which takes a tree's depth;
-            a gather would take a ring's length; for each rank that is named, of its host's name.
+        Comm: all_reduce over the world of three numbers for every rank (log n hops, where a gather
+            takes n); for each rank in a message, a broadcast of its host's name.
         """
         if self._arrived is not None:
-            # the steps since may all have been skipped, and have waited for nothing
+            # Skipped steps since then may not have waited for the device.
             self._arrived.synchronize()
         judged = ({}, list[str]()) if self._gathered is None else self.judge(*self._gathered)
         self._gathered = None
         if self.active and self._num_steps > 0:
-            figures = torch.zeros(
-                3, self._world.size, dtype=torch.float64, device=self._run.process.device
-            )
+            device, shape = self._run.process.device, (3, self._world.size)
+            figures = torch.zeros(shape, dtype=torch.float64, device=device)
             mean = max(self._work_s / self._num_steps, _SHORTEST_S)
-            mine = mean, max(self._longest_s, _SHORTEST_S), float(self._longest_step)
-            figures[:, self._world.rank] = torch.tensor(mine, dtype=torch.float64)
+            own = mean, max(self._longest_s, _SHORTEST_S), float(self._longest_step)
+            figures[:, self._world.rank] = torch.tensor(own, dtype=torch.float64)
             self._gathered = all_reduce(figures, self._world).to("cpu", non_blocking=True)
             if figures.is_cuda:
                 self._arrived = torch.cuda.Event()
@@ -113,88 +113,79 @@ class SlowRanks:
     def judge(
         self, work: torch.Tensor, longest: torch.Tensor, step: torch.Tensor
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns what a record tells of each rank's work, and what is to be said: who has become
-        slow, who is not, who stood.
+        """Fields for the record and messages: ranks that became slow, recovered, or stalled.
 
         Args:
-            work: fp64 `[world]`, on the host: seconds a step.
+            work: fp64 `[world]`, on the host: seconds per step.
             longest: fp64 `[world]`: seconds of each rank's longest step.
-            step: fp64 `[world]`: which one that was.
+            step: fp64 `[world]`: number of that step.
         """
         ratios = self.ratios(work)
         slowest = int(ratios.argmax())
-        contradicts = (
-            (ratios > self.threshold) & (work - work / ratios > self._least_s)
-        ) != self._slow
-        self._in_a_row = torch.where(contradicts, self._in_a_row + 1, 0)
-        turned = self._in_a_row == RECORDS
-        self._slow ^= turned
-        self._in_a_row[turned] = 0
-        told = [
-            self._told(torch.where(turned & (self._slow == now))[0].tolist(), ratios, now)
-            for now in (True, False)
+        is_beyond = (ratios > self.threshold) & (work - work / ratios > self._tolerance_s)
+        self._in_a_row = torch.where(is_beyond != self._is_slow, self._in_a_row + 1, 0)
+        changed = self._in_a_row == RECORDS
+        self._is_slow ^= changed
+        self._in_a_row[changed] = 0
+        messages = [
+            self._slow_text(torch.where(changed & self._is_slow)[0].tolist(), ratios, True),
+            self._slow_text(torch.where(changed & ~self._is_slow)[0].tolist(), ratios, False),
+            self._stalled_text(longest, step),
         ]
-        told.append(self._stalled(longest, step))
-        return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}, list(
-            filter(None, told)
-        )
+        fields = {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
+        return fields, [message for message in messages if message]
 
-    def _stalled(self, longest: torch.Tensor, step: torch.Tensor) -> str:
-        """Returns one long stop, whose mean over some steps and records is soon forgotten."""
+    def _stalled_text(self, longest: torch.Tensor, step: torch.Tensor) -> str:
+        """Message about single long steps, which would not show in a mean over several steps."""
         ratios = self.ratios(longest)
-        beyond = longest - longest / ratios  # what the peers took
-        ranks = torch.where((ratios > self.threshold) & (beyond > STALL_S) & ~self._slow)[
-            0
-        ].tolist()
-        each = [
-            f"{self._who(rank)} took {longest[rank]:.1f} s for step {int(step[rank])}, its peers "
-            f"{longest[rank] - beyond[rank]:.1f} s"
-            for rank in ranks[:_NAMED]
+        peers_s = longest / ratios
+        is_stalled = (ratios > self.threshold) & (longest - peers_s > STALL_S) & ~self._is_slow
+        stalls = [
+            f"{self._describe(rank)} took {longest[rank]:.1f} s for step {int(step[rank])}, "
+            f"its peers {peers_s[rank]:.1f} s"
+            for rank in torch.where(is_stalled)[0].tolist()[:_NAMED]
         ]
-        return f"stalled: {'; '.join(each)}" if each else ""
+        return f"stalled: {'; '.join(stalls)}" if stalls else ""
 
     def ratios(self, work: torch.Tensor) -> torch.Tensor:
-        """Returns fp64 `[world]`: each rank's work over the median of its peers', of whom the
-        busiest is left out.
+        """Each rank's work over the median of its peers', fp64 `[world]`.
 
-        Of a rank in the upper half this is the median of the others; two ranks are compared with
-        each other.
+        The median leaves out the busiest peer. For a rank in the upper half it is the median of the
+        other ranks; two ranks are compared with each other.
         """
         table = work[self._peers]
-        others = table.sort(1).values[:, :-1].quantile(0.5, dim=1, keepdim=True)
+        medians = table.sort(1).values[:, :-1].quantile(0.5, dim=1, keepdim=True)
         ratios = torch.empty_like(work)
-        ratios[self._peers] = table / others
+        ratios[self._peers] = table / medians
         return ratios
 
-    def _told(self, ranks: list[int], ratios: torch.Tensor, slow: bool) -> str:
+    def _slow_text(self, ranks: list[int], ratios: torch.Tensor, slow: bool) -> str:
         if not ranks:
             return ""
-        each = [
-            f"{self._who(rank)} works {ratios[rank]:.2f} times as long as its peers"
+        named = "; ".join(
+            f"{self._describe(rank)} works {ratios[rank]:.2f} times as long as its peers"
             for rank in ranks[:_NAMED]
-        ]
-        named = "; ".join(each) + (
-            f"; and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
         )
+        named += f"; and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
         if not slow:
             return f"no longer slow: {named}"
-        config = self._run.config
-        why = (
-            "; hot experts make ranks slow, too (moe/layer_<i>/load)"
-            if config.model.num_experts
-            else ""
-        )
-        if config.parallel.tp_overlap == "fused":  # whose GEMMs wait inside, where no clock is read
-            why += "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
-        return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
+        config, hints = self._run.config, ""
+        if config.model.num_experts:
+            hints = "; hot experts make ranks slow, too (moe/layer_<i>/load)"
+        if config.parallel.tp_overlap == "fused":
+            # These GEMMs wait for other ranks in the kernel, where no clock is read.
+            hints += "; with parallel.tp_overlap=fused the slow rank may be a tp neighbor"
+        records = f"in {RECORDS} records in a row (log.slow_rank = {self.threshold:g})"
+        return f"slow rank: {named}, {records}{hints}"
 
-    def _who(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         device = self._run.process.device
-        here = f"{socket.gethostname()} ({device})"
-        return f"{describe_rank(self._run.mesh.sizes, rank)} on {broadcast_text(rank, here, self._world, device)}"
+        host = f"{socket.gethostname()} ({device})"
+        host = broadcast_text(rank, host, self._world, device)
+        return f"{describe_rank(self._run.mesh.sizes, rank)} on {host}"
 
     def _beat(self) -> None:
-        """Runs as a thread: adds up the time in which this process did not run at all."""
+        """Runs in a thread: sums up the time in which this process did not run at all."""
         last = time.monotonic()
         while not self._ended.wait(BEAT_S):
             now = time.monotonic()
@@ -202,8 +193,8 @@ class SlowRanks:
                 self._frozen_s += now - last - BEAT_S
             last = now
 
-    def _collecting(self, phase: str, info: dict[str, int]) -> None:
-        """Measures garbage collection, which ranks do at different times."""
+    def _time_collection(self, phase: str, info: dict[str, int]) -> None:
+        """Measures garbage collections, which happen at different times on different ranks."""
         now = time.perf_counter()
         if phase == "start":
             self._collecting_since = now
@@ -213,14 +204,13 @@ class SlowRanks:
     def close(self) -> None:
         self._ended.set()
         if self.active:
-            gc.callbacks.remove(self._collecting)
+            gc.callbacks.remove(self._time_collection)
 
 
 def peers(sizes: Sizes, config: Config) -> list[tuple[int, ...]]:
-    """Returns ranks that have as much to do as each other, all of them: those with the same layers,
-    and the same experts.
+    """Groups of all ranks with equal work: the same layers, and the same experts.
 
-    Where nobody else holds the same experts, those with the same layers.
+    Where no two ranks hold the same experts, those with the same layers.
     """
     dense = dense_grid(sizes)
     if config.model.num_experts and sizes.edp * sizes.etp > 1:

@@ -1,5 +1,4 @@
-"""Weights & Biases and TensorBoard. Rank 0 alone writes; both are imported only where they are
-on."""
+"""Weights & Biases and TensorBoard, imported only by rank 0 of runs that use them."""
 
 import os
 import signal
@@ -20,26 +19,23 @@ from megatron5d.train.preflight.kernels import capability_here, names_of
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
 
-_WHOLE, _FIRST, _LAST = 1, 2, 4  # parts of a record in W&B's files
+_FULL, _FIRST, _LAST = 1, 2, 4  # types of a fragment in W&B's files
 
 
 def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """Returns what a tracker tells of a run beside its configuration, which goes into `run` of
-    W&B's config."""
-    layout = {name: getattr(sizes, name) for name in ("world", "dp", "tp", "cp", "pp", "ep")}
-    about: dict[str, Any] = {
-        "parameters": parameter_count(config.model),
-        "commit": commit(),
-        "versions": versions(),
+    """What a tracker shows of a run besides its configuration: `run` in W&B's config."""
+    facts: dict[str, Any] = {
+        name: getattr(sizes, name) for name in ("world", "dp", "tp", "cp", "pp", "ep")
     }
+    facts["parameters"] = parameter_count(config.model)
+    facts |= {"commit": commit(), "versions": versions()}
     if capability := capability_here():
-        about["kernels"] = names_of(config, capability)
-    return {**layout, **about}
+        facts["kernels"] = names_of(config, capability)
+    return facts
 
 
 def wandb_faults(config: Config, world: int) -> list[Fault]:
-    """Returns what keeps W&B from logging in from this node, of rank 0; nobody is asked whether the
-    key is right."""
+    """Why W&B cannot log in from this node, that of rank 0; the key is not validated."""
     if wandb_mode(config.log.wandb.mode) != "online":
         return []
     import wandb
@@ -55,47 +51,40 @@ def wandb_faults(config: Config, world: int) -> list[Fault]:
         reason = f"no API key for {host}"
     except wandb.errors.AuthenticationError as error:
         reason = str(error)
-    except Exception:  # noqa: BLE001 - another version of wandb, which says at the start what it lacks
+    except Exception:  # another version of wandb, which reports the problem at the start
         return []
-    return [
-        Fault(
-            "wandb-key",
-            ("log.wandb.mode",),
-            f"log.wandb.mode = online: {reason}",
-            wandb_suggestions(),
-            local=True,
-        )
-    ]
+    reason = f"log.wandb.mode = online: {reason}"
+    return [Fault("wandb-key", ("log.wandb.mode",), reason, wandb_suggestions(), local=True)]
 
 
 class Wandb:
     """A Weights & Biases run that a resumed job continues under the same id.
 
     Args:
-        config: of the run; `log.wandb` says project, name, group, tags, entity and folder.
+        config: of the run; `log.wandb` has project, name, group, tags, entity and folder.
         run_id: of the run to continue; None starts one.
-        facts: of `run_facts`.
+        facts: from `run_facts`.
 
     Raises:
-        Refused: it has no key, or is asked for what it does not do: a tag that is too long.
-        Exception: of W&B itself, whose server does not answer, or whose process does not start.
+        Refused: W&B has no key, or rejects a setting, such as a tag that is too long.
+        Exception: W&B's server does not answer, or its process does not start.
     """
 
     def __init__(
         self, config: Config, mode: str, run_id: str | None, facts: Mapping[str, Any]
     ) -> None:
-        import wandb  # two seconds to import: only the rank that logs pays
+        import wandb  # takes two seconds
 
-        chosen, folder = config.log.wandb, config.log.wandb.dir or config.log.dir
+        settings, folder = config.log.wandb, config.log.wandb.dir or config.log.dir
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
-                project=chosen.project,
-                name=chosen.name or (config.log.dir and Path(config.log.dir).absolute().name),
-                group=chosen.group or config.model.name,
-                tags=chosen.tags or _tags(config, facts),
-                entity=chosen.entity,
+                project=settings.project,
+                name=settings.name or (config.log.dir and Path(config.log.dir).absolute().name),
+                group=settings.group or config.model.name,
+                tags=settings.tags or _tags(config, facts),
+                entity=settings.entity,
                 mode=mode,  # type: ignore[arg-type]
                 dir=folder,
                 id=run_id,
@@ -110,25 +99,20 @@ class Wandb:
         self._run.define_metric("tokens")
         self._run.define_metric("loss", step_metric="tokens")
         self._run.define_metric("valid_loss*", step_metric="tokens", summary="min,last")
-        earlier = Path(self._run.settings.wandb_dir).glob(
-            f"offline-run-*-{self._run.id}/run-*.wandb"
-        )
-        self.last = max(
-            [0, self._run.step - 1, *(step for file in earlier for step in _steps_in(file))]
-        )
+        pattern = f"offline-run-*-{self._run.id}/run-*.wandb"
+        files = Path(self._run.settings.wandb_dir).glob(pattern)
+        steps_offline = [step for file in files for step in _steps_in(file)]
+        self.last = max([0, self._run.step - 1, *steps_offline])
 
     @property
     def run_id(self) -> str:
         return self._run.id
 
     def write(self, record: dict[str, Any]) -> None:
-        """Sends a record whose step this run does not have yet: W&B takes none back, and keeps no
-        two of a step."""
+        """Sends a record of a new step: W&B cannot replace the record of an earlier one."""
         if record["step"] > self.last:
-            self._run.log(
-                {key: value for key, value in record.items() if value is not None},
-                step=record["step"],
-            )
+            values = {key: value for key, value in record.items() if value is not None}
+            self._run.log(values, step=record["step"])
             self.last = record["step"]
 
     def close(self, code: int) -> None:
@@ -138,11 +122,10 @@ class Wandb:
         self._run.finish(exit_code=code)
 
     def abandon(self) -> None:
-        """Ends W&B's process, which is dead, broken or hangs, so that nothing at the exit waits for
-        it or complains."""
+        """Kills W&B's process, which is broken or hangs, so that the exit does not wait for it."""
         import wandb
 
-        with suppress(OSError):  # there is no /proc, or the process has just ended
+        with suppress(OSError):  # /proc does not exist, or the process has just ended
             for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
                 if Path(f"/proc/{child}/comm").read_text().startswith("wandb"):
                     os.kill(int(child), signal.SIGKILL)
@@ -151,54 +134,48 @@ class Wandb:
 
 
 def _tags(config: Config, facts: Mapping[str, Any]) -> list[str]:
-    """Returns tags to filter runs by: precision, and each dimension that is cut."""
-    cut = [
-        f"{name}{facts[name]}" for name in ("dp", "tp", "cp", "pp", "ep") if facts.get(name, 1) > 1
-    ]
-    return [config.precision.dtype, *cut]
+    """Tags to filter runs by: precision, and each dimension in use."""
+    names = [name for name in ("dp", "tp", "cp", "pp", "ep") if facts.get(name, 1) > 1]
+    return [config.precision.dtype, *(f"{name}{facts[name]}" for name in names)]
 
 
 def _steps_in(file: Path) -> Iterator[int]:
-    """Yields the steps that an offline run has really written: a process that was killed takes some
-    with it.
+    """Steps that an offline run has really written: a killed process loses its last ones.
 
-    The file has LevelDB's framing: blocks of 32 KiB, and records in parts whose type says which
-    they are.
+    The file has LevelDB's framing: blocks of 32 KiB with fragments of records, whose type says
+    which fragment it is.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
-    data, at, record = file.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        _, length, part = struct.unpack_from("<IHB", data, at)
-        if left < 7 or part == 0:
-            at += left
+    data, position, record = file.read_bytes(), 7, b""
+    record_type: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
+    while position + 7 <= len(data):
+        in_block = 32768 - position % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        if in_block < 7 or kind == 0:
+            position += in_block
             continue
-        record = (b"" if part in (_WHOLE, _FIRST) else record) + data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if part in (_WHOLE, _LAST):
-            with suppress(DecodeError):  # cut off by a kill
-                items = wandb_internal_pb2.Record.FromString(record).history.item  # type: ignore[attr-defined]
-                yield from (
-                    int(item.value_json)
-                    for item in items
-                    if "_step" in (item.key, *item.nested_key)
-                )
+        start = b"" if kind in (_FULL, _FIRST) else record
+        record = start + data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (_FULL, _LAST):
+            with suppress(DecodeError):  # truncated by a kill
+                for item in record_type.FromString(record).history.item:
+                    if "_step" in (item.key, *item.nested_key):
+                        yield int(item.value_json)
 
 
 class TensorBoard:
-    """Event files for TensorBoard: every number of a record over the steps, and the configuration
-    as a text.
+    """Event files for TensorBoard: every number of a record, and the configuration as text.
 
     Args:
         config: of the run; `log.tensorboard` is the folder.
-        done: steps already done; what an earlier life of the run wrote of later ones is no longer
-            shown.
+        done: steps already done; later ones in the files are no longer shown.
     """
 
     def __init__(self, config: Config, done: int) -> None:
-        # a check: the package tensorboard is installed
+        # A check has made sure that the package tensorboard is installed.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(config.log.tensorboard, purge_step=done + 1 if done else None)
@@ -214,4 +191,4 @@ class TensorBoard:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Does nothing: its thread has ended already."""
+        """Does nothing: the writer's thread has already ended."""

@@ -12,7 +12,7 @@ from parity_configs import config_of
 from megatron5d.config.convert import changed
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
-from megatron5d.kernels import dispatch, swiglu
+from megatron5d.kernels import activate, dispatch
 from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
 from megatron5d.kernels.tuning import planned
 from megatron5d.pipeline_parallel.costs import Costs
@@ -314,7 +314,7 @@ def test_the_meta_device_goes_the_way_of_a_gpu_only_while_one_is_planned_for():
     def kept_bytes() -> int:
         x = torch.empty(4, 6, dtype=torch.bfloat16, device="meta", requires_grad=True)
         with MemoryWatch() as watch:
-            y = swiglu(x)
+            y = activate(x, "swiglu")
         assert y.shape == (4, 3)
         return watch.live_bytes
 

@@ -17,7 +17,7 @@ from megatron5d.train.monitoring.trackers import Wandb
 from megatron5d.train.monitoring.writers import InBackground, Writers
 writers = Writers(lambda text: print(text, flush=True))
 wandb = Wandb(Config(log=LogConfig(dir={str(tmp_path)!r})), "offline", None, {{}})
-writers.add("log.wandb", InBackground(wandb, patience_s=2.0))
+writers.add("log.wandb", InBackground(wandb, close_s=2.0))
 writers.write({{"step": 1}})
 mine = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True).stdout
 (core,) = [int(line.split()[0]) for line in mine.splitlines() if "wandb" in line]
@@ -36,8 +36,7 @@ writers.close(0)
     first, second = ended.stdout.splitlines()
     assert (
         first == "trained True"
-        and second
-        == "WARNING: log.wandb is not complete: TimeoutError: it has not ended within 2 s"
+        and second == "WARNING: log.wandb is incomplete: TimeoutError: it did not end within 2 s"
     )
 
 
@@ -54,10 +53,10 @@ def test_a_tracker_that_hangs_is_named_once(capsys):
     said = []
     writers = Writers(said.append)
     writers.add("log.x", InBackground(Hanging()))
-    for step in range(metrics.MOST_WAITING + 9):
+    for step in range(metrics.MAX_QUEUED + 9):
         writers.write({"step": step})
     assert (
         len(said) == 1
-        and f"it hangs, and {metrics.MOST_WAITING} records wait" in said[0]
+        and f"it hangs, with {metrics.MAX_QUEUED} records" in said[0]
         and Hanging.released.is_set()
     )

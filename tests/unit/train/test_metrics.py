@@ -61,7 +61,8 @@ def test_a_log_that_is_removed_under_way_is_written_again(tmp_path, capsys):
     log.close()
     assert [record["step"] for record in lines(path)] == [1, 2, 3]
     assert (
-        capsys.readouterr().err == f"{path} was removed under way\n{path} was replaced under way\n"
+        capsys.readouterr().err
+        == f"{path} was removed during the run\n{path} was replaced during the run\n"
     )
 
 
@@ -79,7 +80,7 @@ def test_a_file_that_is_no_log_is_set_aside_by_a_resumed_run_too(tmp_path, capsy
     path.write_text('{"text": "precious"}\n{"step": null}\n')
     JsonLines(path, done=3).close()
     assert path.read_text() == "" and "precious" in (tmp_path / "corpus.jsonl.left").read_text()
-    assert f"what was there is {path}.left" in capsys.readouterr().err
+    assert f"the old one is {path}.left" in capsys.readouterr().err
 
 
 def test_in_a_file_progress_is_a_line_at_round_steps(capsys, monkeypatch):
@@ -258,7 +259,7 @@ def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path):
     writers.close(0)
     (told,) = said
     assert (
-        "Weights & Biases), step 1: ConnectionResetError: Connection lost; the training continues"
+        "Weights & Biases), step 1: ConnectionResetError: Connection lost; training continues"
         in told
     )
     assert broken.left and [record["step"] for record in lines(tmp_path / "log.jsonl")] == [1, 2, 3]
@@ -341,7 +342,7 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path, small_disk
     small_disk[0] = 0
     writers.write({"step": 8})
     writers.close(0)
-    assert "is not complete" in said[-1] and len(lines(path)) == 7
+    assert "is incomplete" in said[-1] and len(lines(path)) == 7
 
 
 def test_a_console_that_is_gone_ends_nothing(monkeypatch):

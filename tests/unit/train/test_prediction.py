@@ -40,7 +40,7 @@ def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
     told = "".join(capfd.readouterr())
     step, lines = (
         records(tmp_path / "log.jsonl"),
-        told[told.index("measured of step 3 (predicted):") :].splitlines(),
+        told[told.index("step 3, measured (predicted):") :].splitlines(),
     )
 
     shares = idle_fractions(

@@ -121,4 +121,4 @@ def test_a_run_that_goes_on_for_too_few_steps_says_so(profiled):
         model=SimpleNamespace(phases=[], named_modules=list),
     )
     Profiler(run, said.append)
-    assert said == ["log.profile: too few steps are left (3) for log.profile_step = 3"]
+    assert said == ["log.profile_step = 3 requires more steps than remain (got 3)"]
