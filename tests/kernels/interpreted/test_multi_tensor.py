@@ -62,7 +62,7 @@ def test_wide_loads_are_for_tables_that_are_aligned_throughout():
 
 
 def test_what_does_not_match_is_refused():
-    with pytest.raises(ValueError, match="same numbers"):
+    with pytest.raises(ValueError, match="same sizes"):
         TensorTable(a=[torch.zeros(3)], b=[torch.zeros(4)])
     with pytest.raises(ValueError, match="contiguous"):
         TensorTable(a=[torch.zeros(3, 4).t()])
