@@ -150,11 +150,11 @@ def _backward_kernel(
         tl.store(dbias_ptr + part, tl.sum(dbias, 0), column_mask)
 
 
-def _launch_config(operation: str, x: Tensor) -> dict:
+def launch_config(operation: str, x: Tensor, min_width: int = 1) -> dict:
     """Launch options for rows of this width: ROWS and WIDTH, or CHUNK for wide rows."""
     config = tuning.select(operation, x.device, width=x.shape[-1])
     if "CHUNK" not in config:
-        config["WIDTH"] = next_power_of_2(x.shape[-1])
+        config["WIDTH"] = max(min_width, next_power_of_2(x.shape[-1]))
         config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
     return config
 
@@ -184,7 +184,7 @@ def norm_forward(
     total, residual_rows = x, x
     if residual is not None:
         total, residual_rows = x.new_empty(x.shape), rows_of(residual)
-    config = _launch_config("norm_forward", x)
+    config = launch_config("norm_forward", x)
     pointers = (x, residual_rows, weight, weight if bias is None else bias, y, total, mean, rstd)
     sizes = (width, x.stride(0), residual_rows.stride(0), eps)
     config |= {"CENTERED": centered, "HAS_BIAS": bias is not None}
@@ -270,7 +270,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     shape, dy, x = dy.shape, rows_of(dy), rows_of(x)
     num_rows, width = x.shape
-    config = _launch_config("norm_backward", x)
+    config = launch_config("norm_backward", x)
     waves = config.pop("PROGRAMS_PER_PROCESSOR")
     programs = min(cdiv(num_rows, config["ROWS"]), waves * dispatch.num_processors(x.device))
     dx = x.new_empty(x.shape)

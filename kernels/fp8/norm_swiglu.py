@@ -20,7 +20,7 @@ from megatron5d.kernels.activation import (
     swiglu_with_derivatives,
 )
 from megatron5d.kernels.choice import AUTO, Settings
-from megatron5d.kernels.dispatch import cdiv, jit, load_float32, next_power_of_2, rows_of, tl
+from megatron5d.kernels.dispatch import cdiv, jit, load_float32, rows_of, tl
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
     GROUP,
@@ -32,7 +32,7 @@ from megatron5d.kernels.fp8.quantize import (
     store_quantized_rows,
 )
 from megatron5d.kernels.fp8.transpose import fp8_transpose
-from megatron5d.kernels.norm import norm_forward, normalize, scale_and_shift
+from megatron5d.kernels.norm import launch_config, norm_forward, normalize, scale_and_shift
 from megatron5d.kernels.plain_norm import norm_reference
 
 MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is quantized apart
@@ -258,9 +258,7 @@ def norm_quantized(
     values, scales = _outputs(x, width, dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centered else rstd
-    config = tuning.select("fp8_rms_norm", x.device, width=width)
-    config["WIDTH"] = max(GROUP, next_power_of_2(width))
-    config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
+    config = launch_config("fp8_rms_norm", x, GROUP)
     grid = (cdiv(rows, config["ROWS"]),)
     config |= {"CENTERED": centered, "HAS_BIAS": bias is not None}
     config |= {"POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
