@@ -14,9 +14,10 @@ from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
-    """Returns the axes over which a bucket is sharded and replicated.
+    """Axes over which a bucket is sharded and replicated.
 
     Args:
+        mesh: this rank's axes.
         zero: ZeRO stage, 0 ... 3.
         shared: `ShardSpec.shared` of the bucket's parameters.
         expert: `ShardSpec.expert` of them.
@@ -25,33 +26,32 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
         (shard, replicate): the ranks that own one slice each, and the ranks that own the same
         slice.
     """
-    pair = f"_{shared}" if shared else ""
-    whole, shard, replicate = (
+    suffix = f"_{shared}" if shared else ""
+    both, shard, replicate = (
         ("edp", "edp_shard", "edp_replicate")
         if expert
         else ("dp_cp", "dp_shard_cp", "dp_replicate")
     )
     if zero == 0:
-        return Axis(shard), mesh[whole + pair]
+        return Axis(shard), mesh[both + suffix]
     if zero == 1:
-        return mesh[shard + pair], mesh[replicate]
-    return mesh[shard], mesh[replicate + pair]
+        return mesh[shard + suffix], mesh[replicate]
+    return mesh[shard], mesh[replicate + suffix]
 
 
-def _kind(
+def bucket_kind(
     parameter: nn.Parameter, gather_format: type[GatherFormat] | None
 ) -> tuple[str, bool, bool]:
-    """Returns a parameter's kind: those of one kind are reduced over the same ranks and gathered in
-    one format."""
+    """What the parameters of a bucket have in common: their ranks and their gather format."""
     spec = spec_of(parameter)
     return spec.shared, spec.expert, gather_format is not None and gather_format.accepts(parameter)
 
 
 class Buckets(NamedTuple):
-    """The buckets of a stage, and which of them a phase uses."""
+    """The buckets of a stage, and the phases that use them."""
 
     buckets: list[Bucket]
-    uses: dict[Phase, list[int]]  # phase -> buckets it reads and writes
+    uses: dict[Phase, list[int]]  # phase -> buckets that it reads and writes
     ends: dict[Phase, set[int]]  # phase -> buckets whose gradient of a micro-batch it completes
 
 
@@ -64,34 +64,29 @@ def make_buckets(
     separate: Callable[[ShardSpec], bool],
     frozen: Callable[[ShardSpec], bool],
 ) -> Buckets:
-    """Puts every parameter into a bucket; arguments as in GradSync."""
-    made, bucket_of = Buckets([], {}, {}), dict[nn.Parameter, int]()
+    """Assigns every parameter to a bucket; arguments as in GradSync."""
+    stage, bucket_of = Buckets([], {}, {}), dict[nn.Parameter, int]()
     for unit in units:
-        own = {
-            parameter: None
-            for phase in unit
-            for parameter in phase.parameters()
-            if parameter not in bucket_of
-        }
-        specs = {parameter: spec_of(parameter) for parameter in own}
+        # A parameter that several units use belongs to the first.
+        parameters = [parameter for phase in unit for parameter in phase.parameters()]
+        specs = {p: spec_of(p) for p in parameters if p not in bucket_of}
         kinds = {
-            p: (*_kind(p, gather_format), separate(spec), frozen(spec)) for p, spec in specs.items()
+            parameter: (*bucket_kind(parameter, gather_format), separate(spec), frozen(spec))
+            for parameter, spec in specs.items()
         }
         for kind in sorted(set(kinds.values())):
-            shared, expert, formatted, _, fixed = kind
-            parameters = [parameter for parameter in own if kinds[parameter] == kind]
-            bucket_of |= dict.fromkeys(parameters, len(made.buckets))
-            axes, chosen = (
-                data_axes(mesh, zero, shared, expert),
-                gather_format if formatted else None,
-            )
-            made.buckets.append(
-                Bucket(parameters, *axes, grad_dtype, zero, gather_format=chosen, frozen=fixed)
+            shared, expert, formatted, _, is_frozen = kind
+            members = [parameter for parameter in kinds if kinds[parameter] == kind]
+            bucket_of |= dict.fromkeys(members, len(stage.buckets))
+            axes = data_axes(mesh, zero, shared, expert)
+            bucket_format = gather_format if formatted else None
+            stage.buckets.append(
+                Bucket(members, *axes, grad_dtype, zero, bucket_format, frozen=is_frozen)
             )
         earlier: set[int] = set()
         for phase in unit:
-            made.uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
-            # the first phase in a unit is last in a backward
-            made.ends[phase] = set(made.uses[phase]) - earlier
-            earlier |= made.ends[phase]
-    return made
+            stage.uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
+            # The first phase of a unit is the last in a backward.
+            stage.ends[phase] = set(stage.uses[phase]) - earlier
+            earlier |= stage.ends[phase]
+    return stage

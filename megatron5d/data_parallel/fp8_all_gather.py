@@ -1,20 +1,19 @@
-"""The FP8 gather format of ZeRO-3: weights of FP8 GEMMs are gathered in FP8, half the bytes of
-bf16.
+"""The FP8 gather format of ZeRO-3: gathers the weights of FP8 GEMMs in half the bytes of bf16.
 
-    slice    | bytes of the owned elements |           stays in memory; quantised once after every update
-    whole    | p0 | p1 | ... | pad |                   in memory while the unit computes; read by the GEMMs
-    scales   one for each 128×128 block, float32       stay in memory on every rank
+    slice    | bytes of the owned elements |   stays in memory; quantized after every update
+    buffer   | p0 | p1 | ... | pad |           in memory while the unit computes; read by GEMMs
+    scales   float32, one per 128×128 block    stay in memory on every rank
 
-The numbers are those of gathering bf16 weights and quantising them: each rank finds the largest
-magnitude of each block in its slice, one all_reduce gives the maximum over the whole block, and the
-scale depends only on that.
+The values equal those of gathering bf16 weights and quantizing them: each rank finds the largest
+magnitude of each block within its slice, one all_reduce computes the maximum over the full block,
+and the scale depends only on that maximum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ class Fp8ShardedWeights:
     """The `GatherFormat` of a bucket whose parameters are all multiplied in FP8.
 
     Args:
+        parameters: of the bucket.
         offsets: the first element of each parameter in the bucket.
         weight_slice: the owned slice of the weights, flat, in the model's dtype.
         shard: the ranks that own one slice each.
@@ -66,11 +66,11 @@ class Fp8ShardedWeights:
         self.scales = [
             torch.ones(blocks_in(stack), device=weight_slice.device) for stack in self._stacks
         ]
-        self.is_stale = True  # the weights have changed since they were quantised
+        self.is_stale = True  # the weights have changed since they were quantized
 
     @staticmethod
     def accepts(parameter: nn.Parameter) -> bool:
-        """Says whether a parameter is multiplied in FP8."""
+        """Whether a parameter is multiplied in FP8."""
         return is_quantized(parameter)
 
     @property
@@ -79,49 +79,47 @@ class Fp8ShardedWeights:
         return [self.slice, *self.scales]
 
     def owned(self, index: int) -> tuple[slice, int]:
-        """Returns (the range of the owned slice with a parameter, perhaps empty; its first element
-        there)."""
+        """A parameter's range in the owned slice, perhaps empty, and its first element there."""
         offset, numel = self._offsets[index], self._parameters[index].numel()
         start = min(max(offset, self._first), offset + numel)
         stop = max(min(offset + numel, self._first + self._weight_slice.numel()), start)
         return slice(start - self._first, stop - self._first), start - offset
 
     def maxima(self) -> list[Tensor]:
-        """Finds for each parameter the largest magnitude of each of its blocks in this rank's
-        slice."""
-        found = []
+        """Largest magnitude of every block of each parameter within this rank's slice."""
+        maxima = []
         for index, stack in enumerate(self._stacks):
             span, first = self.owned(index)
-            found.append(block_maxima(self._weight_slice[span], stack, first))
-        return found
+            maxima.append(block_maxima(self._weight_slice[span], stack, first))
+        return maxima
 
-    def gemms(self) -> list:
-        """Returns each parameter's recipe (precision/fp8_recipes.py)."""
+    def recipes(self) -> list:
+        """The FP8 GEMMs of each parameter (precision/fp8_recipes.py)."""
         return [state_of(parameter).gemms for parameter in self._parameters]
 
     def quantize(self, maxima: Sequence[Tensor]) -> None:
-        """Quantises the slice anew.
+        """Quantizes the slice.
 
         Args:
-            maxima: for each parameter, the magnitudes of its scales, which broadcast over its
-                blocks.
+            maxima: for each parameter, the maxima that its scales derive from; they broadcast over
+                its blocks.
         """
-        for index, (stack, most, gemms) in enumerate(zip(self._stacks, maxima, self.gemms())):
+        parameters = zip(self._stacks, maxima, self.recipes(), self.scales)
+        for index, (stack, maximum, recipe, scales) in enumerate(parameters):
             span, first = self.owned(index)
-            most = most.expand(blocks_in(stack))
-            self.scales[index].copy_(scales_of(most, E4M3, gemms.powers_of_two))
+            maximum = maximum.expand(blocks_in(stack))
+            scales.copy_(scales_of(maximum, E4M3, recipe.powers_of_two))
             quantize_slice(
-                self._weight_slice[span], stack, first, most, self.scales[index], self.slice[span]
+                self._weight_slice[span], stack, first, maximum, scales, self.slice[span]
             )
         self.is_stale = False
 
     def start_gather(self) -> Pending:
-        """Starts gathering the slices of all ranks, and gives each parameter its FP8 copy; complete
-        after `wait`.
+        """Starts gathering the slices of all ranks, and gives each parameter its FP8 copy.
 
         Comm: all_gather over `shard`, (n-1)/n·N bytes.
         """
-        assert not self.is_stale, "weights have changed since they were quantised"
+        assert not self.is_stale, "weights have changed since they were quantized"
         self.buffer.allocate()
         for parameter, offset, scales in zip(self._parameters, self._offsets, self.scales):
             values = self.buffer.flat[offset : offset + parameter.numel()]
@@ -129,43 +127,42 @@ class Fp8ShardedWeights:
         return start_all_gather(self.slice, self.shard, out=self.buffer.flat)
 
     def drop(self) -> None:
-        """Frees the whole weights. The caller removes the parameters' references to them
-        (`forget_copies`)."""
+        """Frees the gathered weights; the caller drops the parameters' copies (`forget_copies`)."""
         self.buffer.free()
 
     @staticmethod
     def refresh(stale: Sequence[Fp8ShardedWeights], exposure: Exposure) -> None:
-        """Quantises the slices of several buckets with one reduction of maxima for all of them.
+        """Quantizes the slices of several buckets with one reduction for all their maxima.
 
         Args:
+            stale: formats of the buckets whose weights have changed.
             exposure: measures the waits for other ranks.
 
-        Comm: all_reduce over each shard axis of a number for every 128×128 block; tensorwise, another over tp (experts:
-        etp) of a number for every matrix.
+        Comm: all_reduce over each shard axis of a number for every 128×128 block; with the
+            tensorwise recipe another over tp (experts: etp) of a number for every matrix.
         """
-        maxima = [each.maxima() for each in stale]
-        for axis in dict.fromkeys(each.shard for each in stale):
-            views = [
-                most for each, found in zip(stale, maxima) if each.shard is axis for most in found
-            ]
-            _reduce_together(views, partial(all_reduce, axis=axis, op="max"), exposure)
-        gemms = [each.gemms() for each in stale]
-        for_scales = [
-            [g.weight_maxima(most) for g, most in zip(*pair)] for pair in zip(gemms, maxima)
+        maxima = [weights.maxima() for weights in stale]
+        for axis in dict.fromkeys(weights.shard for weights in stale):
+            on_axis = [blocks for weights, blocks in zip(stale, maxima) if weights.shard is axis]
+            reduce_max = partial(all_reduce, axis=axis, op="max")
+            _reduce_together(list(chain.from_iterable(on_axis)), reduce_max, exposure)
+        recipes = list(chain.from_iterable(weights.recipes() for weights in stale))
+        scale_maxima = [
+            recipe.weight_maxima(blocks)
+            for recipe, blocks in zip(recipes, chain.from_iterable(maxima))
         ]
-        for recipe in dict.fromkeys(chain.from_iterable(gemms)):
-            views = [
-                most for pair in zip(gemms, for_scales) for g, most in zip(*pair) if g is recipe
-            ]
+        for recipe in dict.fromkeys(recipes):
+            views = [view for r, view in zip(recipes, scale_maxima) if r is recipe]
             _reduce_together(views, recipe.over_ranks, exposure)
-        for each, found in zip(stale, for_scales):
-            each.quantize(found)
+        remaining = iter(scale_maxima)
+        for weights in stale:
+            weights.quantize(list(islice(remaining, len(weights.scales))))
 
 
 def _reduce_together(
     views: list[Tensor], reduce: Callable[[Tensor], Tensor], exposure: Exposure
 ) -> None:
-    """Reduces several tensors, in place, with one call of `reduce`."""
+    """Reduces several tensors in place, with one call of `reduce`."""
     reduced = exposure.time_call(partial(reduce, torch.cat([view.flatten() for view in views])))
-    for view, part in zip(views, reduced.split([view.numel() for view in views])):
-        view.copy_(part.view(view.shape))
+    for view, values in zip(views, reduced.split([view.numel() for view in views])):
+        view.copy_(values.view(view.shape))

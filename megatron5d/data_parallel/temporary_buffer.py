@@ -1,11 +1,12 @@
-"""Flat buffers that are in memory only while they are used (ZeRO-2 and 3): at any address, or
-always at the same one.
+"""Flat buffers that are in memory only while they are used (ZeRO-2 and 3), optionally at fixed
+addresses.
 
-A CUDA graph reads and writes at the addresses of its capture, so where phases are replayed
-(train.cuda_graph) a buffer must come back to the place that it had. `FixedPlaces` notes in one step
-without graphs which buffers are held at the same time, and gives them places for all steps after
-it; buffers that are never held together share one. The places stay allocated, about as much memory
-as these buffers needed at their worst moment. A step with other passes is noted anew.
+A CUDA graph reads and writes at the addresses of its capture. So where phases are replayed
+(train.cuda_graph), a buffer must have the same address in every step. `FixedAddresses` records in
+one step without graphs which buffers are allocated at the same time, and then gives every buffer a
+memory block for all later steps; buffers that are never allocated together share one. The blocks
+stay allocated, and take about as much memory as these buffers did at their peak. A step with other
+passes is recorded again.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ def free_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-class _Place:
+class _MemoryBlock:
     """Memory that several buffers use in turn."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.user: TemporaryBuffer | None = None  # that is held in it
+        self.user: TemporaryBuffer | None = None  # the allocated buffer that uses it
 
 
 class TemporaryBuffer:
-    """A flat buffer with memory while `is_held`, as it is when made; its values are then undefined.
+    """A flat buffer that has memory while `is_allocated`; its values are undefined at first.
 
     Args:
-        bind: takes `flat`, now and whenever it becomes another tensor.
+        numel, dtype, device: of `flat`.
+        bind: receives `flat`, at construction and whenever it becomes another tensor.
     """
 
     flat: Tensor
@@ -53,10 +55,9 @@ class TemporaryBuffer:
         bind: Callable[[Tensor], None] = lambda flat: None,
     ) -> None:
         self._bind = bind
-        self._place: _Place | None = None
-        # called when it has been allocated
-        self.noted: Callable[[TemporaryBuffer], None] | None = None
-        self.is_held = True
+        self._block: _MemoryBlock | None = None
+        self.on_allocate: Callable[[TemporaryBuffer], None] | None = None
+        self.is_allocated = True
         self._rebind(torch.empty(numel, dtype=dtype, device=device))
 
     def _rebind(self, flat: Tensor) -> None:
@@ -65,99 +66,100 @@ class TemporaryBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it needs while it is held."""
+        """Bytes that it needs while it is allocated."""
         return self.flat.numel() * self.flat.element_size()
 
     def allocate(self) -> None:
-        """Gives the buffer its memory, if it has none.
+        """Allocates the memory, unless it is allocated.
 
-        While another buffer is in its place, as outside of the steps for which places were made (an
-        evaluation, weights read from outside), it gets memory of its own.
+        Outside the steps for which blocks were planned (an evaluation, weights read from outside),
+        another buffer may be using the block. The buffer then gets memory of its own.
         """
-        if self.is_held:
+        if self.is_allocated:
             return
-        self.is_held = True
-        if self._place is None:
+        self.is_allocated = True
+        if self._block is None:
             allocate_storage(self.flat)
-        elif self._place.user is None:
-            self._place.user = self
+        elif self._block.user is None:
+            self._block.user = self
         else:
             self._rebind(torch.empty_like(self.flat))
-        if self.noted is not None:
-            self.noted(self)
+        if self.on_allocate is not None:
+            self.on_allocate(self)
 
     def free(self) -> None:
-        """Gives the memory back."""
-        was_held, self.is_held = self.is_held, False
-        if self._place is None:
+        """Frees the memory."""
+        was_allocated, self.is_allocated = self.is_allocated, False
+        if self._block is None:
             free_storage(self.flat)
-        elif self._place.user is self:
-            self._place.user = None
-        elif was_held:
-            self.put(self._place)
+        elif self._block.user is self:
+            self._block.user = None
+        elif was_allocated:
+            self.use_block(self._block)
 
-    def put(self, place: _Place | None) -> None:
-        """Has the buffer, which is not held, use a place from now on; None = memory of its own,
-        whenever it is held."""
-        assert not self.is_held
-        self._place = place
-        if place is not None:
-            self._rebind(place.memory[: self.num_bytes].view(self.flat.dtype))
+    def use_block(self, block: _MemoryBlock | None) -> None:
+        """Makes the buffer, which is not allocated, use a block from now on.
+
+        Args:
+            block: None = memory of its own whenever it is allocated.
+        """
+        assert not self.is_allocated
+        self._block = block
+        if block is not None:
+            self._rebind(block.memory[: self.num_bytes].view(self.flat.dtype))
         else:
             self._rebind(torch.empty_like(self.flat))
             free_storage(self.flat)
 
 
-class FixedPlaces:
-    """Gives temporary buffers addresses that stay the same from step to step."""
+class FixedAddresses:
+    """Gives temporary buffers the same addresses in every step."""
 
     def __init__(self, buffers: Sequence[TemporaryBuffer]) -> None:
         self._buffers = buffers
-        self._passes: Mapping[Phase, int] | None = None  # of the step that was noted
-        self._together: dict[TemporaryBuffer, set[TemporaryBuffer]] = {}  # held at the same time
+        self._passes: Mapping[Phase, int] | None = None  # of the recorded step
+        # buffer -> buffers that were allocated at the same time
+        self._overlaps: dict[TemporaryBuffer, set[TemporaryBuffer]] = {}
         self._are_fixed = False
 
     def start_step(self, passes: Mapping[Phase, int]) -> None:
-        """Notes a step with new passes; gives the buffers their places in the next step with the
-        same ones.
+        """Records a step with new passes, and fixes addresses in the next one with the same.
 
         Args:
             passes: as in `GradSync.start_step`.
         """
         if passes != self._passes:
-            self._passes, self._together = passes, {}
+            self._passes, self._overlaps = passes, {}
             for buffer in self._buffers:
-                buffer.noted = self._note
+                buffer.on_allocate = self._record
                 if self._are_fixed:
-                    buffer.put(None)
+                    buffer.use_block(None)
             self._are_fixed = False
         elif not self._are_fixed:
             self._fix()
 
     def finish_step(self) -> None:
-        """Ends what `start_step` began: what is held from here on matters to no graph."""
+        """Stops recording: no graph uses buffers that are allocated between steps."""
         for buffer in self._buffers:
-            buffer.noted = None
+            buffer.on_allocate = None
 
-    def _note(self, allocated: TemporaryBuffer) -> None:
-        own = self._together.setdefault(allocated, set())
-        own.update(other for other in self._buffers if other.is_held and other is not allocated)
-        for other in own:
-            self._together[other].add(allocated)
+    def _record(self, allocated: TemporaryBuffer) -> None:
+        overlaps = self._overlaps.setdefault(allocated, set())
+        overlaps.update(b for b in self._buffers if b.is_allocated and b is not allocated)
+        for other in overlaps:
+            self._overlaps[other].add(allocated)
 
     def _fix(self) -> None:
-        """Puts each buffer that was used, the largest first, into the first place that it can
-        share."""
-        shared: list[list[TemporaryBuffer]] = []
-        for buffer in sorted(self._together, key=lambda each: each.num_bytes, reverse=True):
-            members = next(
-                (each for each in shared if self._together[buffer].isdisjoint(each)), None
-            )
-            if members is None:
-                shared.append(members := [])
-            members.append(buffer)
-        for members in shared:
-            place = _Place(members[0].num_bytes, members[0].flat.device)
-            for buffer in members:
-                buffer.put(place)
+        """Assigns each used buffer, the largest first, to the first block that it can share."""
+        groups: list[list[TemporaryBuffer]] = []
+        for buffer in sorted(self._overlaps, key=lambda b: b.num_bytes, reverse=True):
+            overlaps = self._overlaps[buffer]
+            group = next((group for group in groups if overlaps.isdisjoint(group)), None)
+            if group is None:
+                groups.append(group := [])
+            group.append(buffer)
+        for group in groups:
+            block = _MemoryBlock(group[0].num_bytes, group[0].flat.device)
+            for buffer in group:
+                buffer.use_block(block)
         self._are_fixed = True

@@ -160,7 +160,7 @@ def train_on_rank(
         if step + 1 < steps:
             buffers = _copies(model.weights(), buffers=True)
             record.weights.append(owned_slices(sync, "weight_slice") + buffers)
-    with sync.weights.whole():
+    with sync.weights.gathered():
         record.weights.append(_copies(model.weights()))
     record.moments = _moments(sync, optimizer)
     return record

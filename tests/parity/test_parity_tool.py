@@ -76,13 +76,13 @@ def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsy
 
 
 def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
-    original, lost = bucketing._kind, "layers.1.mlp.down.weight"
+    original, lost = bucketing.bucket_kind, "layers.1.mlp.down.weight"
 
     def kind(parameter, gather_format):
         found = original(parameter, gather_format)
         return ("", *found[1:]) if spec_of(parameter).name == lost else found
 
-    monkeypatch.setattr(bucketing, "_kind", kind)
+    monkeypatch.setattr(bucketing, "bucket_kind", kind)
     gradients, equal, record = found(
         capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full"
     )

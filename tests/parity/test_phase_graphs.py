@@ -23,7 +23,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.batch import IGNORED, make_micro_batch
-from megatron5d.data_parallel.temporary_buffer import FixedPlaces, TemporaryBuffer
+from megatron5d.data_parallel.temporary_buffer import FixedAddresses, TemporaryBuffer
 from megatron5d.parity import run
 from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Stage
@@ -214,7 +214,7 @@ class AddsAtOnce(Phase):
         state_of(self.weight).main_grad = flat
 
     def allocate(self):
-        if not self.grads.is_held:
+        if not self.grads.is_allocated:
             self.grads.allocate()
             self.grads.flat.zero_()
 
@@ -226,7 +226,7 @@ def test_gradients_that_a_backward_adds_at_once():
     """As those of latents that travel over cp: I allocates the gradient's buffer, and no replay
     zeroes it."""
     phase, graphs = AddsAtOnce(), RecordedGraphs()
-    stage, places = Stage([phase], graphs=graphs), FixedPlaces([phase.grads])
+    stage, places = Stage([phase], graphs=graphs), FixedAddresses([phase.grads])
     batch, x = (
         make_micro_batch(torch.zeros(1, 9, dtype=torch.int64)),
         torch.ones(4, dtype=torch.float64),

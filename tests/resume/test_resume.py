@@ -144,7 +144,7 @@ def _held_after_loading(rank, world, config):
             moments.append(
                 (f"optim.{kind}.{segment.spec.name}", flat[slice(*segment.owned)].clone())
             )
-    with loaded.sync.weights.whole():
+    with loaded.sync.weights.gathered():
         whole = [
             (spec_of(p).name, piece, p.detach().clone())
             for p in loaded.model.parameters()

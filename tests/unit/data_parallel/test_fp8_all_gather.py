@@ -1,14 +1,12 @@
-"""ZeRO-3 that gathers in FP8: slice by slice the numbers of the whole, at half the bytes, and the
-same training."""
+"""ZeRO-3 that gathers in FP8: the values and the training of bf16, at half the bytes."""
 
 import dataclasses
 
 import pytest
 import torch
-from layouts import make_rows, micro_batch
 from ranks import run_ranks
+from training_rank import TrainingRank
 
-from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import (
     Config,
     ModelConfig,
@@ -17,49 +15,43 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
-from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_tensor
 from megatron5d.precision.fp8_tensor import block_maxima, blocks_in, quantize_slice
 from megatron5d.precision.gemm import forget_copies
-from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of, state_of
-from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 @pytest.mark.parametrize(
     "stack", [(1, 300, 208), (1, 256, 128), (3, 80, 144), (2, 128, 272)], ids=str
 )
 @pytest.mark.parametrize("powers_of_two", [True, False])
-def test_slices_are_slices_of_the_whole_quantised(stack, powers_of_two, monkeypatch):
-    """Wherever a slice is cut: in a row, in a block, between experts; zeros, infinities and NaN
-    among the values."""
+def test_quantized_slices_are_slices_of_the_quantized_weight(stack, powers_of_two, monkeypatch):
+    """Wherever a slice is cut: in a row, in a block, between experts; with zeros, infinities and
+    NaN among the values."""
     monkeypatch.setattr(fp8_tensor, "_CHUNK", 128 * stack[2])  # a block row at a time
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(stack, generator=generator) * torch.logspace(-3, 3, stack[2])
-    whole[:, ::128, 0] = 50.0  # the largest of a block where the block begins
-    whole[0, :70, -90:], whole[-1, -1, 3], whole[-1, -1, 20] = 0.0, float("inf"), float("nan")
-    whole = whole.bfloat16()
-    numel = whole.numel()
-    inner = torch.randint(1, numel, (6,), generator=generator).tolist()
-    cuts = sorted({0, numel, stack[2] * 64, *inner})
+    weight = torch.randn(stack, generator=generator) * torch.logspace(-3, 3, stack[2])
+    weight[:, ::128, 0] = 50.0  # the largest of a block, where the block begins
+    weight[0, :70, -90:], weight[-1, -1, 3], weight[-1, -1, 20] = 0.0, float("inf"), float("nan")
+    weight = weight.bfloat16()
+    numel, flat = weight.numel(), weight.view(-1)
+    random_cuts = torch.randint(1, numel, (6,), generator=generator).tolist()
+    cuts = sorted({0, numel, stack[2] * 64, *random_cuts})
     spans = list(zip(cuts, cuts[1:]))
-    maxima = [block_maxima(whole.view(-1)[a:b], stack, a) for a, b in spans]
-    most = torch.stack(maxima).amax(0)
-    scales = scales_of(most, E4M3, powers_of_two)
-    straight, _ = quantize_blocks(whole, powers_of_two=powers_of_two)
-    assert torch.equal(scales, straight.scales) and scales.shape == blocks_in(stack)
+    maxima = torch.stack([block_maxima(flat[a:b], stack, a) for a, b in spans]).amax(0)
+    scales = scales_of(maxima, E4M3, powers_of_two)
+    expected, _ = quantize_blocks(weight, powers_of_two=powers_of_two)
+    assert torch.equal(scales, expected.scales) and scales.shape == blocks_in(stack)
     out = torch.zeros(numel, dtype=torch.uint8)
     for a, b in spans:
-        quantize_slice(whole.view(-1)[a:b], stack, a, most, scales, out[a:b])
-    assert torch.equal(out.view(stack), straight.values.view(torch.uint8))
-    assert straight.values.float().isnan().any() and (straight.values.float() == 0).any()
+        quantize_slice(flat[a:b], stack, a, maxima, scales, out[a:b])
+    assert torch.equal(out.view(stack), expected.values.view(torch.uint8))
+    assert expected.values.float().isnan().any() and (expected.values.float() == 0).any()
 
 
 PER_STEP = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
-CASES = {"blockwise": {}, "tensorwise": PER_STEP}  # how weights come and go
+CASES = {"blockwise": {}, "tensorwise": PER_STEP}  # recipe -> when weights are gathered
 
 
 def config_of(recipe: str, gather: bool) -> Config:
@@ -86,78 +78,58 @@ def config_of(recipe: str, gather: bool) -> Config:
     )
 
 
-def on_rank(rank, world):
-    found = []
-    for recipe in CASES:
-        for gather in (False, True):
-            config, ledger = config_of(recipe, gather), Ledger()
-            mesh = build_mesh(sizes_of(config, world), rank, recorder=ledger)
-            plan = pipeline_layout(config, world)
-            model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
-            model.initialize(1)
-            sync, _, trainer = build_trainer(config, mesh, model, plan)
-            rows, t = make_rows(config, 1), config.train
-            numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
-            batches = [micro_batch(config, rows[list(each)]) for each in numbers]
-            losses = []
-            for _ in range(2):
-                ledger.clear()
-                losses.append(trainer.step(batches, 1e-2).losses["loss"])
-            sent = [
-                ledger.totals[axis, "all_gather"].num_bytes for axis in ("dp_shard_cp", "edp_shard")
-            ]
-            held = [bucket.holds(wide=False) for bucket in sync.buckets]
-            narrow = {id(p) for bucket in sync.buckets if bucket.format for p in bucket.parameters}
-            owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.format)
-            with sync.weights.whole():
-                weights = {
-                    spec_of(p).name: p.detach().float().numpy().copy() for p in model.parameters()
-                }
-            names = {spec_of(p).name for p in model.parameters() if id(p) in narrow}
-            trainer.evaluate(batches)
-            copies = [
-                spec_of(p).name for p in model.parameters() if state_of(p).fp8_copies is not None
-            ]
-            found.append((losses, weights, sum(sent), names, owned, any(held), copies))
-    return found
+@dataclasses.dataclass
+class Outcome:
+    losses: list[float]
+    weights: list
+    gathered_bytes: int
+    fp8_names: set[str]  # parameters that are gathered in FP8
+    fp8_numel: int  # elements of this rank's slices of them
+
+
+def train(rank, world, recipe, gather):
+    run, losses = TrainingRank(config_of(recipe, gather), rank, world), []
+    for _ in range(2):
+        losses.append(run.step().losses["loss"])
+    axes = ("dp_shard_cp", "edp_shard")
+    num_bytes = sum(run.ledger.totals[axis, "all_gather"].num_bytes for axis in axes)
+    assert not any(bucket.is_gathered(in_model_dtype=False) for bucket in run.sync.buckets)
+    weights = run.weights()
+    run.evaluate()
+    # FP8 copies are dropped together with the weights that they were made from
+    assert all(state_of(parameter).fp8_copies is None for parameter in run.model.parameters())
+    buckets = [bucket for bucket in run.sync.buckets if bucket.format]
+    names = {spec_of(parameter).name for bucket in buckets for parameter in bucket.parameters}
+    return Outcome(losses, weights, num_bytes, names, sum(b.slice_numel for b in buckets))
 
 
 def test_the_same_training_at_half_the_bytes():
     matrices = {f"layers.1.attention.{name}.weight" for name in ("qkv", "out")}
-    matrices |= {
-        f"layers.{i}.{name}.weight"
-        for i, block in enumerate(("mlp", "experts"))
-        for name in (f"{block}.up", f"{block}.down")
-    }
-    for rank in run_ranks(on_rank, 4):
-        runs = iter(rank)
-        for recipe in CASES:
-            (
-                (losses, weights, sent, none, _, _, kept),
-                (theirs, eight, less, names, owned, held, copies),
-            ) = (
-                next(runs),
-                next(runs),
-            )
-            assert theirs == losses, recipe
-            assert all((eight[name] == weights[name]).all() for name in weights), recipe
-            assert names == matrices and not none and not held, recipe
-            assert not kept and not copies, "FP8 copies go with the weights that they were made of"
+    for layer in ("layers.0.mlp", "layers.1.experts"):
+        matrices |= {f"{layer}.up.weight", f"{layer}.down.weight"}
+
+    def on_rank(rank, world):
+        return [
+            [train(rank, world, recipe, gather) for gather in (False, True)] for recipe in CASES
+        ]
+
+    for outcomes in run_ranks(on_rank, 4):
+        for recipe, (plain, fp8) in zip(CASES, outcomes):
+            assert fp8.losses == plain.losses, recipe
+            assert all((a == b).all() for a, b in zip(fp8.weights, plain.weights)), recipe
+            assert fp8.fp8_names == matrices and not plain.fp8_names, recipe
             gathers = 1 if CASES[recipe] else 2 * 2  # two micro-batches, forward and backward
-            # a byte of two, on two ranks
-            assert sent - less == pytest.approx(gathers * owned, rel=0.01), recipe
+            saved = plain.gathered_bytes - fp8.gathered_bytes
+            # one byte of two, on two ranks
+            assert saved == pytest.approx(gathers * fp8.fp8_numel, rel=0.01), recipe
 
 
-def test_after_an_update_weights_are_quantised_anew():
-    """Where they stay whole, the optimiser writes past the parameters, and nobody but the gather
-    can tell."""
+def test_weights_are_quantized_again_after_an_update():
+    """Without ZeRO-3 the optimizer writes the weights' memory directly, which only the gather can
+    notice."""
     config = dataclasses.replace(config_of("blockwise", False), parallel=ParallelConfig())
-    plan = pipeline_layout(config, 1)
-    model = GPT(config, build_mesh(sizes_of(config, 1)), "cpu", plan.stage_specs(0), plan.shared)
-    model.initialize(1)
-    _, _, trainer = build_trainer(config, build_mesh(sizes_of(config, 1)), model, plan)
-    batches = [micro_batch(config, row[None]) for row in make_rows(config, 1)]
-    trainer.step(batches, 1e-2)
-    loss = trainer.evaluate(batches)
-    forget_copies(model.parameters())
-    assert torch.equal(loss, trainer.evaluate(batches))
+    run = TrainingRank(config)
+    run.step()
+    loss = run.evaluate()
+    forget_copies(run.model.parameters())
+    assert torch.equal(loss, run.evaluate())

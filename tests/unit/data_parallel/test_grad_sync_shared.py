@@ -1,5 +1,4 @@
-"""Reductions that mirrored ranks share start in one order, however differently their stages
-finish."""
+"""Mirrored ranks start their common reductions in one order, however their stages finish."""
 
 from dataclasses import replace
 
@@ -25,18 +24,20 @@ class Unit(nn.Module):
         self.weight.data.zero_()
 
 
-def finished(sync, units, order, rank):
-    """Each phase gets one gradient of rank + 1, in the given order; returns the order in which
-    reductions started."""
-    started = []
-    # the one that the mirror takes part in
-    name = "start_reduce" if sync.zero == 1 else "start_sum_replicas"
-    for index, bucket in enumerate(sync.buckets):
-        begin = getattr(bucket, name)
+def run_step(sync, units, order, rank):
+    """Adds one gradient of rank + 1 to each unit, in the given order.
 
-        def start(begin=begin, index=index):
+    Returns:
+        Buckets whose common reductions started before the end of the step, and in all of it.
+    """
+    started = []
+    name = "start_reduce" if sync.zero == 1 else "start_sum_replicas"  # the common reduction
+    for index, bucket in enumerate(sync.buckets):
+        original = getattr(bucket, name)
+
+        def start(original=original, index=index):
             started.append(index)
-            return begin()
+            return original()
 
         setattr(bucket, name, start)
     sync.register(units)
@@ -44,78 +45,79 @@ def finished(sync, units, order, rank):
     for i in order:
         grad_buffer(units[i].weight).add_(rank + 1)
         sync.after(units[i], "wgrad")
-    before_end = list(started)
+    early = list(started)
     sync.finish_reduce()
-    return before_end, started, [bucket.grads[:5].tolist() for bucket in sync.buckets]
+    return early, started
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("checked", [False, True])
-def test_mirrored_ranks_reduce_in_one_order(zero, checked, over_gloo):
+@pytest.mark.parametrize("debug", [False, True])
+def test_mirrored_ranks_reduce_in_one_order(zero, debug, over_gloo):
     def on_rank(rank, world):
-        if checked:
+        if debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         mesh = build_mesh(resolve(world, pp=2), rank, shared={"pair": [(0, 1)]})
-        units = [Unit("a", "pair"), Unit("own", ""), Unit("b", "pair")]
+        units = [Unit("a", "pair"), Unit("local", ""), Unit("b", "pair")]
         sync = GradSync([[unit] for unit in units], mesh, zero, torch.float64)
-        order = [0, 1, 2] if rank == 0 else [2, 1, 0]
-        return finished(sync, units, order, rank)
+        early, started = run_step(sync, units, [0, 1, 2] if rank == 0 else [2, 1, 0], rank)
+        return early, started, [bucket.grads[:5].tolist() for bucket in sync.buckets]
 
-    (first, one, grads), (second, two, theirs) = run_ranks(on_rank, 2)
-    shared = [[index for index in started if index != 1] for started in (one, two)]
-    assert shared == [[0, 2], [0, 2]]
-    # a bucket of this rank alone waits for nobody, and under ZeRO-1 has no line to sum
-    own = [] if zero == 1 else [1]
-    if checked:
-        assert first == second == own
+    ranks = run_ranks(on_rank, 2)
+    for _, started, _ in ranks:
+        assert [index for index in started if index != 1] == [0, 2]
+    # the local bucket waits for no other rank, and has no shard axis under ZeRO-1
+    local = [] if zero == 1 else [1]
+    (early_0, _, grads_0), (early_1, _, grads_1) = ranks
+    if debug:
+        assert early_0 == early_1 == local
     else:
-        assert first == [0, *own, 2] and second == [*own, 0, 2]
+        assert early_0 == [0, *local, 2] and early_1 == [*local, 0, 2]
     if zero != 1:
-        assert grads[0] == theirs[0] == [3.0] * 5 and (grads[1], theirs[1]) == (
-            [1.0] * 5,
-            [2.0] * 5,
-        )
+        assert grads_0[0] == grads_1[0] == [3.0] * 5
+        assert (grads_0[1], grads_1[1]) == ([1.0] * 5, [2.0] * 5)
 
 
-def test_nobody_waits_for_the_mirror_before_the_step_ends():
-    """Under ZeRO-1 with replicas: the mirror may first need this rank for something else."""
+def test_a_rank_waits_for_its_mirror_only_at_the_end_of_the_step():
+    """Under ZeRO-1 with replicas the mirror may wait for this rank in another collective first."""
 
     def on_rank(rank, world):
         mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, shared={"pair": [(0, 1)]})
-        units, waited, under_way = [Unit("a", "pair"), Unit("b", "pair")], [], []
+        units, finished, early_finished = [Unit("a", "pair"), Unit("b", "pair")], [], []
         sync = GradSync([[unit] for unit in units], mesh, 1, torch.float64)
         for bucket in sync.buckets:
             bucket.finish_reduce = lambda finish=bucket.finish_reduce: (
-                waited.append("a sum"),
+                finished.append("a sum"),
                 finish(),
             )
-        sync.finish_reduce = lambda finish=sync.finish_reduce: (under_way.extend(waited), finish())
-        early, started, _ = finished(sync, units, [0, 1], rank)
+        sync.finish_reduce = lambda finish=sync.finish_reduce: (
+            early_finished.extend(finished),
+            finish(),
+        )
+        early, started = run_step(sync, units, [0, 1], rank)
         owned = [
-            bucket.grad_slice[slice(*each.owned)].tolist()
+            bucket.grad_slice[slice(*segment.owned)].tolist()
             for bucket in sync.buckets
-            for each in bucket.segments()
+            for segment in bucket.segments()
         ]
-        return early, started, under_way, owned
+        return early, started, early_finished, owned
 
-    for rank, (early, started, under_way, owned) in enumerate(run_ranks(on_rank, 4)):
-        assert early == started == [0, 1] and not under_way, f"rank {rank} waited"
+    for rank, (early, started, early_finished, owned) in enumerate(run_ranks(on_rank, 4)):
+        assert early == started == [0, 1] and not early_finished, f"rank {rank} waited"
         assert all(set(values) == {10.0} for values in owned)
 
 
 def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
     def on_rank(rank, world):
         mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, shared={"pair": [(0, 1)]})
-        return [
-            tuple(axis.ranks for axis in data_axes(mesh, zero, shared))
+        return {
+            (zero, shared): tuple(axis.ranks for axis in data_axes(mesh, zero, shared))
             for zero in (0, 1, 2)
             for shared in ("", "pair")
-        ]
+        }
 
-    found = run_ranks(on_rank, 8)[5]  # pp rank 1 of 2, dp 4 = replicate 2 × shard 2
-    assert found[0][1] == (4, 5, 6, 7)
-    assert found[1][1] == tuple(range(8))
-    assert found[2] == ((4, 5), (5, 7))
-    assert found[3] == ((0, 1, 4, 5), (5, 7))
-    assert found[4] == ((4, 5), (5, 7))
-    assert found[5] == ((4, 5), (1, 3, 5, 7))
+    axes = run_ranks(on_rank, 8)[5]  # pp rank 1 of 2, dp 4 = replicate 2 × shard 2
+    assert axes[0, ""][1] == (4, 5, 6, 7)
+    assert axes[0, "pair"][1] == tuple(range(8))
+    assert axes[1, ""] == axes[2, ""] == ((4, 5), (5, 7))
+    assert axes[1, "pair"] == ((0, 1, 4, 5), (5, 7))
+    assert axes[2, "pair"] == ((4, 5), (1, 3, 5, 7))

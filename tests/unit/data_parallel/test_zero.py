@@ -1,5 +1,4 @@
-"""ZeRO stages: what travels in a step, what stays resident, and that all of them train the same
-bits."""
+"""ZeRO stages: what a step sends, what stays resident, and that all of them train the same bits."""
 
 import dataclasses
 import math
@@ -7,19 +6,16 @@ import time
 
 import pytest
 import torch
-from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
 from recorded_graphs import RecordedGraphs
 from torch import nn
+from training_rank import TrainingRank
 
-from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
-from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel import temporary_buffer
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.gpt import GPT
 from megatron5d.phases.wgrad import grad_buffer
 from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.topology.axis import Axis
@@ -27,152 +23,98 @@ from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, state_of, unsharded
 from megatron5d.train import build
-from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import pipeline_layout
 
 PER_STEP = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
-
-
-class OnRank:
-    """One rank of a training, and what it counts."""
-
-    def __init__(self, config, rank: int, world: int) -> None:
-        self.config, self.ledger = config, Ledger()
-        mesh = build_mesh(sizes_of(config, world), rank, recorder=self.ledger)
-        plan = pipeline_layout(config, world)
-        self.model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
-        self.model.initialize(1)
-        self.sync, _, self.trainer = build_trainer(config, mesh, self.model, plan)
-        rows, t = make_rows(config, 1), config.train
-        numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
-        self.batches = [micro_batch(config, rows[list(each)]) for each in numbers]
-
-    def step(self):
-        self.ledger.clear()
-        return self.trainer.step(self.batches, 1e-2)
-
-    def sent(self, axis: str = "dp_shard_cp") -> tuple[int, int]:
-        """Elements of gathers and of reductions on an axis in the last step."""
-        self.sync.finish_gather()
-        return tuple(
-            self.ledger.totals[axis, op].elements for op in ("all_gather", "reduce_scatter")
-        )
-
-    def resident(self) -> tuple[int, int]:
-        """Bytes of all storages of weights, and of gradients."""
-        buckets = self.sync.buckets
-        tensors = (
-            [t for b in buckets for t in (b.weights, b.weight_slice)],
-            [t for b in buckets for t in (b.grads, b.grad_slice)],
-        )
-        storages = [
-            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in each}
-            for each in tensors
-        ]
-        return tuple(sum(each.values()) for each in storages)
-
-
 RECOMPUTE = {
     "none": RecomputeConfig(),
     "full": RecomputeConfig("full"),
     "pairs": RecomputeConfig("full", group_layers=2),
 }
-
-
-def of_kind(name: str):
-    if name != "experts":
-        return config_of(name).model
-    return dataclasses.replace(config_of().model, num_experts=4, top_k=2, moe_ffn_hidden_size=48)
+EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 48}
 
 
 def config(
     zero: int,
-    micro_batches: int,
+    num_microbatches: int,
     *,
     world: int = 2,
     recompute: str = "none",
     dtype: str = "fp32",
     fp8: str = "none",
     fp8_gather: bool = True,
+    model: dict | None = None,
     **parallel,
 ):
-    made = config_of(
-        zero=zero, gbs=micro_batches * world, recompute=RECOMPUTE[recompute], **parallel
+    base = config_of(
+        zero=zero, gbs=num_microbatches * world, recompute=RECOMPUTE[recompute], **parallel
     )
-    return dataclasses.replace(made, precision=PrecisionConfig(dtype, fp8, fp8_gather=fp8_gather))
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, **(model or {})),
+        precision=PrecisionConfig(dtype, fp8, fp8_gather=fp8_gather),
+    )
 
 
-# (stage, micro-batches, options) -> (gathers, reductions) in units of Ψ·(n-1)/n; what turning saves
-# comes off
+# (stage, micro-batches, options) -> (gathers, reductions) in units of Ψ·(n-1)/n; the test subtracts
+# units that two actions share
 TRAFFIC = [
     (1, 2, {}, (1, 1)),
     (2, 2, {}, (1, 2)),
     (2, 2, {"grad_reduce": "per_step"}, (1, 1)),
     (3, 1, {}, (2, 1)),  # the paper's 3Ψ
     (3, 1, {"recompute": "full"}, (2, 1)),
-    # a layer that runs again before its backward is next is kept till then
+    # a layer that is recomputed right before its backward stays gathered until then
     (3, 1, {"recompute": "pairs"}, (2, 1)),
     (3, 3, {}, (6, 3)),
     (3, 3, {"zero3_gather": "per_step"}, (1, 3)),
-    (3, 3, PER_STEP, (1, 1)),  # 2Ψ however often micro-batches pass
+    (3, 3, PER_STEP, (1, 1)),  # 2Ψ for any number of micro-batches
 ]
 
 
 def test_elements_per_step_are_what_the_formula_says():
     def on_rank(rank, world):
-        found = []
+        measured = []
         for zero, m, options, _ in TRAFFIC:
-            here = OnRank(config(zero, m, world=world, **options), rank, world)
-            exposed = here.step().zero_exposed_s
-            found.append((here.sent(), [bucket.numel for bucket in here.sync.buckets], exposed))
-        return found
+            run = TrainingRank(config(zero, m, world=world, **options), rank, world)
+            exposed = run.step().zero_exposed_s
+            run.sync.finish_gather()
+            sent = tuple(
+                run.ledger.totals["dp_shard_cp", op].elements
+                for op in ("all_gather", "reduce_scatter")
+            )
+            measured.append((sent, [bucket.numel for bucket in run.sync.buckets], exposed))
+        return measured
 
     world = 4
-    for rank in run_ranks(on_rank, world):
+    for measured in run_ranks(on_rank, world):
         for (zero, m, options, (gathers, reductions)), (sent, numels, exposed) in zip(
-            TRAFFIC, rank, strict=True
+            TRAFFIC, measured, strict=True
         ):
-            turns = m * numels[-1] + (m - 1) * numels[0] if gathers == 2 * m else 0
-            elements = gathers * sum(numels) - turns, reductions * sum(numels)
-            assert sent == tuple(count * (world - 1) // world for count in elements), (
-                zero,
-                m,
-                options,
-            )
-            # the first step of ZeRO-1 and 2 has nothing to wait for
+            shared = m * numels[-1] + (m - 1) * numels[0] if gathers == 2 * m else 0
+            elements = gathers * sum(numels) - shared, reductions * sum(numels)
+            expected = tuple(count * (world - 1) // world for count in elements)
+            assert sent == expected, (zero, m, options)
+            # the first step of ZeRO-1 and 2 has no gather to wait for
             assert (exposed > 0) == (zero == 3), (zero, exposed)
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("fp8", ["none", "blockwise"])
 def test_a_wait_for_a_late_rank_is_exposed(fp8):
-    """In FP8 the first wait of a step is not for weights, but for the largest magnitudes of their
-    blocks."""
+    """In FP8 a step first waits not for weights, but for the maxima of their blocks."""
 
     def on_rank(rank, world):
-        whole_blocks = {
-            "hidden_size": 256,
-            "ffn_hidden_size": 256,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 64,
-        }
-        made = config(3, 1)
-        model = dataclasses.replace(made.model, **whole_blocks)
-        here = OnRank(
-            dataclasses.replace(made, model=model, precision=PrecisionConfig("bf16", fp8)),
-            rank,
-            world,
-        )
-        start_step = here.sync.weights.start_step
+        sizes = {"hidden_size": 256, "ffn_hidden_size": 256, "num_kv_heads": 2, "head_dim": 64}
+        run = TrainingRank(config(3, 1, dtype="bf16", fp8=fp8, model=sizes), rank, world)
+        start_step = run.sync.weights.start_step
 
-        def late(passes):
+        def start_late(passes):
             start_step(passes)
             time.sleep(0.5 * rank)
 
-        here.step()
-        here.sync.weights.start_step = late
-        return here.step().zero_exposed_s
+        run.step()
+        run.sync.weights.start_step = start_late
+        return run.step().zero_exposed_s
 
     waited, late = run_ranks(on_rank, 2)
     assert waited > 0.4 and late < 0.3
@@ -181,115 +123,93 @@ def test_a_wait_for_a_late_rank_is_exposed(fp8):
 STAGES = [(0, {}), (1, {}), (2, {}), (3, {}), (3, PER_STEP)]
 
 
+def storage_bytes(tensors) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
 def test_resident_bytes_are_what_the_stage_promises():
-    """Between steps, in bf16 with fp32 gradients; at no moment of a step more than two units are
-    whole."""
+    """Between steps, in bf16 with fp32 gradients; during a step at most two units are gathered."""
 
     def on_rank(rank, world):
-        found = []
+        measured = []
         for zero, options in STAGES:
-            here = OnRank(config(zero, 2, dtype="bf16", **options), rank, world)
-            whole = []
-            heard = here.sync.after
+            run = TrainingRank(config(zero, 2, dtype="bf16", **options), rank, world)
+            buckets, after, counts = run.sync.buckets, run.sync.after, []
 
-            def after(phase, kind, heard=heard, here=here, whole=whole):
-                heard(phase, kind)
+            def count_after(phase, kind, buckets=buckets, after=after, counts=counts):
+                after(phase, kind)
                 if kind == "wgrad":
-                    held = (
-                        [getattr(b, f"holds_{what}") for b in here.sync.buckets]
-                        for what in ("weights", "grads")
+                    counts.append(
+                        [sum(b.holds_weights for b in buckets), sum(b.holds_grads for b in buckets)]
                     )
-                    whole.append(list(map(sum, held)))
 
-            here.sync.after = after
-            here.step()
-            here.sync.finish_gather()
-            numel = sum(bucket.numel for bucket in here.sync.buckets)
-            peak = [max(column) for column in zip(*whole)]
-            found.append(
-                (
-                    numel,
-                    here.resident(),
-                    peak,
-                    len(here.sync.buckets),
-                    [weights for weights, _ in whole],
-                )
+            run.sync.after = count_after
+            run.step()
+            run.sync.finish_gather()
+            resident = (
+                storage_bytes(t for b in buckets for t in (b.weights, b.weight_slice)),
+                storage_bytes(t for b in buckets for t in (b.grads, b.grad_slice)),
             )
-        return found
+            measured.append((sum(b.numel for b in buckets), resident, counts, len(buckets)))
+        return measured
 
-    for rank in run_ranks(on_rank, 2):
-        for (zero, options), (numel, resident, peak, count, weights_whole) in zip(
-            STAGES, rank, strict=True
+    for measured in run_ranks(on_rank, 2):
+        for (zero, options), (numel, resident, counts, num_buckets) in zip(
+            STAGES, measured, strict=True
         ):
-            weights, grads = (
-                (numel // 2 if zero >= 3 else numel),
-                (numel // 2 if zero >= 2 else numel),
-            )
+            weights, grads = numel // (1 + (zero >= 3)), numel // (1 + (zero >= 2))
             assert resident == (2 * weights, 4 * grads), (zero, options)
-            assert peak[0] == (2 if zero == 3 and not options else count), (zero, options, peak)
-            assert peak[1] <= (2 if zero >= 2 and not options else count), (zero, options, peak)
-            # head, two layers of two phases, embedding: the next unit is there in time
-            if zero == 3 and not options:
-                assert weights_whole == [1, 2, 1, 2, 1, 1, 1, 2, 1, 2, 1, 0]
+            gathered, with_grads = zip(*counts)
+            is_temporary = zero == 3 and not options
+            assert max(gathered) == (2 if is_temporary else num_buckets), (zero, options)
+            assert max(with_grads) <= (2 if zero >= 2 and not options else num_buckets)
+            # head, two layers of two phases, embedding: the next unit is gathered in time
+            if is_temporary:
+                assert gathered == (1, 2, 1, 2, 1, 1, 1, 2, 1, 2, 1, 0)
 
 
 def test_stages_train_the_same_bits_where_they_reduce_alike():
-    """One micro-batch: all (two ranks have but one order to add up in), as long as ZeRO-0 and
-    ZeRO-3 that gathers in 8 bits, whose norms add up other pieces, do not clip by them. More
-    micro-batches: those that reduce equally often."""
-    free = {"optim": {"clip": 0.0}}
+    """With one micro-batch all stages: two ranks have only one order to sum in.
+
+    The norms of ZeRO-0, and of ZeRO-3 that gathers in FP8, sum other pieces, so these are compared
+    without clipping. With more micro-batches those agree that reduce equally often.
+    """
+    no_clip = {"optim": {"clip": 0.0}}
     wide = {"fp8": "blockwise", "fp8_gather": False}
-    alike = [
-        [(1, 1, free), (0, 1, free), (3, 1, free)],
-        [
-            (1, 1, {}),
-            (2, 1, {}),
-            (3, 1, {}),
-            (3, 1, {"recompute": "full"}),
-            (3, 1, {"recompute": "pairs"}),
-        ],
-        [
-            (1, 3, {}),
-            (2, 3, {"grad_reduce": "per_step"}),
-            (3, 3, {"grad_reduce": "per_step"}),
-            (3, 3, PER_STEP),
-        ],
+    fp8 = {"fp8": "blockwise", **no_clip}
+    reduce_once = {"grad_reduce": "per_step"}
+    recomputed = [(3, 1, {"recompute": mode}) for mode in ("full", "pairs")]
+    groups = [
+        [(1, 1, no_clip), (0, 1, no_clip), (3, 1, no_clip)],
+        [(1, 1, {}), (2, 1, {}), (3, 1, {}), *recomputed],
+        [(1, 3, {}), (2, 3, reduce_once), (3, 3, reduce_once), (3, 3, PER_STEP)],
         [(2, 3, {}), (3, 3, {}), (3, 3, {"zero3_gather": "per_step"})],
         [(1, 1, wide), (2, 1, wide), (3, 1, wide)],
-        [(1, 1, {"fp8": "blockwise", **free}), (3, 1, {"fp8": "blockwise", **free})],
+        [(1, 1, fp8), (3, 1, fp8)],
     ]
 
     def on_rank(rank, world):
-        found = []
-        for zero, m, options in (case for cases in alike for case in cases):
-            here = OnRank(config(zero, m, dtype="bf16", **options), rank, world)
-            losses = [
-                (result.losses["loss"], result.grad_norm) for result in (here.step(), here.step())
-            ]
-            with here.sync.weights.whole():
-                found.append(
-                    (losses, [p.detach().float().numpy().copy() for p in here.model.parameters()])
-                )
-        return found
+        outcomes = []
+        for zero, m, options in (case for cases in groups for case in cases):
+            run = TrainingRank(config(zero, m, dtype="bf16", **options), rank, world)
+            results = run.step(), run.step()
+            losses = [result.losses["loss"] for result in results]
+            outcomes.append((losses, [result.grad_norm for result in results], run.weights()))
+        return outcomes
 
-    for rank in run_ranks(on_rank, 2):
-        runs = iter(rank)
-        for cases in alike:
-            (losses, weights), *others = [next(runs) for _ in cases]
-            for case, (their_losses, theirs) in zip(cases[1:], others):
+    for rank_outcomes in run_ranks(on_rank, 2):
+        outcomes = iter(rank_outcomes)
+        for cases in groups:
+            (losses, norms, weights), *others = [next(outcomes) for _ in cases]
+            for case, (other_losses, other_norms, other_weights) in zip(cases[1:], others):
                 zero, _, options = case
-                norms = (
-                    1
-                    if zero == 0 or (zero == 3 and "fp8" in options and "fp8_gather" not in options)
-                    else 2
-                )
-                assert [each[:norms] for each in their_losses] == [
-                    each[:norms] for each in losses
-                ], case
-                assert all((a == b).all() for a, b in zip(theirs, weights)), case
+                assert other_losses == losses, case
+                assert zero == 0 or (zero == 3 and options is fp8) or other_norms == norms, case
+                assert all((a == b).all() for a, b in zip(other_weights, weights)), case
 
 
-HELD = [
+CASES = [
     (0, 1, {}),
     (1, 2, {}),
     (2, 2, {}),
@@ -298,56 +218,57 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize("model", ["odd_vocab_tied", "mla", "gpt2_style", "experts"])
-def test_what_the_gradients_buffers_held_counts_for_nothing(model, monkeypatch):
-    """The first gradient of a step is written over it, and parameters that get none are settled:
-    not a number goes in wherever memory is new or was the last step's."""
+@pytest.mark.parametrize("name", ["odd_vocab_tied", "mla", "gpt2_style", "experts"])
+def test_undefined_gradient_buffers_do_not_matter(name, monkeypatch):
+    """A step's first gradient overwrites them, and missing gradients are zeroed: the results are
+    the same if new memory, or the last step's, holds NaN."""
 
     def on_rank(rank, world):
-        allocate, found = temporary_buffer.allocate_storage, []
+        allocate, outcomes = temporary_buffer.allocate_storage, []
 
-        def undefined(flat):
+        def allocate_nan(flat):
             allocate(flat)
             flat.fill_(math.nan if flat.is_floating_point() else 255)
 
-        for zero, m, options in HELD:
+        for zero, m, options in CASES:
             for poisoned in (False, True):
                 monkeypatch.setattr(
-                    temporary_buffer, "allocate_storage", undefined if poisoned else allocate
+                    temporary_buffer, "allocate_storage", allocate_nan if poisoned else allocate
                 )
-                made = config(zero, m, world=world, **({"dtype": "fp32"} | options))
-                here = OnRank(dataclasses.replace(made, model=of_kind(model)), rank, world)
+                base = config(zero, m, world=world, **options)
+                model = (
+                    dataclasses.replace(base.model, **EXPERTS)
+                    if name == "experts"
+                    else config_of(name).model
+                )
+                run = TrainingRank(dataclasses.replace(base, model=model), rank, world)
                 results = []
                 for _ in range(2):
-                    for bucket in here.sync.buckets if poisoned and zero < 2 else ():
+                    for bucket in run.sync.buckets if poisoned and zero < 2 else ():
                         for parameter in bucket.parameters:
                             state_of(parameter).main_grad.fill_(math.nan)
-                    results.append(here.step())
-                found.append(
-                    [(each.losses["loss"], each.grad_norm, each.skipped) for each in results]
-                )
-        return found
+                    results.append(run.step())
+                outcomes.append([(r.losses["loss"], r.grad_norm, r.skipped) for r in results])
+        return outcomes
 
-    for found in run_ranks(on_rank, 2):
-        assert found[::2] == found[1::2] and all(norm > 0 for _, norm, _ in sum(found, []))
+    for outcomes in run_ranks(on_rank, 2):
+        assert outcomes[::2] == outcomes[1::2]
+        assert all(norm > 0 for _, norm, _ in sum(outcomes, []))
 
 
-def test_whole_weights_and_gradients_are_never_there_together():
-    shard = Axis("dp_shard_cp", (0, 1), 0)
-    parameter = new_parameter(
-        (50, 32), ShardSpec("weight", (50, 32), unsharded((50, 32))), torch.float32, "cpu"
-    )
+def test_full_weights_and_gradients_are_never_allocated_together():
+    spec = ShardSpec("weight", (50, 32), unsharded((50, 32)))
+    parameter = new_parameter((50, 32), spec, torch.float32, "cpu")
     with MemoryWatch() as watch:
+        shard = Axis("dp_shard_cp", (0, 1), 0)
         bucket = Bucket([parameter], shard, Axis("dp_replicate"), torch.float32, zero=3)
     assert bucket.numel == 1600
-    assert watch.peak_bytes == 4 * (1600 + 2 * 800), (
-        "main gradients while they are allocated, and both slices"
-    )
+    # the full main gradients, and both slices
+    assert watch.peak_bytes == 4 * (1600 + 2 * 800)
 
 
-def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
-    """A stage of one layer: nothing comes between the sum of one micro-batch and the gradient of
-    the next."""
+def test_a_single_unit_reduces_each_micro_batch_before_the_next():
+    """In a stage of one layer no other gradient is computed between two micro-batches' ones."""
 
     def on_rank(rank, world):
         unit = nn.Linear(7, 5, bias=False)
@@ -355,88 +276,76 @@ def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
         sync = GradSync([[unit]], build_mesh(resolve(world), rank), 2, torch.float32)
         sync.register([unit])
         sync.start_step({unit: 3})
-        for number in range(3):
-            grad_buffer(unit.weight).add_(10**number * (rank + 1))
+        for i in range(3):
+            grad_buffer(unit.weight).add_(10**i * (rank + 1))
             sync.after(unit, "wgrad")
         sync.finish_reduce()
         (bucket,) = sync.buckets
-        return [
-            bucket.grad_slice[slice(*segment.owned)].unique().tolist()
-            for segment in bucket.segments()
-        ]
+        (segment,) = bucket.segments()
+        return bucket.grad_slice[slice(*segment.owned)].unique().tolist()
 
-    assert run_ranks(on_rank, 2) == [[[333.0]]] * 2
+    assert run_ranks(on_rank, 2) == [[333.0]] * 2
 
 
 @pytest.mark.parametrize("options", [{}, PER_STEP])
-def test_an_evaluation_gathers_and_leaves_nothing_behind(options):
+def test_an_evaluation_frees_what_it_gathers(options):
     def on_rank(rank, world):
         sums = []
         for zero in (1, 3):
-            here = OnRank(config(zero, 2, **(options if zero == 3 else {})), rank, world)
-            sums.append(here.trainer.evaluate(here.batches).tolist())
-            here.step()
-            sums.append(here.trainer.evaluate(here.batches).tolist())
-        return sums, [bucket.holds_weights for bucket in here.sync.buckets]
+            run = TrainingRank(config(zero, 2, **(options if zero == 3 else {})), rank, world)
+            sums.append(run.evaluate().tolist())
+            run.step()
+            sums.append(run.evaluate().tolist())
+        return sums, [bucket.holds_weights for bucket in run.sync.buckets]
 
-    for (before, after, theirs_before, theirs_after), held in run_ranks(on_rank, 2):
-        assert theirs_before == pytest.approx(before, rel=1e-6) and theirs_after == pytest.approx(
-            after, rel=1e-5
-        )
-        assert before != after and not any(held)
+    for (before, after, before_3, after_3), gathered in run_ranks(on_rank, 2):
+        assert before_3 == pytest.approx(before, rel=1e-6)
+        assert after_3 == pytest.approx(after, rel=1e-5)
+        assert before != after and not any(gathered)
 
 
-@pytest.mark.parametrize("zero, places", [(2, 2), (3, 5)])
-def test_graphs_find_temporary_buffers_where_they_were(zero, places):
-    """Whatever comes between: evaluations, weights read from outside, steps of other numbers of
-    micro-batches."""
+@pytest.mark.parametrize("zero, num_blocks", [(2, 2), (3, 5)])
+def test_graphs_find_temporary_buffers_at_fixed_addresses(zero, num_blocks):
+    """Despite evaluations, reads of the weights and steps with other numbers of micro-batches."""
 
     def on_rank(rank, world):
         runs = []
         for graphs in (None, RecordedGraphs()):
             build._graphs = lambda config, mesh, graphs=graphs: graphs
-            made = config(zero, 4, world=world)
-            model = dataclasses.replace(made.model, num_layers=6)
-            here = OnRank(dataclasses.replace(made, model=model), rank, world)
-            batches, found = here.batches, []
+            run = TrainingRank(config(zero, 4, world=world, model={"num_layers": 6}), rank, world)
+            batches, figures = run.batches, []
             for count in (4, 4, 4, 2, 2, 2, 4, 4, 4):
-                here.batches = batches[:count]
-                found.append(here.step().losses["loss"])
-                with here.sync.weights.whole():
-                    found.append(sum(float(weight.sum()) for weight in here.model.parameters()))
-                found.append(float(here.trainer.evaluate(batches)[0]))
-            runs.append(found)
-        held = [
-            each.flat.untyped_storage()
-            for bucket in here.sync.buckets
-            for each in bucket.temporary_buffers
+                run.batches = batches[:count]
+                figures.append(run.step().losses["loss"])
+                with run.sync.weights.gathered():
+                    figures.append(sum(float(weight.sum()) for weight in run.model.parameters()))
+                figures.append(float(run.trainer.evaluate(batches)[0]))
+            runs.append(figures)
+        storages = [
+            buffer.flat.untyped_storage()
+            for bucket in run.sync.buckets
+            for buffer in bucket.temporary_buffers
         ]
-        return (
-            runs,
-            [storage.nbytes() for storage in held],
-            len({storage.data_ptr() for storage in held}),
-        )
+        addresses = {storage.data_ptr() for storage in storages}
+        return runs, min(storage.nbytes() for storage in storages), len(addresses)
 
-    for (plain, replayed), sizes, found in run_ranks(on_rank, 2):
+    for (plain, replayed), smallest, num_addresses in run_ranks(on_rank, 2):
         assert replayed == pytest.approx(plain, rel=1e-6) and len(set(plain)) == len(plain)
-        assert min(sizes) > 0 and found == places, (
-            f"{len(sizes)} buffers take turns in {found} places"
-        )
+        assert smallest > 0 and num_addresses == num_blocks
 
 
-def test_what_autograd_has_saved_sees_the_weights_again():
-    """The storage is emptied and filled in place: a view taken before is a view of the new
-    values."""
+def test_views_that_autograd_saved_see_the_gathered_weights():
+    """The storage is freed and allocated in place."""
 
     def on_rank(rank, world):
-        here = OnRank(config(3, 1), rank, world)
-        parameter, view = next(here.model.parameters()), None
-        with here.sync.weights.whole():
+        run = TrainingRank(config(3, 1), rank, world)
+        parameter = next(run.model.parameters())
+        with run.sync.weights.gathered():
             view, before = parameter.detach().view(-1)[:4], parameter.detach().clone()
             version = parameter._version
-        empty = parameter.untyped_storage().nbytes()
-        with here.sync.weights.whole():
-            same = torch.equal(view, before.view(-1)[:4])
-        return empty, same, parameter._version == version
+        freed_bytes = parameter.untyped_storage().nbytes()
+        with run.sync.weights.gathered():
+            is_same = torch.equal(view, before.view(-1)[:4])
+        return freed_bytes, is_same, parameter._version == version
 
     assert run_ranks(on_rank, 2) == [(0, True, True)] * 2

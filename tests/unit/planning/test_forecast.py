@@ -183,7 +183,7 @@ def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory
         if everywhere(is_predicted(mine, peak - (mine.weights - weights), away + host), world):
             break
     sync.finish_gather()
-    with sync.weights.whole():
+    with sync.weights.gathered():
         kept = _activations(config, model, batches[0])
     # of weights that are not gathered: made by every step's first use, there until they change
     copies = _copies(model)

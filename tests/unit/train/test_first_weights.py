@@ -57,7 +57,7 @@ def test_each_rank_fills_what_it_keeps(monkeypatch):
                 live, peak, largest = watch.live_bytes, watch.peak_bytes, watch.largest
             plain = GPT(config, run.mesh, "cpu")
             plain.initialize(config.train.seed)
-            with run.sync.weights.whole():
+            with run.sync.weights.gathered():
                 pairs = [
                     (spec_of(a).name, torch.equal(a, b))
                     for a, b in zip(run.model.weights(), plain.weights())
