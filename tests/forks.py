@@ -1,5 +1,4 @@
-"""Run a function in a fork of this process: a process of its own without the seconds that its
-imports take."""
+"""Runs a function in a fork of this process: another process without the seconds of imports."""
 
 import os
 import sys
@@ -12,46 +11,46 @@ from typing import Any
 
 
 class Fork:
-    """A child that runs a function, and ends with what it returns as exit code.
+    """A child that runs a function and exits with its value as exit code.
 
     Args:
-        run: what SystemExit says counts as its result; another exception is told, and is code 1.
+        run: a SystemExit counts as its value; another exception is printed and gives code 1.
         folder: where it runs.
-        env: its variables; None = ours.
+        env: its variables; None = those of this process.
     """
 
     def __init__(
         self, run: Callable[[], Any], folder: Path, env: dict[str, str] | None = None
     ) -> None:
-        self._said, self._told = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - `wait` closes them
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - `wait` closes them
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._become(run, folder, os.environ.copy() if env is None else env))
+            os._exit(self._run(run, folder, os.environ.copy() if env is None else env))
 
-    def _become(self, run: Callable[[], Any], folder: Path, env: dict[str, str]) -> int:
+    def _run(self, run: Callable[[], Any], folder: Path, env: dict[str, str]) -> int:
         code: Any = 1
         try:
-            for number, file in ((1, self._said), (2, self._told)):
-                os.dup2(file.fileno(), number)
-            sys.stdout, sys.stderr = self._said, self._told
+            for descriptor, file in enumerate(self._files, 1):
+                os.dup2(file.fileno(), descriptor)
+            sys.stdout, sys.stderr = self._files
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(env)
             code = run()
-        except SystemExit as left:
-            code = left.code
+        except SystemExit as error:
+            code = error.code
         except BaseException:
             traceback.print_exc()
-        self._said.flush()
-        self._told.flush()
+        for file in self._files:
+            file.flush()
         return code if isinstance(code, int) else int(code is not None)
 
     def wait(self) -> CompletedProcess[str]:
-        """Returns its exit code, and what it has written."""
+        """Waits for the child and gives its exit code and output."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         texts = []
-        for file in (self._said, self._told):
-            file.seek(0)
-            texts.append(file.read())
-            file.close()
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read())
         return CompletedProcess("fork", code, *texts)

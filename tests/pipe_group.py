@@ -1,13 +1,13 @@
 """A process group for ranks that are forked from one process: messages travel through pipes and
 shared memory.
 
-gloo hands every collective to threads and sockets, which takes about half a millisecond of a core
-on each rank, a fifth of what a layout's test took. Here a rank writes its part into the pipe of
-each peer when it calls a collective, and reads theirs when it waits: no thread, no socket, and
-terms are added in the order of the ranks.
+gloo passes every collective to threads and sockets, which takes about half a millisecond of a core
+on each rank, a fifth of the time of a layout's test. Here a rank writes its data into the pipe of
+each peer when it calls a collective, and reads theirs when it waits: without threads or sockets,
+and terms are added in the order of the ranks.
 
-Every message says what its sender called, so a rank whose peers call something else fails at once,
-where gloo would return garbage or wait for ever. A result is garbage until its `wait`, and an input
+Every message contains the sender's call, so a rank whose peers call something else fails at once,
+where gloo would return garbage or wait forever. A result is garbage until its `wait`, and an input
 that changes before it is an error. `MEGATRON5D_GLOO=1` runs the suite on gloo instead.
 """
 
@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
 import select
@@ -24,9 +25,8 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,18 +38,18 @@ from megatron5d.topology.process import use_batch_scheduling
 _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031  # of Linux
 _ATOMIC_BYTES = 4096  # what several processes may write into one pipe without mixing it
-_MEMORY_BYTES = 1 << 30  # for large messages of a rank; pages that are not used cost nothing
+_MEMORY_BYTES = 1 << 30  # for large messages of a rank; unused pages cost nothing
 _NO_RESERVE = 0x4000  # of Linux
-# bytes in the pipe, sender, group, tag, number, place in its memory, size
+# bytes in the pipe, sender, group, tag, number, offset in the sender's memory, bytes of data
 _HEADER = struct.Struct("<HHQiIQI")
-_INLINE = 1 << 62
+_INLINE = 1 << 62  # an offset: the data is in the pipe
 NAME = "pipes"
 _COLLECTIVE = -1  # in place of a tag
-_OPERATIONS: dict[str, Callable] = {"SUM": torch.add, "MAX": torch.maximum, "MIN": torch.minimum}
+_OPS: dict[str, Callable] = {"SUM": torch.add, "MAX": torch.maximum, "MIN": torch.minimum}
 
 Key = tuple[int, int, int, int]  # sender, group, tag, number
 Data = bytes | memoryview
-Message = tuple[str, Data]  # what its sender called, its data
+Message = tuple[str, Data]  # the sender's call, its data
 
 
 class CollectiveMismatch(AssertionError):
@@ -57,15 +57,14 @@ class CollectiveMismatch(AssertionError):
 
 
 class Pipes(Transport):
-    """A pipe and a memory for each rank, made before they are forked; in a rank, what it has sent
-    and received."""
+    """A pipe and a memory for each rank, made before the fork; in a rank, its messages."""
 
     def __init__(self, world: int, folder: Path, timeout: float) -> None:
         super().__init__(world, folder, timeout)
         self.pipes = [os.pipe() for _ in range(world)]
-        for _, end in self.pipes:
-            fcntl.fcntl(end, _SET_PIPE_SIZE, _PIPE_BYTES)
-            os.set_blocking(end, False)
+        for _, writer in self.pipes:
+            fcntl.fcntl(writer, _SET_PIPE_SIZE, _PIPE_BYTES)
+            os.set_blocking(writer, False)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self.memories = [mmap.mmap(-1, _MEMORY_BYTES, flags=flags) for _ in range(world)]
         self.rank = -1
@@ -85,34 +84,33 @@ class Pipes(Transport):
         store = dist.FileStore(str(self.folder / "store"), self.world)
         dist.init_process_group(NAME, rank=rank, world_size=self.world, store=store)
 
-    def _make_group(self, given, _) -> Group:
-        self.groups.append(
-            Group(self, given.group_id, given.global_ranks_in_group or list(range(self.world)))
-        )
+    def _make_group(self, options, _) -> Group:
+        ranks = options.global_ranks_in_group or list(range(self.world))
+        self.groups.append(Group(self, options.group_id, ranks))
         return self.groups[-1]
 
     def finish(self) -> None:
-        """Notes what this rank has called, once it has ended."""
-        calls = [(group.name, group.ranks, group.called) for group in self.groups]
+        """Writes this rank's calls to a file, for `mismatch`."""
+        calls = [(group.name, group.ranks, group.calls) for group in self.groups]
         (self.folder / f"calls{self.rank}").write_text(json.dumps(calls))
         self._arrived.clear()
 
     def mismatch(self) -> str | None:
-        """Compares, once all ranks have ended, what they have called: the first that some have not,
-        or None."""
-        found: dict[tuple, dict[int, list[str]]] = {}
+        """The first call that some ranks of a group have not made, once all ranks have ended."""
+        calls_of: dict[tuple, dict[int, list[str]]] = defaultdict(dict)
         for rank in range(self.world):
-            for name, ranks, called in json.loads((self.folder / f"calls{rank}").read_text()):
-                found.setdefault((name, tuple(ranks)), {each: [] for each in ranks})[rank] = called
-        for (name, ranks), lists in found.items():
+            for name, ranks, calls in json.loads((self.folder / f"calls{rank}").read_text()):
+                calls_of[name, tuple(ranks)][rank] = calls
+        for (name, ranks), by_rank in calls_of.items():
+            lists = {rank: by_rank.get(rank, []) for rank in ranks}
             number = min(map(len, lists.values()))
-            if any(len(each) > number for each in lists.values()):
-                calls = {rank: (*each, "nothing")[number] for rank, each in lists.items()}
+            if number < max(map(len, lists.values())):
+                calls = {rank: (*calls, "nothing")[number] for rank, calls in lists.items()}
                 return difference(name, list(ranks), number, calls)
         return None
 
     def close(self) -> None:
-        """Ends in the parent."""
+        """Closes pipes and memories in the parent."""
         for ends in self.pipes:
             for end in ends:
                 os.close(end)
@@ -120,27 +118,31 @@ class Pipes(Transport):
             memory.close()
 
     def send(
-        self, peers: Sequence[int], where: tuple[int, int, int], text: str, data: bytes
+        self, peers: Sequence[int], address: tuple[int, int, int], call: str, data: bytes
     ) -> None:
-        """Puts a message into the pipe of each peer; `where`: its group, tag and number."""
-        said, place = text.encode() + b"\0", _INLINE
-        if _HEADER.size + len(said) + len(data) > _ATOMIC_BYTES:
-            place, self._used = self._used, self._used + len(data)
-            assert self._used <= _MEMORY_BYTES, "more than 1 GiB of messages: run this on gloo"
-            self.memories[self.rank][place : self._used] = data
-        size = _HEADER.size + len(said) + (len(data) if place == _INLINE else 0)
-        message = _HEADER.pack(size, self.rank, *where, place, len(data)) + said
-        message += data if place == _INLINE else b""
-        for peer in peers:
-            self._write(self.pipes[peer][1], message)
+        """Puts a message into the pipe of each peer.
 
-    def _write(self, end: int, message: bytes) -> None:
+        Args:
+            address: group, tag and number.
+        """
+        text, offset, inline = call.encode() + b"\0", _INLINE, data
+        if _HEADER.size + len(text) + len(data) > _ATOMIC_BYTES:
+            offset, self._used, inline = self._used, self._used + len(data), b""
+            assert self._used <= _MEMORY_BYTES, "more than 1 GiB of messages: run this on gloo"
+            self.memories[self.rank][offset : self._used] = data
+        size = _HEADER.size + len(text) + len(inline)
+        header = _HEADER.pack(size, self.rank, *address, offset, len(data))
+        for peer in peers:
+            self._write(self.pipes[peer][1], header + text + inline)
+
+    def _write(self, writer: int, message: bytes) -> None:
         while True:
-            with suppress(BlockingIOError):  # full: its rank may wait in turn until this one reads
-                os.write(end, message)
+            # a full pipe: its rank may be waiting until this one reads
+            with suppress(BlockingIOError):
+                os.write(writer, message)
                 return
-            own = self.pipes[self.rank][0]
-            if own in select.select([own], [end], [])[0]:
+            reader = self.pipes[self.rank][0]
+            if reader in select.select([reader], [writer], [])[0]:
                 self._read()
 
     def receive(self, key: Key) -> Message:
@@ -151,17 +153,18 @@ class Pipes(Transport):
 
     def _read(self) -> None:
         received = self._unread + os.read(self.pipes[self.rank][0], _PIPE_BYTES)
-        at = 0
-        while at + _HEADER.size <= len(received):
-            length, sender, group, tag, number, place, size = _HEADER.unpack_from(received, at)
-            if at + length > len(received):
+        start = 0
+        while start + _HEADER.size <= len(received):
+            length, *key, offset, size = _HEADER.unpack_from(received, start)
+            if start + length > len(received):
                 break
-            said, _, data = received[at + _HEADER.size : at + length].partition(b"\0")
-            if place != _INLINE:
-                data = memoryview(self.memories[sender])[place : place + size]
-            self._arrived[sender, group, tag, number] = said.decode(), data
-            at += length
-        self._unread = received[at:]
+            body = received[start + _HEADER.size : start + length]
+            call, _, data = body.partition(b"\0")
+            if offset != _INLINE:
+                data = memoryview(self.memories[key[0]])[offset : offset + size]
+            self._arrived[tuple(key)] = call.decode(), data
+            start += length
+        self._unread = received[start:]
 
 
 def _bytes(x: Tensor) -> bytes:
@@ -169,43 +172,43 @@ def _bytes(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-def _fill(out: Tensor, got: Sequence[Data]) -> None:
-    """Writes what the ranks have sent into `out`, one after the other."""
-    data = b"".join(got)
-    assert len(data) == out.nbytes, f"{len(data)} bytes arrive for {_form(out)}"
+def _concatenate(out: Tensor, received: Sequence[Data]) -> None:
+    """Writes the data of the ranks into `out`, one after the other."""
+    data = b"".join(received)
+    assert len(data) == out.nbytes, f"{len(data)} bytes arrive for {_meta(out)}"
     if out.is_contiguous():
         ctypes.memmove(out.data_ptr(), data, len(data))
     else:
         out.detach().copy_(torch.frombuffer(bytearray(data), dtype=out.dtype).view(out.shape))
 
 
-def _reduce(out: Tensor, got: Sequence[Data], op: str) -> None:
-    """Joins the terms in the order of the ranks."""
+def _reduce(out: Tensor, received: Sequence[Data], op: str) -> None:
+    """Reduces the terms in the order of the ranks."""
     if out.numel():
-        total, *terms = (torch.frombuffer(bytearray(data), dtype=out.dtype) for data in got)
+        total, *terms = (torch.frombuffer(bytearray(data), dtype=out.dtype) for data in received)
         for term in terms:
-            _OPERATIONS[op](total, term, out=total)
+            _OPS[op](total, term, out=total)
         out.detach().copy_(total.view(out.shape))
 
 
 def _spoil(out: Tensor) -> None:
-    """Fills what a collective will overwrite with NaN, so that nobody reads it too early."""
+    """Fills the output of a collective with NaN, so that reading it too early is an error."""
     if out.is_contiguous():
         ctypes.memset(out.data_ptr(), 255, out.nbytes)
 
 
-def _form(x: Tensor) -> str:
+def _meta(x: Tensor) -> str:
     return f"{x.dtype}{[*x.shape]}"
 
 
 def difference(name: str, ranks: list[int], number: int, calls: dict[int, str]) -> str:
-    """The message about a call in which ranks of a group differ."""
-    told = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(calls.items()))
-    return f"collectives mismatch, call {number} of group {name} of ranks {ranks}: {told}"
+    """Message about a call in which ranks of a group differ."""
+    text = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(calls.items()))
+    return f"collectives mismatch, call {number} of group {name} of ranks {ranks}: {text}"
 
 
 class _Work(dist.Work):
-    """Under way; it ends in `wait`."""
+    """A collective or message in progress; it ends in `wait`."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         super().__init__()
@@ -224,139 +227,120 @@ class Group(dist.ProcessGroup):
     def __init__(self, pipes: Pipes, name: str, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(pipes.rank), len(ranks))
         self.pipes, self.name, self.ranks = pipes, name, list(ranks)
-        self.others = [place for place, rank in enumerate(ranks) if rank != pipes.rank]
-        # no message of an earlier run of these ranks is one of this run
+        self.peers = [index for index, rank in enumerate(ranks) if rank != pipes.rank]
+        # with the folder, which differs between runs of these ranks, like their messages
         text = f"{name}{self.ranks}{pipes.folder}"
         self.id = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        self.called: list[str] = []
-        # of messages, by peer and tag
+        self.calls: list[str] = []
+        # of messages, by peer, tag and direction
         self._numbers: dict[tuple[int, int, str], Iterator[int]] = defaultdict(count)
 
-    def getBackendName(self) -> str:  # noqa: N802 (c10d asks it)
+    def getBackendName(self) -> str:  # noqa: N802 (c10d calls it)
         return NAME
 
     def _start(
         self,
-        text: str,
+        call: str,
         x: Tensor,
         use: Callable[[list[Data]], None],
-        ends: Sequence[int] = (),
-        rows: Any = None,
+        send_bytes: Sequence[int] = (),
+        receive_bytes: Sequence[int] = (),
     ) -> _Work:
         """Starts a collective.
 
         Args:
-            text: what this rank calls; the same on all ranks.
+            call: of this rank; the same on all ranks.
             x: its input; not to be changed until the end.
-            use: takes, at the end, what every rank has sent, in their order.
-            ends: where in x, in bytes, the part for each rank ends; none = all of it for each.
-            rows: for each rank and from each, which may differ.
+            use: takes, at the end, the data of every rank, in their order.
+            send_bytes: of x, for each rank; empty = each receives all of x.
+            receive_bytes: from each rank; empty = determined by `call`.
         """
-        number, before = len(self.called), _bytes(x)
-        self.called.append(text)
-        says, hears = (
-            ([f"{text}, {n} rows" for n in each] for each in rows)
-            if rows
-            else [[text] * self.size()] * 2
-        )
-        if ends:
-            parts = [before[first:last] for first, last in pairwise((0, *ends))]
-            for place in self.others:
-                self.pipes.send(
-                    [self.ranks[place]], (self.id, _COLLECTIVE, number), says[place], parts[place]
-                )
+        address, before = (self.id, _COLLECTIVE, len(self.calls)), _bytes(x)
+        self.calls.append(call)
+        if send_bytes:
+            ends = accumulate(send_bytes)
+            parts = [before[end - size : end] for size, end in zip(send_bytes, ends)]
+            for peer in self.peers:
+                self.pipes.send([self.ranks[peer]], address, call, parts[peer])
         else:
             parts = [before] * self.size()
-            self.pipes.send(
-                [self.ranks[place] for place in self.others],
-                (self.id, _COLLECTIVE, number),
-                text,
-                before,
-            )
+            self.pipes.send([self.ranks[peer] for peer in self.peers], address, call, before)
 
         def end() -> None:
-            got: list[Data] = list(parts)
-            for place in self.others:
-                got[place] = self._take(place, number, hears[place])
-            assert _bytes(x) == before, f"the input of {text} changed before its end"
-            use(got)
+            received: list[Data] = list(parts)
+            for peer in self.peers:
+                rank = self.ranks[peer]
+                peer_call, data = self.pipes.receive((rank, *address))
+                size = receive_bytes[peer] if receive_bytes else len(data)
+                if (peer_call, len(data)) != (call, size):
+                    calls = {rank: f"{peer_call}, {len(data)} bytes"}
+                    calls[self.pipes.rank] = f"{call}, {size} bytes"
+                    raise CollectiveMismatch(difference(self.name, self.ranks, address[2], calls))
+                received[peer] = data
+            assert _bytes(x) == before, f"the input of {call} changed before its end"
+            use(received)
 
         return _Work(end)
 
-    def _take(self, place: int, number: int, mine: str) -> Data:
-        rank = self.ranks[place]
-        theirs, data = self.pipes.receive((rank, self.id, _COLLECTIVE, number))
-        if theirs != mine:
-            raise CollectiveMismatch(
-                difference(self.name, self.ranks, number, {self.pipes.rank: mine, rank: theirs})
-            )
-        return data
-
     def allreduce(self, tensors: list[Tensor], opts) -> _Work:
         (x,), op = tensors, opts.reduceOp.op.name
-        return self._start(f"all_reduce {op} {_form(x)}", x, lambda got: _reduce(x, got, op))
+        return self._start(
+            f"all_reduce {op} {_meta(x)}", x, lambda received: _reduce(x, received, op)
+        )
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts) -> _Work:
-        op, ends = (
-            opts.reduceOp.op.name,
-            [out.nbytes * place for place in range(1, self.size() + 1)],
-        )
-        work = self._start(
-            f"reduce_scatter {op} {_form(x)}", x, lambda got: _reduce(out, got, op), ends
-        )
+        op, sizes = opts.reduceOp.op.name, [out.nbytes] * self.size()
+        call = f"reduce_scatter {op} {_meta(x)}"
+        work = self._start(call, x, lambda received: _reduce(out, received, op), sizes)
         _spoil(out)
         return work
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts=None) -> _Work:
-        work = self._start(f"all_gather {_form(x)}", x, lambda got: _fill(out, got))
-        for place, part in enumerate(out.view(self.size(), -1).unbind()):
-            if place != self.rank():  # its own is there already where x is a view or a copy of it
+        work = self._start(
+            f"all_gather {_meta(x)}", x, lambda received: _concatenate(out, received)
+        )
+        for index, part in enumerate(out.view(self.size(), -1).unbind()):
+            if index != self.rank():  # its own part may be x itself
                 _spoil(part)
         return work
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts=None) -> _Work:
-        def use(got: list[Data]) -> None:
-            for out, data in zip(outs[0], got, strict=True):
-                _fill(out, [data])
+        def use(received: list[Data]) -> None:
+            for out, data in zip(outs[0], received, strict=True):
+                _concatenate(out, [data])
 
-        return self._start(f"all_gather of tensors {_form(tensors[0])}", tensors[0], use)
+        return self._start(f"all_gather of tensors {_meta(tensors[0])}", tensors[0], use)
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, from_each, to_each, opts=None) -> _Work:
-        to_each = list(to_each) or [len(x) // self.size()] * self.size()
-        from_each = list(from_each) or [len(out) // self.size()] * self.size()
-        ends = [rows * (x.nbytes // max(len(x), 1)) for rows in accumulate(to_each)]
-        work = self._start(
-            f"all_to_all {x.dtype}[:, {x.shape[1:]}]",
-            x,
-            lambda got: _fill(out, got),
-            ends,
-            (to_each, from_each),
-        )
+    def all_to_all_single(self, out: Tensor, x: Tensor, receive, send, opts=None) -> _Work:
+        sizes = [
+            [rows * math.prod(x.shape[1:]) * x.itemsize for rows in counts]
+            or [tensor.nbytes // self.size()] * self.size()
+            for counts, tensor in ((send, x), (receive, out))
+        ]
+        call = f"all_to_all {x.dtype}[:, {x.shape[1:]}]"
+        work = self._start(call, x, lambda received: _concatenate(out, received), *sizes)
         _spoil(out)
         return work
 
-    _allgather_base, _reduce_scatter_base, alltoall_base = (
-        all_gather_single,
-        reduce_scatter_single,
-        all_to_all_single,
-    )
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def broadcast(self, tensors: list[Tensor], opts) -> _Work:
         (x,), root = tensors, opts.rootRank
         sent = x if self.rank() == root else x.new_empty(0)
-        return self._start(
-            f"broadcast from {root} {_form(x)}", sent, lambda got: _fill(x, [got[root]])
-        )
+        call = f"broadcast from {root} {_meta(x)}"
+        return self._start(call, sent, lambda received: _concatenate(x, [received[root]]))
 
     def barrier(self, opts=None) -> _Work:
-        return self._start("barrier", torch.empty(0), lambda got: None)
+        return self._start("barrier", torch.empty(0), lambda received: None)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
         (x,), number, before = tensors, next(self._numbers[peer, tag, "sent"]), _bytes(tensors[0])
-        self.pipes.send([self.ranks[peer]], (self.id, tag, number), _form(x), before)
+        self.pipes.send([self.ranks[peer]], (self.id, tag, number), _meta(x), before)
 
         def end() -> None:
-            assert _bytes(x) == before, f"a message {_form(x)} changed before it was sent"
+            assert _bytes(x) == before, f"a message {_meta(x)} changed before it was sent"
 
         return _Work(end)
 
@@ -365,11 +349,11 @@ class Group(dist.ProcessGroup):
         _spoil(x)
 
         def end() -> None:
-            theirs, data = self.pipes.receive((rank, self.id, tag, number))
-            if theirs != _form(x):
+            sent, data = self.pipes.receive((rank, self.id, tag, number))
+            if sent != _meta(x):
                 raise CollectiveMismatch(
-                    f"rank {rank} sends {theirs}, rank {self.pipes.rank} receives {_form(x)}"
+                    f"rank {rank} sends {sent}, rank {self.pipes.rank} receives {_meta(x)}"
                 )
-            _fill(x, [data])
+            _concatenate(x, [data])
 
         return _Work(end)

@@ -1,8 +1,6 @@
-"""Distributed tests take their ranks from here: the same that tools/parity.py forks, joined by
-pipes.
+"""Forked ranks for distributed tests, as tools/parity.py forks them, joined by pipes.
 
-The fixture `over_gloo` is for tests of what gloo does; with `MEGATRON5D_GLOO=1` all tests run on
-it.
+The fixture `over_gloo` joins a test's ranks by gloo; `MEGATRON5D_GLOO=1` does so for all tests.
 """
 
 import os
@@ -13,7 +11,7 @@ import pretrain
 from megatron5d.parity import local_ranks
 from megatron5d.parity.local_ranks import RankFailure, run_ranks
 
-pretrain.import_training()  # once: not in every rank that is forked
+pretrain.import_training()  # once, instead of in every forked rank
 if os.environ.get("MEGATRON5D_GLOO") != "1":
     local_ranks.transport = Pipes
 
