@@ -1,13 +1,12 @@
 """Train a tokenizer, or show how one encodes a text.
 
     python tools/tokenizer.py train --input src/ --glob '*.py' --vocab-size 4096 --out data/tok
-    python tools/tokenizer.py train --input src/ --glob '*.py' --format tokenizer.json --out
-    data/bpe python tools/tokenizer.py show data/tok.model --text "def f(x): return x"
+    python tools/tokenizer.py train --input src/ --format tokenizer.json --out data/bpe
+    python tools/tokenizer.py show data/tok.model --text "def f(x): return x"
 
-`train` makes a sentencepiece BPE with byte fallback, or a byte-level BPE as a folder that
-AutoTokenizer opens; `show` opens sentencepiece, tokenizer.json, tekken.json, vocab.json with
-merges.txt and tiktoken files. Exit codes: 0 done, 1 the text does not survive the round trip, 2
-refused.
+`train` makes a sentencepiece BPE with byte fallback, or a byte-level BPE in a folder for
+AutoTokenizer. `show` opens sentencepiece, tokenizer.json, tekken.json, vocab.json with merges.txt,
+and tiktoken files. Exit codes: 0 done; 1 the text does not survive a round trip; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -49,47 +48,47 @@ def arguments() -> argparse.Namespace:
         "--vocab-size",
         type=int,
         default=4096,
-        help="ids, the 256 bytes and the special ones included",
+        help="ids, with the 256 bytes and special tokens (default 4096)",
     )
     train.add_argument(
-        "--max-mb", type=float, default=100.0, help="train on this many MB of text, the first"
+        "--max-mb",
+        type=float,
+        default=100.0,
+        help="MB of text to train on (default: the first 100)",
     )
     train.add_argument(
         "--format",
         choices=["sentencepiece", "tokenizer.json"],
         default="sentencepiece",
-        help="kind (default: the first)",
+        help="kind of tokenizer (default: sentencepiece)",
     )
     train.add_argument(
         "--pattern",
         choices=list(PATTERNS),
         default="cl100k",
-        help="splits text, of a tokenizer.json (default: cl100k)",
+        help="how a tokenizer.json splits text into words (default: cl100k)",
     )
     train.add_argument(
         "--out",
         required=True,
         metavar="PREFIX",
-        help="writes PREFIX.model, or the folder PREFIX with tokenizer.json",
+        help="writes PREFIX.model, or tokenizer.json in the folder PREFIX",
     )
     show = commands.add_parser("show", help="describe a tokenizer; encode and decode a text")
-    show.add_argument("file", help="tokenizer file, or a folder that holds one")
+    show.add_argument("file", help="tokenizer file, or a folder with one")
     show.add_argument("--text", help="text to encode; '-' reads stdin")
     for command in (train, show):
         add_json(command)
     args = parser.parse_args()
-    if (
-        args.command == "train"
-        and args.format == "sentencepiece"
-        and args.out.endswith((os.sep, "."))
-    ):
-        parser.error(f"--out {args.out} ends in no name; the file is called PREFIX.model")
+    writes_file = args.command == "train" and args.format == "sentencepiece"
+    if writes_file and args.out.endswith((os.sep, ".")):
+        parser.error(f"--out {args.out} does not end in a file name")
     return args
 
 
 EOD = "<|endoftext|>"
-LEAST_PIECES = 258  # of a sentencepiece vocabulary without merges: all bytes, unknown and EOD
-LEAST_TOKENS = 257  # of a byte-level one: all bytes and EOD
+MIN_SENTENCEPIECES = 258  # all bytes, unknown and EOD
+MIN_TOKENS = 257  # of a byte-level BPE: all bytes and EOD
 # longer texts are divided, because sentencepiece drops long inputs silently
 MAX_PIECE_BYTES = 1 << 16
 
@@ -113,15 +112,15 @@ SETTINGS: dict[str, Any] = {
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.PathLike[str]) -> Path:
-    """Trains a tokenizer and writes it.
+    """Trains a sentencepiece BPE and writes it.
 
-    There is no normalisation and no added space, and all 256 bytes are in the vocabulary, so
-    decode(encode(text)) is the text (except for U+2581, sentencepiece's own sign for a space). Line
-    ends take part in merges, which suits source code.
+    It does not normalize text nor add spaces, and all 256 bytes are in the vocabulary, so that
+    decode(encode(text)) is the text (except for U+2581, sentencepiece's own sign for a space).
+    Merges may include line ends, which suits source code.
 
     Args:
-        vocab_size: number of ids, with special ones and bytes.
-        out: path of the `.model` file; the suffix may be left out.
+        vocab_size: number of ids, with special tokens and bytes.
+        out: path of the `.model` file, with or without its suffix.
 
     Returns:
         The path of the `.model` file.
@@ -134,51 +133,52 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
         import sentencepiece
     except ImportError as error:
         raise ValueError(
-            "training a tokenizer needs the package sentencepiece: pip install sentencepiece"
+            "training requires the package sentencepiece: pip install sentencepiece"
         ) from error
-    if vocab_size < LEAST_PIECES:
+    if vocab_size < MIN_SENTENCEPIECES:
         raise ValueError(
-            f"--vocab-size {vocab_size} is below {LEAST_PIECES}: 256 bytes, 'unknown' and {EOD}"
+            f"--vocab-size {vocab_size} is below {MIN_SENTENCEPIECES}: 256 bytes, unknown and {EOD}"
         )
-    model = _learn(sentencepiece.SentencePieceTrainer, _some(_pieces(texts)), vocab_size)
+    pieces = _not_empty(_pieces(texts))
+    model = _train_model(sentencepiece.SentencePieceTrainer, pieces, vocab_size)
     return _write(Path(f"{os.fspath(out).removesuffix('.model')}.model"), model)
 
 
 def train_byte_level(
     texts: Iterable[str], vocab_size: int, out: str | os.PathLike[str], pattern: str = "cl100k"
 ) -> Path:
-    """Trains a byte-level BPE and writes a folder that AutoTokenizer opens.
+    """Trains a byte-level BPE and writes a folder for AutoTokenizer.
 
     Args:
         vocab_size: number of ids: EOD is 0, the 256 bytes follow, then the merges.
         out: the folder for tokenizer.json and tokenizer_config.json.
-        pattern: a name of PATTERNS, which splits text into the pieces within which tokens are
+        pattern: a name of PATTERNS, which splits text into the words within which tokens are
             merged.
 
     Returns:
         The path of the tokenizer.json.
 
     Raises:
-        ValueError: there is no text, or the vocabulary is too small, or larger than the merges that
-            the texts give. Errors of `texts` are passed on.
+        ValueError: there is no text, or the vocabulary is too small, or larger than the merges of
+            the texts. Errors of `texts` are passed on.
     """
     try:
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError as error:
         raise ValueError(
-            "training a tokenizer.json needs the package tokenizers: pip install tokenizers"
+            "training a tokenizer.json requires the package tokenizers: pip install tokenizers"
         ) from error
-    if vocab_size < LEAST_TOKENS:
-        raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_TOKENS}: 256 bytes and {EOD}")
+    if vocab_size < MIN_TOKENS:
+        raise ValueError(f"--vocab-size {vocab_size} is below {MIN_TOKENS}: 256 bytes and {EOD}")
     model = byte_level(models.BPE(), PATTERNS[pattern])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False
     )
-    model.train_from_iterator(_some(_pieces(texts)), trainer)
-    if model.get_vocab_size() < vocab_size:
+    model.train_from_iterator(_not_empty(_pieces(texts)), trainer)
+    if (size := model.get_vocab_size()) < vocab_size:
         raise ValueError(
-            f"--vocab-size {vocab_size}: these texts give {model.get_vocab_size()} tokens; give that many, or more text"
+            f"--vocab-size {vocab_size}: these texts give {size} tokens; lower it, or add text"
         )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -189,11 +189,11 @@ def train_byte_level(
     return _write(Path(out) / "tokenizer.json", model.to_str(pretty=True).encode())
 
 
-def _some(pieces: Iterator[str]) -> Iterator[str]:
-    """Returns the pieces unchanged. Raises ValueError: there is none."""
+def _not_empty(pieces: Iterator[str]) -> Iterator[str]:
+    """Gives the pieces unchanged. Raises ValueError where there are none."""
     first = next(pieces, None)
     if first is None:
-        raise ValueError("--input: every file is empty, there is nothing to train on")
+        raise ValueError("--input: every file is empty")
     return chain([first], pieces)
 
 
@@ -203,34 +203,32 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a `.model`. An error of `pieces` is raised itself, not what sentencepiece makes of
-    it."""
-    failed: list[BaseException] = []
+def _train_model(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
+    """Trains a `.model`; raises an error of `pieces` itself, not sentencepiece's message on it."""
+    errors: list[BaseException] = []
 
-    def watched() -> Iterator[str]:
+    def observed() -> Iterator[str]:
         try:
             yield from pieces
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
             raise
 
     model = io.BytesIO()
     try:
         trainer.train(
-            sentence_iterator=watched(), model_writer=model, vocab_size=vocab_size, **SETTINGS
+            sentence_iterator=observed(), model_writer=model, vocab_size=vocab_size, **SETTINGS
         )
     except RuntimeError as error:
-        if failed:
-            raise failed[0] from None
+        if errors:
+            raise errors[0] from None
         reason = re.sub(r"^Internal: \S+ \[.*?\]\s*", "", str(error), flags=re.IGNORECASE)
         raise ValueError(f"--vocab-size {vocab_size}: sentencepiece refuses: {reason}") from error
     return model.getvalue()
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yields the texts in pieces of at most MAX_PIECE_BYTES characters, divided at line ends where
-    possible."""
+    """Divides texts into pieces of at most MAX_PIECE_BYTES characters, at line ends if possible."""
     for text in texts:
         while len(text) > MAX_PIECE_BYTES:
             cut = text.rfind("\n", 0, MAX_PIECE_BYTES) + 1 or MAX_PIECE_BYTES
@@ -240,99 +238,85 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
             yield text
 
 
-def texts(
+def read_texts(
     files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad: bool
 ) -> Iterator[str]:
-    """Yields the texts of a corpus until `max_bytes` of them have been read."""
-    read = 0
-    with tqdm(
-        total=sum(f.stat().st_size for f in files),
-        unit="B",
-        unit_scale=True,
-        desc="reading",
-        disable=None,
-    ) as bar:
+    """Yields the texts of a corpus, until `max_bytes` are read."""
+    num_bytes, total = 0, sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         for unit in units(files, kinds=kinds_of(files, keys=keys)):
             for document in documents(unit, keys):
                 if isinstance(document, BadLine):
                     if skip_bad:
                         continue
-                    raise ValueError(f"{document} (--skip-bad leaves such lines out)")
+                    raise ValueError(f"{document} (--skip-bad skips such lines)")
                 for text in document:
                     yield text
-                    read += len(text.encode())
-                if read >= max_bytes:
+                    num_bytes += len(text.encode())
+                if num_bytes >= max_bytes:
                     return
             bar.update(unit.done_bytes - bar.n)
 
 
 def train(args: argparse.Namespace) -> dict:
     """Trains and writes PREFIX.model, or PREFIX/tokenizer.json."""
-    started = time.monotonic()
+    start = time.monotonic()
     files = list_files(args.input, args.glob, args.exclude)
-    read = texts(files, args.json_keys, args.max_mb * 1e6, args.skip_bad)
+    texts = read_texts(files, args.json_keys, args.max_mb * 1e6, args.skip_bad)
     if args.format == "sentencepiece":
-        path = train_sentencepiece(read, args.vocab_size, args.out)
+        path = train_sentencepiece(texts, args.vocab_size, args.out)
     else:
-        path = train_byte_level(read, args.vocab_size, args.out, args.pattern)
+        path = train_byte_level(texts, args.vocab_size, args.out, args.pattern)
     tokenizer = load_tokenizer(path)
-    seconds = round(time.monotonic() - started, 3)
     return {
         "model": str(path),
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
-        "seconds": seconds,
+        "seconds": round(time.monotonic() - start, 3),
     }
 
 
 def show(args: argparse.Namespace) -> dict:
-    """Describes a tokenizer, and takes a text there and back."""
+    """Describes a tokenizer, and encodes and decodes a text."""
     tokenizer = load_tokenizer(args.file)
-    found: dict = {
+    description: dict[str, Any] = {
         "kind": type(tokenizer).__name__,
         "engine": tokenizer.engine,
         "vocab_size": tokenizer.vocab_size,
     }
     for role, number in (("eod", tokenizer.eod), ("bos", tokenizer.bos)):
-        found |= {
-            role: number,
-            f"{role}_token": None if number is None else tokenizer.token(number),
-        }
-    if lost := changes_text(tokenizer):
-        found["does_not_keep"] = lost
+        description[role] = number
+        description[f"{role}_token"] = None if number is None else tokenizer.token(number)
+    if changes := changes_text(tokenizer):
+        description["does_not_keep"] = changes
     if args.text is None:
-        return found
+        return description
     text = sys.stdin.read() if args.text == "-" else args.text
     ids = tokenizer.encode(text)
     decoded = tokenizer.decode(ids)
-    pieces = [tokenizer.decode([i]) for i in ids]
     return {
-        **found,
+        **description,
         "ids": ids,
-        "pieces": pieces,
+        "pieces": [tokenizer.decode([i]) for i in ids],
         "decoded": decoded,
         "round_trip": decoded == text,
     }
 
 
-def main() -> int:
-    args = arguments()
-    return exit_code("tokenizer", lambda: run(args), getattr(args, "out", None))
-
-
 def run(args: argparse.Namespace) -> int:
-    """Runs and tells."""
     result = train(args) if args.command == "train" else show(args)
     if args.json:
         print(json.dumps(result))
     else:
         for name, value in result.items():
-            print(
-                f"{name + ':':12} {value!r}"
-                if name in ("decoded", "pieces")
-                else f"{name + ':':12} {value}"
-            )
+            quoted = name in ("decoded", "pieces")
+            print(f"{name + ':':12} {value!r}" if quoted else f"{name + ':':12} {value}")
     return 0 if result.get("round_trip", True) else 1
+
+
+def main() -> int:
+    args = arguments()
+    return exit_code("tokenizer", lambda: run(args), getattr(args, "out", None))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Look into token files (prefix.bin and prefix.idx of Megatron), join them, cut them, and make them
-of token arrays.
+"""Examine, join, cut and create Megatron token files (prefix.bin and prefix.idx).
 
     python tools/tokens.py inspect data/web data/code
     python tools/tokens.py decode data/web --tokenizer tok.model --documents 3
@@ -8,10 +7,10 @@ of token arrays.
     python tools/tokens.py import ids/*.npy --vocab-size 32000 --out data/ids
 
 `merge` joins files of one id type byte for byte, as Megatron's merge_datasets.py does. `cut` takes
-documents FIRST:END, or shares of them (`--share 0:0.01`). `import` reads .npy (one dim: a document,
-or several where --eod says which id ends each; two dims: a document a row) and parquet columns of
-token lists (a document a row). Exit codes: 0 done, 2 refused: a broken file, other id types, an id
-beyond the vocabulary.
+documents FIRST:END, or a share of them (`--share 0:0.01`). `import` reads .npy files and columns of
+token lists in parquet files. A row of a list column or of a two-dimensional array is a document; a
+one-dimensional array is one document, or several that end with the id --eod. Exit code 2 for bad
+input: a damaged file, different id types, or an id outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,75 +39,78 @@ from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.tools.options import add_json, whole_number
 
 CHUNK_TOKENS = 1 << 22  # read or copied at a time
-LOOKED_AT = 1000  # documents whose last token is compared
+COMPARED_DOCUMENTS = 1000  # whose last tokens `inspect` compares
 
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="check files; tell type, sizes and ids")
-    decode = commands.add_parser("decode", help="show documents or samples as text")
-    merge = commands.add_parser("merge", help="join files, in the order given")
+    inspect = commands.add_parser("inspect", help="check files; print their type, sizes and ids")
+    decode = commands.add_parser("decode", help="print documents or samples as text")
+    merge = commands.add_parser("merge", help="join files in the given order")
     cut = commands.add_parser("cut", help="copy a range of documents")
-    imported = commands.add_parser(
-        "import", help="make token files of .npy arrays or parquet columns of token ids"
-    )
+    imported = commands.add_parser("import", help="write arrays of token ids as token files")
     for command in (inspect, merge):
-        command.add_argument(
-            "prefixes", nargs="+", metavar="PREFIX", help="path without .bin and .idx"
-        )
+        command.add_argument("prefixes", nargs="+", metavar="PREFIX", help="without .bin and .idx")
     for command in (decode, cut):
-        command.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
+        command.add_argument("prefix", metavar="PREFIX", help="without .bin and .idx")
     inspect.add_argument(
-        "--no-scan",
-        dest="scan",
-        action="store_false",
-        help="check the index and sizes, read no ids",
+        "--no-scan", dest="scan", action="store_false", help="check index and sizes, read no ids"
     )
-    decode.add_argument(
-        "--tokenizer", required=True, metavar="FILE", help="as tools/preprocess.py takes it"
-    )
-    decode.add_argument(
-        "--documents", type=int, default=3, metavar="N", help="number of documents, drawn at random"
-    )
-    decode.add_argument(
-        "--first", type=whole_number(0), metavar="I", help="those from document I on instead"
-    )
-    decode.add_argument(
-        "--sample", type=int, metavar="SEQ_LEN", help="stretches of this many tokens instead"
-    )
-    decode.add_argument("--max-tokens", type=int, default=200, help="shown of each document")
-    decode.add_argument("--seed", type=int, default=0, help="of the drawing")
+    _add_decode_options(decode)
     part = cut.add_mutually_exclusive_group(required=True)
     part.add_argument(
-        "--documents", metavar="FIRST:END", help="such as 0:1000, or 1000: for the rest"
+        "--documents", metavar="FIRST:END", help="such as 0:1000, or 1000: to the last"
     )
     part.add_argument("--share", metavar="FROM:TO", help="of the documents, such as 0:0.01")
     imported.add_argument("files", nargs="+", metavar="FILE", help=".npy or parquet")
-    imported.add_argument("--column", default="input_ids", help="of parquet files")
     imported.add_argument(
-        "--eod", type=int, help="id that ends each document of a one-dimensional array"
+        "--column", default="input_ids", help="of parquet files (default: input_ids)"
     )
+    imported.add_argument("--eod", type=int, help="last id of each document of a flat array")
     imported.add_argument(
-        "--vocab-size", type=int, required=True, help="ids must be below it; it chooses the id type"
+        "--vocab-size", type=int, required=True, help="above all ids; it selects the id type"
     )
     for command in (merge, cut, imported):
         command.add_argument(
             "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
         )
-        command.add_argument("--overwrite", action="store_true", help="replace what is at PREFIX")
+        command.add_argument("--overwrite", action="store_true", help="replace the files at PREFIX")
     for command in (inspect, decode, merge, cut, imported):
         add_json(command)
     return parser.parse_args()
 
 
-def inspect(prefix: str, scan: bool) -> dict:
-    """Checks a pair of files, of which every number of the index, and describes it."""
+def _add_decode_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="as for tools/preprocess.py"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=3, metavar="N", help="random documents (default 3)"
+    )
+    parser.add_argument(
+        "--first", type=whole_number(0), metavar="I", help="consecutive documents from I on instead"
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="SEQ_LEN", help="random samples of this length instead"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, help="of each document (default 200)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random choice (default 0)")
+
+
+def inspect(prefix: str, scan: bool) -> dict[str, Any]:
+    """Checks a pair of files, and describes it.
+
+    Args:
+        scan: also read all ids.
+    """
     data = IndexedDataset(prefix)
     bounds = _sequence_starts(data)[data.index.document_indices]
     lengths = np.diff(bounds)
-    found = {
+    description = {
         "prefix": prefix,
         "dtype": data.dtype.name,
         "documents": data.num_documents,
@@ -119,82 +122,86 @@ def inspect(prefix: str, scan: bool) -> dict:
     }
     if scan and data.num_tokens:
         borders = np.append(np.arange(0, data.num_tokens, CHUNK_TOKENS), data.num_tokens)
-        pieces = [(int(ids.min()), int(ids.max())) for ids in _stream(data, borders, "reading")]
-        found |= {
-            "smallest_id": min(low for low, _ in pieces),
-            "largest_id": max(high for _, high in pieces),
-        }
-        last = {int(data.tokens(int(end) - 1, 1)[0]) for end in bounds[1:][lengths > 0][:LOOKED_AT]}
-        # the end-of-document token, if any
-        found["documents_end_with"] = last.pop() if len(last) == 1 else None
-    return found
+        ranges = [(int(ids.min()), int(ids.max())) for ids in _stream(data, borders, "reading")]
+        description["smallest_id"] = min(low for low, _ in ranges)
+        description["largest_id"] = max(high for _, high in ranges)
+        ends = bounds[1:][lengths > 0][:COMPARED_DOCUMENTS]
+        last_ids = {int(data.tokens(int(end) - 1, 1)[0]) for end in ends}
+        # the end-of-document token, if there is one
+        description["documents_end_with"] = last_ids.pop() if len(last_ids) == 1 else None
+    return description
 
 
 def _sequence_starts(data: IndexedDataset) -> np.ndarray:
-    """Returns the first token of each sequence, and the end, int64 `[num_sequences + 1]`."""
+    """First token of each sequence, and the end, int64 `[num_sequences + 1]`."""
     return np.append(data.index.pointers // data.dtype.itemsize, data.num_tokens)
 
 
-def _stream(data: IndexedDataset, borders: np.ndarray, what: str) -> Iterator[np.ndarray]:
-    """Yields the tokens between each two neighbours of `borders`."""
-    with tqdm(
-        total=int(borders[-1] - borders[0]), unit="tok", unit_scale=True, desc=what, disable=None
-    ) as bar:
+def _stream(data: IndexedDataset, borders: np.ndarray, description: str) -> Iterator[np.ndarray]:
+    """Yields the tokens between neighboring borders, with a progress bar."""
+    total = int(borders[-1] - borders[0])
+    with tqdm(total=total, unit="tok", unit_scale=True, desc=description, disable=None) as bar:
         for start, end in zip(borders[:-1].tolist(), borders[1:].tolist()):
             yield data.tokens(start, end - start)
             bar.update(end - start)
 
 
-def decode(args: argparse.Namespace) -> list[dict]:
-    """Returns some documents, or stretches of tokens, as text."""
-    data, tokenizer, draw = (
-        IndexedDataset(args.prefix),
-        load_tokenizer(args.tokenizer),
-        random.Random(args.seed),
-    )
+def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Some documents or samples as text."""
+    data, tokenizer = IndexedDataset(args.prefix), load_tokenizer(args.tokenizer)
+    records = []
+    for name, ids in _selected(data, args):
+        if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
+            raise ValueError(
+                f"{args.prefix}: {name} has id {ids.max()}, but {args.tokenizer} has only "
+                f"{tokenizer.vocab_size}"
+            )
+        text = tokenizer.decode(ids[: args.sample or args.max_tokens].tolist())
+        records.append({"from": name, "tokens": len(ids), "text": text})
+    return records
+
+
+def _selected(data: IndexedDataset, args: argparse.Namespace) -> list[tuple[str, np.ndarray]]:
+    generator, count = random.Random(args.seed), args.documents
     if args.sample is not None:
         last = data.num_tokens - args.sample
         if args.sample < 1 or last < 0:
             raise ValueError(
-                f"--sample {args.sample}: {args.prefix} holds {data.num_tokens} tokens"
+                f"--sample requires 1 to {data.num_tokens} tokens of {args.prefix} "
+                f"(got {args.sample})"
             )
-        starts = [draw.randint(0, last) for _ in range(args.documents)]
-        rows = [(f"token {at}", data.tokens(at, args.sample)) for at in starts]
+        starts = [generator.randint(0, last) for _ in range(count)]
+        return [(f"token {start}", data.tokens(start, args.sample)) for start in starts]
+    numbers: Sequence[int]
+    if args.first is not None:
+        numbers = range(args.first, min(args.first + count, data.num_documents))
     else:
-        numbers: Sequence[int] = sorted(
-            draw.sample(range(data.num_documents), min(args.documents, data.num_documents))
+        numbers = sorted(
+            generator.sample(range(data.num_documents), min(count, data.num_documents))
         )
-        if args.first is not None:
-            numbers = range(args.first, min(args.first + args.documents, data.num_documents))
-        rows = [(f"document {i}", data.document(i)) for i in numbers]
-    shown = []
-    for name, ids in rows:
-        if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
-            raise ValueError(
-                f"{args.prefix}: {name} has id {ids.max()}, {args.tokenizer} has {tokenizer.vocab_size}"
-            )
-        text = tokenizer.decode(ids[: args.sample or args.max_tokens].tolist())
-        shown.append({"from": name, "tokens": len(ids), "text": text})
-    return shown
+    return [(f"document {i}", data.document(i)) for i in numbers]
 
 
-def copy(parts: Sequence[tuple[str, int, int | None]], out: str, overwrite: bool) -> dict:
-    """Writes documents first … end − 1 (None: to the last) of each pair of files to one, with their
-    sequences as they are. One pair is open at a time: a process may have fewer files open than
-    there are to join."""
+def copy(parts: Sequence[tuple[str, int, int | None]], out: str, overwrite: bool) -> dict[str, Any]:
+    """Writes documents of several pairs of files to one, with their sequences unchanged.
+
+    One pair is open at a time: a process may have fewer files open than there are to join.
+
+    Args:
+        parts: (prefix, first document, end or None = to the last).
+    """
     dtypes = {IndexedDataset(prefix).dtype.name: prefix for prefix, _, _ in parts}
     if len(dtypes) > 1:
-        raise ValueError(
-            f"files of {' and '.join(f'{name} ({prefix})' for name, prefix in dtypes.items())}: one id type"
-        )
+        names = " and ".join(f"{name} ({prefix})" for name, prefix in dtypes.items())
+        raise ValueError(f"files of one id type are required (got {names})")
     documents = [np.zeros(1, np.int64)]  # sequences before each document
-    with _writing(out, np.dtype(next(iter(dtypes))), overwrite) as writer:
+    with _writer(out, np.dtype(next(iter(dtypes))), overwrite) as writer:
         for prefix, first, end in parts:
             data = IndexedDataset(prefix)
             indices = data.index.document_indices[first : None if end is None else end + 1]
             starts = _sequence_starts(data)[indices[0] : indices[-1] + 1]
             inner = np.searchsorted(starts, np.arange(starts[0], starts[-1], CHUNK_TOKENS))
-            # whole sequences of about CHUNK_TOKENS
+            # complete sequences of about CHUNK_TOKENS
             groups = np.unique([0, *inner, len(starts) - 1])
             for k, ids in enumerate(_stream(data, starts[groups], data.prefix)):
                 writer.add_documents(ids, np.diff(starts[groups[k] : groups[k + 1] + 1]))
@@ -204,8 +211,8 @@ def copy(parts: Sequence[tuple[str, int, int | None]], out: str, overwrite: bool
 
 
 @contextmanager
-def _writing(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWriter]:
-    """Opens a writer that leaves nothing behind where it fails."""
+def _writer(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWriter]:
+    """Opens a writer, which leaves no files where it fails."""
     if with_suffix(out, ".idx").exists() and not overwrite:
         raise ValueError(f"{out}.idx is there already; --overwrite replaces it")
     writer = IndexedWriter(out, dtype)
@@ -219,15 +226,15 @@ def _writing(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWrit
 
 
 def _range(text: str, shares: bool, total: int) -> tuple[int, int]:
-    """Returns the first document and end of FROM:TO, in documents or as shares of `total`."""
+    """Parses FROM:TO, in documents or as shares of `total`, to the first document and the end."""
     low, colon, high = text.partition(":")
     try:
-        ends = [float(low or 0), float(high or (1 if shares else total))]
-        first, end = (round(each * total) if shares else int(each) for each in ends)
+        bounds = [float(low or 0), float(high or (1 if shares else total))]
+        first, end = (round(bound * total) if shares else int(bound) for bound in bounds)
     except (ValueError, OverflowError):
         colon = ""
     if not colon:
-        raise ValueError(f"{text!r} is no FIRST:END, such as {'0:0.01' if shares else '0:1000'}")
+        raise ValueError(f"{text!r} is not FIRST:END, such as {'0:0.01' if shares else '0:1000'}")
     if not 0 <= first < end <= total:
         raise ValueError(f"{text} gives documents {first} to {end} of {total}")
     return first, end
@@ -239,7 +246,8 @@ def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarra
         array = np.load(path, mmap_mode="r")
         if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
             raise ValueError(
-                f"{path}: {array.dtype.name} of {array.ndim} dims; token ids are integers of one or two"
+                f"{path}: token ids are integers of one or two dims "
+                f"(got {array.dtype.name} of {array.ndim})"
             )
         if array.ndim == 1:
             ends = np.flatnonzero(array == eod) + 1 if eod is not None else np.empty(0, np.int64)
@@ -247,39 +255,40 @@ def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarra
         yield from array
         return
     with open_parquet(path) as parquet:
-        if column not in parquet.schema_arrow.names:
-            raise ValueError(
-                f"{path}: no column {column!r} (--column); it has {', '.join(parquet.schema_arrow.names)}"
-            )
+        names = parquet.schema_arrow.names
+        if column not in names:
+            raise ValueError(f"{path}: no column {column!r} (--column); it has {', '.join(names)}")
         for batch in parquet.iter_batches(1024, columns=[column]):
             for row in batch.column(column):
                 values = getattr(row, "values", None) if row.is_valid else ()
                 ids = np.asarray(values) if values is not None else np.empty(0)
                 if len(ids) and ids.dtype.kind not in "iu" or values is None:
                     raise ValueError(
-                        f"{path}: column {column!r} is of {row.type}; a row is a list of integers"
+                        f"{path}: column {column!r} requires lists of integers (got {row.type})"
                     )
                 yield ids
 
 
-def import_arrays(args: argparse.Namespace) -> dict:
+def import_arrays(args: argparse.Namespace) -> dict[str, Any]:
     """Writes the documents of all files to one pair."""
-    with _writing(args.out, dtype_for_vocab(args.vocab_size), args.overwrite) as writer:
+    with _writer(args.out, dtype_for_vocab(args.vocab_size), args.overwrite) as writer:
         for name in tqdm(args.files, unit="file", desc="importing", disable=None):
             for number, ids in enumerate(token_arrays(Path(name), args.column, args.eod)):
-                if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < args.vocab_size:
-                    worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+                if not len(ids):
+                    continue
+                low, high = int(ids.min()), int(ids.max())
+                if not 0 <= low <= high < args.vocab_size:
                     raise ValueError(
-                        f"{name}: document {number} has id {worst}; --vocab-size is {args.vocab_size}"
+                        f"{name}: document {number} has id {low if low < 0 else high}; "
+                        f"--vocab-size is {args.vocab_size}"
                     )
-                if len(ids):
-                    writer.add_document(ids)
+                writer.add_document(ids)
         writer.finalize()
     return inspect(args.out, scan=False)
 
 
-def run(args: argparse.Namespace) -> list[dict]:
-    """Does what the command line says; one record a file, or a piece of text."""
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs the command; returns one record for each file or text."""
     if args.command == "inspect":
         return [inspect(prefix, args.scan) for prefix in args.prefixes]
     if args.command == "decode":
@@ -291,33 +300,28 @@ def run(args: argparse.Namespace) -> list[dict]:
         parts = [(prefix, 0, None) for prefix in args.prefixes]
     else:
         total = IndexedDataset(args.prefix).num_documents
-        parts = [
-            (args.prefix, *_range(args.documents or args.share, args.share is not None, total))
-        ]
+        bounds = _range(args.documents or args.share, args.share is not None, total)
+        parts = [(args.prefix, *bounds)]
     if any(Path(args.out).resolve() == Path(prefix).resolve() for prefix, _, _ in parts):
         raise ValueError(f"--out {args.out} is one of the files that are read")
     return [copy(parts, args.out, args.overwrite)]
 
 
-def main() -> int:
-    args = arguments()
-    return exit_code("tokens", lambda: tell(run(args), args), getattr(args, "out", None))
-
-
-def tell(found: list[dict], args: argparse.Namespace) -> None:
-    """Prints records."""
+def print_records(records: list[dict[str, Any]], args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(records))
         return
-    for record in found:
+    for record in records:
         if args.command == "decode":
             print(f"--- {record['from']}, {record['tokens']} tokens\n{record['text']}")
         else:
-            print(
-                "\n".join(
-                    f"{name.replace('_', ' ') + ':':18} {value}" for name, value in record.items()
-                )
-            )
+            for name, value in record.items():
+                print(f"{name.replace('_', ' ') + ':':18} {value}")
+
+
+def main() -> int:
+    args = arguments()
+    return exit_code("tokens", lambda: print_records(run(args), args), getattr(args, "out", None))
 
 
 if __name__ == "__main__":

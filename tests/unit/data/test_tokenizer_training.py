@@ -73,7 +73,7 @@ def test_tool_trains_and_shows(tmp_path):
     nameless = tool("train", "--input", "tests/unit/data", "--out", f"{tmp_path}/folder/")
     assert (
         nameless.returncode == 2
-        and "ends in no name" in nameless.stderr
+        and "does not end in a file name" in nameless.stderr
         and not (tmp_path / "folder").exists()
     )
 
