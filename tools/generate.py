@@ -1,12 +1,15 @@
-"""Sample text from a checkpoint of ours or from a Hugging Face folder.
+"""Sample text from a checkpoint or from a Hugging Face folder.
 
-    python tools/generate.py --checkpoint DIR --prompt "def " --max-tokens 64 --temperature 0.8 --top-k 50 --seed 0
+    python tools/generate.py --checkpoint DIR --prompt "def " --temperature 0.8 --top-k 50 --seed 0
     torchrun --nproc-per-node 2 tools/generate.py --hf DIR --tp 2 --prompt "Once upon a time"
 
-The tokenizer is the one of the run (data.tokenizer), or of the Hugging Face folder, unless --tokenizer names another.
-Generation ends at --max-tokens, at the tokenizer's end-of-document token, or at any end token that its folder names
-(generation_config.json, config.json). To try a chat model, --special-tokens reads special tokens that the prompt spells
-out: --special-tokens --prompt $'<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'.
+The tokenizer is that of the run (data.tokenizer) or of the Hugging Face folder, unless --tokenizer
+names another. Generation ends at --max-tokens, at the tokenizer's end-of-document token, or at any
+end token that its folder names (generation_config.json, config.json). With --special-tokens, names
+of special tokens in the prompt stand for them, which chat models need:
+
+    --special-tokens --prompt $'<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+
 Exit code 2 for bad input.
 """
 
@@ -38,41 +41,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__)
     add_model(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    for option, kind, default, metavar, text in (
+        ("--max-tokens", int, 64, "N", "tokens to generate (default 64)"),
+        ("--temperature", float, 0.8, "T", "0 = the likeliest token (default 0.8)"),
+        ("--top-k", int, 50, "K", "sample from the K likeliest tokens; 0 = all (default 50)"),
+        ("--seed", _seed, 0, "N", "of the random choice (default 0)"),
+    ):
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="tokens to add (default 64)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0 = likeliest token (default 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=50,
-        metavar="K",
-        help="draw among K tokens; 0 = all (default 50)",
-    )
-    parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of the draws (default 0)"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="a tokenizer's file of any kind, or its folder",
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer file of any kind, or its folder"
     )
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin the prompt with the begin-of-text token (default: as the tokenizer's files say; no after training)",
+        help="begin the prompt with the begin-of-text token (default: as the tokenizer's files "
+        "say; not for a model trained here)",
     )
     parser.add_argument(
         "--special-tokens",
         action="store_true",
-        help="read special tokens that the prompt spells out",
+        help="read names of special tokens in the prompt as these tokens",
     )
     parser.add_argument(
         "--json", action="store_true", help="print {prompt, text, tokens} instead of the text"
@@ -82,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and rejects bad options before the imports below, which take seconds
     parse(sys.argv[1:])
 
 from tqdm import tqdm
@@ -97,23 +85,23 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, Path]:
-    """Returns the tokenizer named on the command line, else the source's own, and where it is."""
+    """The tokenizer of the command line, or else of the model's source, and its path."""
     path = args.tokenizer or args.hf or token_source(config)
     if path is None:
-        raise ValueError(
-            "the run has no data.tokenizer: name the one its data was made with by --tokenizer PATH"
-        )
+        raise ValueError("the run has no data.tokenizer: name the tokenizer by --tokenizer PATH")
     try:
         return load_tokenizer(path, config.data.eod), path
     except ValueError as error:
-        raise ValueError(
-            f"{error}; name another by --tokenizer PATH" if path != args.tokenizer else str(error)
-        ) from error
+        hint = "; name another one by --tokenizer PATH" if path != args.tokenizer else ""
+        raise ValueError(f"{error}{hint}") from error
 
 
 def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
-    """Returns what stands before a prompt: nothing for our own runs, unless preprocess.py has put a
-    token there."""
+    """The begin-of-text token, if prompts start with one.
+
+    By default, none is added for a model that was trained here: if its data began with one,
+    preprocess.py put it there.
+    """
     if args.bos and tokenizer.bos is None:
         raise ValueError(
             "--bos: the tokenizer names no begin-of-text token (bos_token in tokenizer_config.json)"
@@ -123,81 +111,69 @@ def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Conf
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, special: dict[str, int]) -> list[int]:
-    """Returns the ids of a prompt in which the names of some special tokens stand for them."""
+    """Ids of a prompt, in which names of special tokens stand for them."""
     names = sorted(filter(None, special), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return [
-        i
-        for part in parts
-        if part
-        for i in ([special[part]] if part in special else tokenizer.encode(part))
-    ]
+    ids: list[int] = []
+    for part in filter(None, parts):
+        ids += [special[part]] if part in special else tokenizer.encode(part)
+    return ids
 
 
 def continue_text(
     predictor: Predictor,
     tokenizer: Tokenizer,
     prompt: list[int],
-    ends: set[int | None],
+    end_ids: set[int | None],
     args: argparse.Namespace,
 ) -> list[int]:
-    """Returns the prompt's tokens and the new ones, without the token that ended them."""
+    """Ids of the prompt and of its continuation, without the token that ended it."""
     model = predictor.config.model
-    vocab_size = model.vocab_size
-    if outside := [token for token in prompt if token >= vocab_size]:
+    if outside := [token for token in prompt if token >= model.vocab_size]:
         raise ValueError(
-            f"the tokenizer gives id {outside[0]}, the model has model.vocab_size = {vocab_size}: "
-            "this is not the tokenizer that the model was trained with"
+            f"the tokenizer gives id {outside[0]}, but model.vocab_size = {model.vocab_size}: "
+            "the model was trained with another tokenizer"
         )
-    if (longest := len(prompt) + args.max_tokens) > model.max_positions and predictor.mesh[
-        "world"
-    ].rank == 0:
-        kept = (
-            "only the last of them are seen"
-            if model.position == "learned"
-            else "the model was not trained for more"
-        )
+    longest = len(prompt) + args.max_tokens
+    if longest > model.max_positions and predictor.mesh["world"].rank == 0:
+        learned = model.position == "learned"
+        effect = "it sees only the last ones" if learned else "it was not trained for more"
         print(
-            f"{longest} tokens may exceed the model's {model.max_positions} positions: {kept}",
+            f"{longest} tokens may exceed the model's {model.max_positions} positions: {effect}",
             file=sys.stderr,
         )
     settings = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    drawn = predictor.sample(prompt, args.max_tokens, vocab_size=tokenizer.vocab_size, **settings)
-    new: list[int] = []
-    for token in tqdm(drawn, total=args.max_tokens, unit="token", disable=None, leave=False):
-        if token in ends:
+    samples = predictor.sample(prompt, args.max_tokens, vocab_size=tokenizer.vocab_size, **settings)
+    tokens = list(prompt)
+    for token in tqdm(samples, total=args.max_tokens, unit="token", disable=None, leave=False):
+        if token in end_ids:
             break
-        new.append(token)
-    return prompt + new
+        tokens.append(token)
+    return tokens
 
 
 def run(args: argparse.Namespace) -> None:
     environment = read_environment()
     if args.max_tokens < 1 or not args.temperature >= 0 or args.top_k < 0:
         raise ValueError(
-            f"--max-tokens {args.max_tokens} must be 1 or more, --temperature {args.temperature} and "
-            f"--top-k {args.top_k} 0 or more"
+            f"--max-tokens {args.max_tokens} must be at least 1, --temperature {args.temperature} "
+            f"and --top-k {args.top_k} at least 0"
         )
     source = Source(hf=args.hf, checkpoint=args.checkpoint)
     config = source.config(environment.world, tp=args.tp, dtype=args.dtype)
     tokenizer, path = tokenizer_of(args, config)
     special = special_tokens(path) if args.special_tokens else {}
-    prompt = begin_of_prompt(tokenizer, args, config) + encode_prompt(
-        args.prompt, tokenizer, special
-    )
-    ends = {tokenizer.eod, *end_tokens(args.hf or (path if path.is_dir() else path.parent))}
+    prompt = begin_of_prompt(tokenizer, args, config)
+    prompt += encode_prompt(args.prompt, tokenizer, special)
+    end_ids = {tokenizer.eod, *end_tokens(args.hf or (path if path.is_dir() else path.parent))}
     process = start_process(config.parallel.timeout_s, environment)
     try:
-        tokens = continue_text(
-            open_predictor(source, config, process), tokenizer, prompt, ends, args
-        )
+        predictor = open_predictor(source, config, process)
+        tokens = continue_text(predictor, tokenizer, prompt, end_ids, args)
         if process.rank == 0:
             text = tokenizer.decode(tokens)
-            print(
-                json.dumps({"prompt": args.prompt, "text": text, "tokens": tokens})
-                if args.json
-                else text
-            )
+            record = {"prompt": args.prompt, "text": text, "tokens": tokens}
+            print(json.dumps(record) if args.json else text)
     finally:
         stop_process()
 

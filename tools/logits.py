@@ -1,12 +1,11 @@
-"""Run a model forward on given token ids and write its logits to a .npy file, to check an import or
-a checkpoint.
+"""Write a model's logits on given token ids to a .npy file, to check an import or a checkpoint.
 
-    python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy torchrun
-    --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy --out
-    logits.npy
+    python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy
+    torchrun --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy
+                                                --out logits.npy
 
-ids [b, s] (any integer type; [s] is one row) become logits [b, s, vocab_size]: float64 with --dtype
-fp64, else float32. Ranks beyond tp share the rows. Exit code 2 for bad input.
+Ids [b, s] of any integer type, or [s] for one row, give logits [b, s, vocab_size]: float64 with
+--dtype fp64, else float32. Further ranks than --tp divide the rows. Exit code 2 for bad input.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     print_anywhere()
-    # answers --help and refuses bad options before the seconds that the imports below take
+    # answers --help and rejects bad options before the imports below, which take seconds
     parse(sys.argv[1:])
 
 import numpy as np
@@ -57,8 +56,12 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Returns token ids `[b, s]` of a .npy file. Raises ValueError: no file of integers of one or
-    two dims, or an id outside the vocabulary."""
+    """Reads token ids `[b, s]` of a .npy file.
+
+    Raises:
+        ValueError: it is not a file of integers of one or two dims, or an id is outside the
+            vocabulary.
+    """
     try:
         ids = np.load(path, allow_pickle=False)
     except OSError as error:
@@ -66,37 +69,36 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     except (ValueError, EOFError) as error:
         raise ValueError(f"--tokens {path} is not a .npy file of numbers: {error}") from error
     if not isinstance(ids, np.ndarray):
-        raise ValueError(f"--tokens {path} is not a .npy file of numbers but several, as .npz")
+        raise ValueError(f"--tokens {path} is not a .npy file but an archive of several (.npz)")
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
         raise ValueError(
-            f"--tokens {path} holds {ids.dtype} {list(ids.shape)}; wanted are integers [b, s]"
+            f"--tokens {path}: expected integers [batch, seq] (got {ids.dtype} {list(ids.shape)})"
         )
     ids = ids.reshape(-1, ids.shape[-1])
-    wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
-    if len(wrong):
-        row, column = wrong[0]
+    outside = np.argwhere((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        row, column = outside[0]
         raise ValueError(
-            f"--tokens {path}: id {ids[row, column]} at row {row}, column {column} is outside the vocabulary "
-            f"0 ... {vocab_size - 1}"
+            f"--tokens {path}: id {ids[row, column]} at row {row}, column {column} is outside the "
+            f"vocabulary 0 ... {vocab_size - 1}"
         )
     return ids.astype(np.int64)
 
 
-def rounds(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every
-    rank.
+def all_logits(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields (first row, logits `[rows, s, vocab]` on the CPU) for all rows, on every rank.
 
-    Comm: all_gather dp of each round's logits.
+    Comm: all_gather dp of the logits of dp · mbs rows at a time.
     """
     dp = predictor.mesh["dp"]
     step = mbs * dp.size
     for first in range(0, len(ids), step):
         rows = torch.from_numpy(ids[first : first + step])
-        # every rank takes part in the last round: its spare rows repeat the first
+        # every rank takes part in the last all-gather: missing rows repeat the first one
         missing = step - len(rows)
         rows = torch.cat([rows, rows[:1].expand(missing, -1)])
-        mine = predictor.logits(rows[dp.rank * mbs : (dp.rank + 1) * mbs])
-        yield first, all_gather(mine.contiguous(), dp).cpu()[: step - missing]
+        local = predictor.logits(rows[dp.rank * mbs : (dp.rank + 1) * mbs])
+        yield first, all_gather(local.contiguous(), dp).cpu()[: step - missing]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -109,20 +111,19 @@ def run(args: argparse.Namespace) -> None:
     process = start_process(config.parallel.timeout_s, environment)
     try:
         predictor = open_predictor(source, config, process)
-        kind = np.float64 if config.precision.dtype == "fp64" else np.float32
         out = None
         if process.rank == 0:
             args.out.parent.mkdir(parents=True, exist_ok=True)
+            dtype = np.float64 if config.precision.dtype == "fp64" else np.float32
             shape = (*ids.shape, config.model.vocab_size)
-            out = np.lib.format.open_memmap(args.out, mode="w+", dtype=kind, shape=shape)
-        bar = tqdm(total=len(ids), unit="row", disable=process.rank != 0 or None)
-        for first, logits in rounds(predictor, ids, args.mbs):
-            if out is not None:
-                out[first : first + len(logits)] = logits.to(
-                    torch.float64 if kind is np.float64 else torch.float32
-                )
-            bar.update(len(logits))
-        bar.close()
+            out = np.lib.format.open_memmap(args.out, mode="w+", dtype=dtype, shape=shape)
+        with tqdm(total=len(ids), unit="row", disable=process.rank != 0 or None) as bar:
+            for first, logits in all_logits(predictor, ids, args.mbs):
+                if out is not None:
+                    # numpy has no bfloat16
+                    numbers = logits if logits.dtype == torch.float64 else logits.float()
+                    out[first : first + len(logits)] = numbers
+                bar.update(len(logits))
         if out is not None:
             out.flush()
             print(f"{args.out}: {out.dtype} {list(out.shape)}")

@@ -209,13 +209,13 @@ def test_no_more_than_one_tensor_is_read_at_a_time(imported, tmp_path, monkeypat
 
 REFUSED = {
     "is not a .npy file": lambda hf, tmp: ["--tokens", hf / "config.json"],
-    "but several, as .npz": lambda hf, tmp: ["--tokens", tmp / "many.npz"],
+    "an archive of several (.npz)": lambda hf, tmp: ["--tokens", tmp / "many.npz"],
     "absent.npy cannot be read: No such file": lambda hf, tmp: ["--tokens", tmp / "absent.npy"],
     "id 61 at row 0, column 2 is outside the vocabulary 0 ... 60": lambda hf, tmp: [
         "--tokens",
         tmp / "far.npy",
     ],
-    "holds float64": lambda hf, tmp: ["--tokens", tmp / "real.npy"],
+    "(got float64": lambda hf, tmp: ["--tokens", tmp / "real.npy"],
     "model.num_heads = 4 is not divisible": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--tp", 3],
     "--mbs 0": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--mbs", 0],
 }
