@@ -26,15 +26,16 @@ EVERYTHING = tiers.NIGHTLY
 SECONDS_A_PROCESS = 150
 # of a core: interpreted, and emulated with an empty cache; files that are not here take a few
 LAST = {"benchmarks": 30, "planted_faults": 15, "overlap": 10, "flash_attention": 10, "fp8": 10}
-INTERPRETED = LAST | {"fp8": 55, "moe": 40, "flash_attention": 45, "pointwise": 25}
-INTERPRETED |= {"layers": 20, "normalization": 10, "closeness": 10}
+INTERPRETED = LAST | {"fp8": 55, "moe": 40, "flash_attention": 45, "pointwise": 13}
+INTERPRETED |= {"activation": 15, "layers": 20, "normalization": 10, "closeness": 10}
 EMULATED = {
     "flash_attention": 80,
     "fp8": 65,
     "emulated_gpu": 35,
     "normalization": 30,
     "moe": 25,
-    "pointwise": 25,
+    "pointwise": 15,
+    "activation": 15,
 }
 EMULATED |= {"layers": 20, "fp8_tensor": 15, "closeness": 10, "emulated_random": 10}
 LAST_EMULATED = EMULATED | {"normalization": 5, "fp8_tensor": 5}
@@ -42,6 +43,7 @@ LAST_EMULATED = EMULATED | {"normalization": 5, "fp8_tensor": 5}
 SPARED = (
     "normalization",
     "pointwise",
+    "activation",
     "fp8_tensor",
     "shares",
     "multi_tensor",

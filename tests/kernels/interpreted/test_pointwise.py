@@ -1,55 +1,12 @@
-"""SwiGLU, GELU and RoPE kernels against torch in float64."""
-
-from functools import partial
+"""RoPE kernels against torch in float64."""
 
 import pytest
 import torch
+from kernel_lab.accuracy import TOLERANCE, compare_with_float64
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import GATED, KINDS, activate, activation_reference
 
 pytestmark = pytest.mark.alike
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-
-
-def relative(got, want):
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
-
-
-def compare(run, reference, *inputs):
-    """Output and gradient of a kernel against the reference on float64 copies."""
-    leaves = [x.requires_grad_() for x in inputs]
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    got, want = run(*leaves), reference(*wide)
-    got, want = ([y] if isinstance(y, torch.Tensor) else list(y) for y in (got, want))
-    douts = [torch.randn(y.shape).to(y.dtype) for y in got]
-    tolerance = TOLERANCE[inputs[0].dtype]
-    grads = torch.autograd.grad(got, leaves, douts)
-    wanted = torch.autograd.grad(want, wide, [d.double() for d in douts])
-    for a, b in (*zip(got, want), *zip(grads, wanted)):
-        assert a.shape == b.shape and a.dtype == inputs[0].dtype
-        assert relative(a, b) < tolerance
-
-
-def input_of(kind, shape):
-    """A random input of an activation with outputs of this shape."""
-    return torch.randn(*shape[:-1], shape[-1] * (2 if kind in GATED else 1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 129), (1, 4097)])
-def test_activations(shape, dtype, kind):
-    """Inputs of the clamped kind exceed its limits, beyond which gradients are 0."""
-    x = (6 if kind == "swiglu_clamped" else 1) * input_of(kind, shape)
-    compare(partial(activate, kind=kind), partial(activation_reference, kind=kind), x.to(dtype))
-
-
-def test_swiglu_of_a_slice():
-    swiglu, reference = (partial(run, kind="swiglu") for run in (activate, activation_reference))
-    compare(swiglu, reference, torch.randn(6, 50)[:, 3:37])
-    compare(swiglu, reference, torch.randn(34, 6).t())
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -67,7 +24,7 @@ def test_rope(interleaved, dtype, a, g, d, k_dim, half, batch_of_table):
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         return lambda q, k: op(q, k, cos, sin, interleaved)
 
-    compare(
+    compare_with_float64(
         run(kernels.apply_rope, torch.float32),
         run(kernels.apply_rope_reference, torch.float64),
         q,
@@ -83,63 +40,6 @@ def test_rope_of_views_into_one_qkv():
     want = kernels.apply_rope_reference(q, k, angle.cos(), angle.sin())
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (2, 129)])
-def test_activations_backward_over_their_input(kind, shape):
-    leaf, dy = input_of(kind, shape).bfloat16().requires_grad_(), torch.randn(shape).bfloat16()
-    (expected,) = torch.autograd.grad(activate(leaf, kind), leaf, dy)
-    x = leaf.clone()
-    y = activate(x, kind, overwrite=True)
-    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
-    assert torch.equal(dx, expected) and dx.data_ptr() == x.data_ptr()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(dy)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 258)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_experts(kind, shape, dtype):
-    """Times a weight per row, against float64; and written over their input, to the bit."""
-    x, dy = input_of(kind, shape).to(dtype).requires_grad_(), torch.randn(shape).to(dtype)
-    weights = torch.rand(shape[0], 2)[:, 1].requires_grad_()  # strided
-    y = activate(x, kind, weights)
-    results = (y, *torch.autograd.grad(y, (x, weights), dy))
-    wide = [leaf.detach().double().requires_grad_() for leaf in (x, weights)]
-    exact = activate(wide[0], kind) * wide[1][:, None]
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    exact_grads = torch.autograd.grad(exact, wide, dy.double())
-    for result, expected in zip(results, (exact, *exact_grads)):
-        assert (result.double() - expected).norm() < tolerance * expected.norm() + 1e-6
-    copy = x.clone()
-    in_place = torch.autograd.grad(
-        activate(copy, kind, weights, overwrite=True), (copy, weights), dy
-    )
-    assert (
-        all(map(torch.equal, in_place, results[1:])) and in_place[0].data_ptr() == copy.data_ptr()
-    )
-
-
-def test_invalid_activations_are_rejected():
-    x, weights = torch.randn(4, 6).requires_grad_(), torch.rand(4)
-    with pytest.raises(ValueError, match="unknown activation 'relu': expected one of swiglu"):
-        activate(x, "relu", weights)
-    with pytest.raises(ValueError, match=r"one weight per row of x \(4, 6\) \(got \(3,\)\)"):
-        activate(x, "swiglu", weights[:3])
-    with pytest.raises(ValueError, match="would replace the leaf"):
-        activate(x, "swiglu", weights, overwrite=True)
-
-
-@pytest.mark.parametrize("weights", [None, torch.ones(4)])
-def test_only_a_contiguous_input_is_overwritten(weights):
-    strided = (torch.randn(4, 6).requires_grad_() * 1)[:, 1:5]
-    contiguous = torch.randn(4, 4).requires_grad_() * 1
-    for x in (strided, contiguous):
-        before = x.detach().clone()
-        activate(x, "swiglu", weights, overwrite=True).sum().backward()
-        assert torch.equal(x, before) == (x is strided)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
