@@ -1,18 +1,18 @@
 """CUDA graphs of phases (`train.cuda_graph=phases`): each replay costs the host one launch,
-whatever the phase holds.
+whatever the phase contains.
 
 A slot is the memory of one micro-batch in flight: its static inputs, and a memory pool in which the
 graphs of its phases are captured in the order of their passes, forward, backward, weight gradients.
-What one graph frees, a later one uses again; this stays right because every micro-batch passes the
-slot in that same order, and the slot takes the next one only after the last weight gradient. So
-micro-batches whose backward is split (I, W) have slots of their own. A rank has as many slots as
-its schedule has micro-batches in flight, whichever schedule that is.
+Memory that one graph frees is reused by a later one; this stays correct because every micro-batch
+passes the slot in that same order, and the slot takes the next one only after the last weight
+gradient. So micro-batches whose backward is split (I, W) have slots of their own. A rank has as
+many slots as its schedule has micro-batches in flight.
 
-The first step that meets a form of micro-batch runs without graphs: it compiles kernels and
-connects communicators, neither of which may happen in a capture. Between the graphs hooks run as
-ever: weights are gathered, gradients reduced. Under ZeRO-2 and 3 both have the same addresses in
-every step (data_parallel/temporary_buffer.py). Collectives that a phase leaves under way for the
-next one end with its graph instead.
+The first step with a new signature of micro-batches runs without graphs: it compiles kernels and
+connects communicators, neither of which may happen in a capture. Hooks run between the graphs as
+usual: weights are gathered, gradients reduced. Under ZeRO-2 and 3 both have the same addresses in
+every step (data_parallel/temporary_buffer.py). A collective that a phase starts and a later phase
+would await ends with the first phase's graph instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,20 +36,22 @@ from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.shard_spec import state_of
 
 Replay = Callable[[], None]
-Form = tuple[Any, ...]
-"""What micro-batches of one slot have in common: how the backward runs, shapes, dtypes, what is missing."""
+Signature = tuple[Any, ...]
+"""What micro-batches of one slot share: split backward or not, shapes, dtypes, absent fields."""
 
 
 class GraphPool(Protocol):
     """Captures graphs that share memory."""
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
-        """Runs `work` without doing what it launches; returns its result, whose values each
-        `Replay` makes."""
+        """Runs `work` without executing what it launches.
+
+        Returns:
+            Its result, whose values each replay computes, and the replay.
+        """
 
     def release(self) -> None:
-        """Destroys the graphs. NCCL waits for that of every graph in which it sends before it ends
-        a communicator."""
+        """Destroys the graphs, which NCCL requires before it closes their communicators."""
 
 
 class CudaGraphPool:
@@ -58,13 +60,13 @@ class CudaGraphPool:
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # a phase may only pass on what it is given
+        # A phase may only pass on its input.
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Replay]:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are held to a capture's rules: others pin batches and watch
-        # collectives meanwhile.
+        # thread_local, because other threads pin batches and watch collectives meanwhile, which a
+        # global capture would forbid
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         try:
             result = work()
@@ -93,18 +95,18 @@ class PhaseGraphs:
     def __init__(self, ledger: Ledger, new_pool: Callable[[], GraphPool] = CudaGraphPool) -> None:
         self.ledger, self._new_pool = ledger, new_pool
         self._pools: list[GraphPool] = []
-        self._met: set[Form] = set()  # in this step
-        self._warm: set[Form] = set()  # in earlier ones
-        self._free: defaultdict[Form, list[Slot]] = defaultdict(list)
+        self._seen: set[Signature] = set()  # in this step or an earlier one
+        self._warm: set[Signature] = set()  # in an earlier step, and so ready for capture
+        self._free: defaultdict[Signature, list[GraphSlot]] = defaultdict(list)
         self._num_microbatches = 0
 
     def new_pool(self) -> GraphPool:
-        """Returns the memory of a slot."""
+        """Makes the memory of a slot, which `release` will free."""
         self._pools.append(self._new_pool())
         return self._pools[-1]
 
     def release(self) -> None:
-        """Destroys all graphs; before the process group is destroyed, too."""
+        """Destroys all graphs, as must be done before the process group is destroyed."""
         for pool in self._pools:
             pool.release()
         self._pools.clear()
@@ -112,76 +114,77 @@ class PhaseGraphs:
 
     @property
     def captures(self) -> bool:
-        """Whether the next micro-batches of a form that has been met are captured."""
+        """Whether the next micro-batches of a known signature will be captured."""
         return bool(self._warm - self._free.keys())
 
     def start_step(self, num_microbatches: int, eager: bool = False) -> None:
         """Begins a step.
 
         Args:
-            num_microbatches: of the step. Phases compute with it, and addresses depend on it:
-                graphs of steps with another number are dropped, and the first step with a new one
-                runs without.
+            num_microbatches: of the step. Phases compute with it, and addresses depend on it: a new
+                number destroys all graphs, and its first step runs without graphs.
             eager: this step runs without graphs.
         """
         if num_microbatches != self._num_microbatches:
             self.release()
             self._num_microbatches, eager = num_microbatches, True
-        self._warm = set() if eager else self._warm | self._met
-        self._met = self._met | self._warm
-        # What eager steps have left no capture can use. To give it back waits for the device: later
-        # in the step that might wait for a message of a peer that waits here.
+        self._warm = set() if eager else self._warm | self._seen
+        self._seen = self._seen | self._warm
+        # A capture cannot use blocks that eager steps have left. Returning them to CUDA waits for
+        # the device: later in the step that might wait for a message of a peer that waits here.
         if self.captures:
             torch.cuda.empty_cache()
 
     def open(self, phases: Sequence[Phase], batch: MicroBatch, split: bool) -> SavedMicroBatch:
-        """Returns where a micro-batch is kept: in a slot, or without graphs where its form is new.
+        """Makes the state of a micro-batch: in a slot, or without graphs if its signature is new.
 
         Args:
-            batch: what they read; one that context parallelism has planned for itself alone gets no
-                graphs.
+            phases: of the stage.
+            batch: a batch that context parallelism has planned individually gets no graphs.
             split: its backward runs as I and W.
         """
         if batch.context is not None and batch.context.documents is not None:
             return SavedMicroBatch(batch, len(phases))
-        form = (split, *_form(batch))
-        self._met.add(form)
-        if form not in self._warm:
+        signature = (split, *_signature(batch))
+        self._seen.add(signature)
+        if signature not in self._warm:
             return SavedMicroBatch(batch, len(phases))
-        free = self._free[form]
+        free = self._free[signature]
         if not free:
-            return Slot(self, batch, len(phases), free)
+            return GraphSlot(self, batch, len(phases), free)
         slot = free.pop()
         slot.take(batch)
         return slot
 
 
-class Slot(SavedMicroBatch):
+class GraphSlot(SavedMicroBatch):
     """The memory and the graphs of one micro-batch in flight.
 
     Args:
-        batch: the first micro-batch; the static copy of it is what graphs read.
-        free: the slots of this form that are free.
+        graphs: of the stage.
+        batch: the first micro-batch; graphs read the static copy of it.
+        num_phases: of the stage.
+        free: the free slots with this signature.
     """
 
     def __init__(
-        self, graphs: PhaseGraphs, batch: MicroBatch, num_phases: int, free: list[Slot]
+        self, graphs: PhaseGraphs, batch: MicroBatch, num_phases: int, free: list[GraphSlot]
     ) -> None:
         tensors = {
             name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)
         }
         super().__init__(replace(batch, **tensors), num_phases)
-        # before phases add to it what they make `once`
-        self.given = tuple(vars(self.batch).values())
+        # the fields alone, before phases add results to the batch's cache
+        self._static_fields = tuple(vars(self.batch).values())
         self._graphs, self._free, self._pool = graphs, free, graphs.new_pool()
         self._runs: dict[tuple[str, int], _Run] = {}
         self._last: _Run | None = None
-        # what phases without graphs have worked out from it goes with it
+        # a copy with a cache of its own for phases without graphs
         self._uncaptured = copy(self.batch)
 
     def take(self, batch: MicroBatch) -> None:
         """Takes the next micro-batch."""
-        _fill(self.given, tuple(vars(batch).values()))
+        _fill(self._static_fields, tuple(vars(batch).values()))
         self._uncaptured = copy(self.batch)
 
     def batch_for(self, phase: Phase) -> MicroBatch | None:
@@ -197,11 +200,13 @@ class Slot(SavedMicroBatch):
     def evaluate(self, step: Step, x: Any) -> Any:
         if not step.phase.capturable:
             return super().evaluate(step, x)
-        return self.run("evaluate", step, lambda x: super(Slot, self).evaluate(step, x), x)
+        return self.run("evaluate", step, lambda x: super(GraphSlot, self).evaluate(step, x), x)
 
     def finish(self, op: str, state: Any) -> Any:
-        """Returns what leaves the stage in memory of its own, which is read when the slot may hold
-        another one's."""
+        """Frees the slot after the last action; copies the state that leaves the stage.
+
+        Its reader may run when the slot already has another micro-batch.
+        """
         if op in "BW":
             self._free.append(self)
             self.phases = [
@@ -214,8 +219,8 @@ class Slot(SavedMicroBatch):
         run = self._runs.get((kind, step.position))
         if run is None:
             run = self._runs[kind, step.position] = self._capture(step, work, state)
-        elif state is not run.given:
-            _fill(run.given, state)
+        elif state is not run.static_input:
+            _fill(run.static_input, state)
         run.replay()
         self._graphs.ledger.add(run.traffic)
         self._last = run
@@ -224,49 +229,53 @@ class Slot(SavedMicroBatch):
     def _capture(self, step: Step, work: Callable[[Any], Any], state: Any) -> _Run:
         before, ledger = self._last, self._graphs.ledger
         follows = before is not None and before.result is state
-        given = (
-            state
-            if follows or any(run.result is state for run in self._runs.values())
-            else _copied(state)
-        )
+        is_result = follows or any(run.result is state for run in self._runs.values())
+        static_input = state if is_result else _copied(state)
         weights = list(step.phase.parameters())
-        # FP8 copies, which the graph makes anew: others would be those of the capture's step
+        # The graph must quantize the weights itself: existing FP8 copies are those of this step.
         forget_copies(weights, gathered=False)
         with ledger.recording() as traffic:
-            result, replay = self._pool.capture(lambda: CAPTURE.run(lambda: work(given)))
+            result, replay = self._pool.capture(lambda: CAPTURE.run(lambda: work(static_input)))
         forget_copies(weights, gathered=False)
         if follows and before is not None and not step.starts_group and state is not None:
-            given = before.result = _Passed()  # from graph to graph: no tensor need be kept for it
-        return _Run(given, result, replay, traffic)
+            # The state stays inside the pool, so no tensor need be kept for it.
+            static_input = before.result = _InPool()
+        return _Run(static_input, result, replay, traffic)
+
+    def run_wgrad(self, step: Step, work: Callable[[Any], Any]) -> None:
+        """As `run`, for weight gradients: in B the gradient passes from phase to phase around
+        them."""
+        last = self._last
+        self.run("wgrad", step, work, None)
+        self._last = last
 
 
-class _Passed:
-    """Stands for a state that one graph leaves to the next one, in memory that later graphs use
-    again."""
+class _InPool:
+    """Represents a state that one graph leaves to the next, in memory that later graphs reuse."""
 
 
+@dataclass(slots=True)
 class _Run:
-    """A captured graph, what it reads, and what it leaves."""
+    """A captured graph."""
 
-    __slots__ = ("given", "result", "replay", "traffic")
-
-    def __init__(
-        self, given: Any, result: Any, replay: Replay, traffic: dict[tuple[str, str], Traffic]
-    ) -> None:
-        self.given, self.result, self.replay, self.traffic = given, result, replay, traffic
+    static_input: Any
+    result: Any
+    replay: Replay
+    traffic: dict[tuple[str, str], Traffic]
 
 
 class _GraphedPhase(SavedPhase):
-    """A phase in a slot. B replays what I and W would."""
+    """A phase in a slot. B replays the graphs of I and W."""
 
-    __slots__ = ("_slot", "_step", "_defers", "_allocate_grads")
+    __slots__ = ("_slot", "_step", "_defers", "_allocators")
 
-    def __init__(self, slot: Slot, step: Step) -> None:
+    def __init__(self, slot: GraphSlot, step: Step) -> None:
         super().__init__(step.phase, slot.batch)
         self._slot, self._step, self._defers = slot, step, False
-        found = {state_of(each).allocate_main_grad for each in step.phase.parameters()}
-        # of its buckets
-        self._allocate_grads = [allocate for allocate in found if allocate is not None]
+        # of its buckets' gradients
+        self._allocators = {
+            state_of(parameter).allocate_main_grad for parameter in step.phase.parameters()
+        }
 
     def forward(self, x: Any) -> Any:
         return self._slot.run("forward", self._step, super().forward, x)
@@ -285,23 +294,19 @@ class _GraphedPhase(SavedPhase):
         self._defers = self._defers or bool(self.weight_grads.closures)
         if self._defers:
             self._allocate()
-            last = self._slot._last
-            self._slot.run(
-                "wgrad", self._step, lambda _: super(_GraphedPhase, self).run_wgrad(), None
-            )
-            self._slot._last = last  # in B the gradient passes by
+            self._slot.run_wgrad(self._step, lambda _: super(_GraphedPhase, self).run_wgrad())
 
     def _allocate(self) -> None:
-        """Allocates and zeroes the gradients before the graph, which would else hold the zeroing
-        and repeat it."""
-        for allocate in self._allocate_grads:
-            allocate()
+        """Allocates and zeroes gradients before the capture, whose replays would else zero them."""
+        for allocate in self._allocators:
+            if allocate is not None:
+                allocate()
 
 
-def _form(batch: MicroBatch) -> Form:
-    fields = vars(batch).values()
+def _signature(batch: MicroBatch) -> Signature:
     return tuple(
-        (each.shape, each.dtype) if isinstance(each, Tensor) else id(each) for each in fields
+        (value.shape, value.dtype) if isinstance(value, Tensor) else id(value)
+        for value in vars(batch).values()
     )
 
 
@@ -314,9 +319,9 @@ def _copied(state: Any) -> Any:
 def _fill(static: Any, state: Any) -> None:
     """Copies a state into the memory that graphs read."""
     if isinstance(static, tuple):
-        for to, source in zip(static, state, strict=True):
-            _fill(to, source)
+        for target, source in zip(static, state, strict=True):
+            _fill(target, source)
     elif isinstance(static, Tensor):
         static.copy_(state)
     else:
-        assert static is state, f"a graph was captured with {static}, and is replayed with {state}"
+        assert static is state, f"a graph was captured with {static}, but replayed with {state}"
