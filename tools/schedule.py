@@ -346,7 +346,7 @@ def _show(options: argparse.Namespace) -> int:
         lengths = result.end - result.start
         shortest = float(lengths[lengths > 0].min())  # of a stage without layers nothing is drawn
         width = options.width or min(400, max(60, round(3 * result.makespan / shortest)))
-        print(draw_text(program, result, width, coloured=sys.stdout.isatty()))
+        print(draw_text(program, result, width, colored=sys.stdout.isatty()))
     return 0
 
 

@@ -32,14 +32,14 @@ def test_terminal_shrinks_names_to_letters():
     assert line == "  0 FFFFFFFF···B0B1B2B3B4B5B6B7"
 
 
-def test_colours_do_not_change_the_text():
+def test_colors_do_not_change_the_text():
     program, result = drawn("zb_v")
     plain = draw_text(program, result)
-    coloured = draw_text(program, result, coloured=True)
-    for code in (*(f"\x1b[30;{colour}m" for colour in (44, 42, 43, 104, 102, 103)), "\x1b[0m"):
-        assert code in coloured
-        coloured = coloured.replace(code, "")
-    assert coloured == plain
+    colored = draw_text(program, result, colored=True)
+    for code in (*(f"\x1b[30;{color}m" for color in (44, 42, 43, 104, 102, 103)), "\x1b[0m"):
+        assert code in colored
+        colored = colored.replace(code, "")
+    assert colored == plain
 
 
 def test_chunks_and_idle_time_can_be_told_apart():
