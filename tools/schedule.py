@@ -34,7 +34,7 @@ from megatron5d.pipeline_parallel.registry import build_program, find_schedule, 
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.planning.schedule_search.named import DEFAULT, PAIRS
+from megatron5d.planning.schedule_search.named_schedules import PAIRS, PLACEMENTS
 from megatron5d.planning.schedule_search.stage_costs import LayerCosts
 from megatron5d.tools.plots.schedule import chrome_trace, draw_png, draw_svg, draw_text
 
@@ -163,7 +163,7 @@ def _add_search(commands: Any) -> None:
     parser.add_argument(
         "--placements",
         metavar="LIST",
-        help=f"such as loop:4,zigzag:2; default: {','.join(DEFAULT)} as copies admit",
+        help=f"such as loop:4,zigzag:2; default: {','.join(PLACEMENTS)} as copies admit",
     )
     parser.add_argument(
         "--pairs",

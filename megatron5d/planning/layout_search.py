@@ -32,7 +32,7 @@ from megatron5d.planning.time.step_time import Prices, StepCost
 from megatron5d.planning.time.work import Unit
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts, verified
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts, verified_program
 
 
 @dataclass
@@ -366,7 +366,7 @@ class LayoutSearch:
                 most = max(most, forecaster.rank(rank).needed)
             if most > have:
                 return most
-        verified(layout.program_of(micro_batch_counts(config, self.world)[-1]))
+        verified_program(layout.program_of(micro_batch_counts(config, self.world)[-1]))
         return most
 
 

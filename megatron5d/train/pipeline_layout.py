@@ -1,5 +1,7 @@
-"""Lays out the layers of a run over its pipeline: named schedules and files. planning/ finds those
-of `auto`."""
+"""Lays out the layers of a run over its pipeline, by named schedules and files.
+
+planning/schedule_search/ finds the Programs of `auto`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ Programs = Callable[[int], Program]
 class PipelineLayout:
     """The pipeline of a run; the same on every rank."""
 
-    program_of: Programs  # number of micro-batches of a step -> verified Program
+    program_of: Programs
     placement: Placement
     specs: tuple[StageSpec, ...]
     shared: SharedRanks  # which pipeline ranks hold parameters together
-    note: str = ""  # what the schedule is expected to cost, for the log of rank 0
+    note: str = ""  # predicted cost of the schedule, for the log of rank 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -37,7 +39,7 @@ class PipelineLayout:
         return tuple(len(spec.layers) + (0 if spec.head else len(spec.mtp)) for spec in self.specs)
 
     def stage_specs(self, pp_rank: int) -> dict[int, StageSpec]:
-        """Returns what a pipeline rank holds of the model, by stage."""
+        """The parts of the model on a pipeline rank, by stage."""
         return {stage: self.specs[stage] for _, stage in self.placement.stages_of(pp_rank)}
 
 
@@ -47,8 +49,9 @@ def pipeline_layout(
     """Lays out the pipeline of a valid configuration, without communication.
 
     Args:
-        program_of: what was found for `pipeline.schedule = auto`; None = a named schedule, or a
-            file.
+        config: a valid configuration.
+        world: number of ranks.
+        program_of: Programs for `pipeline.schedule = auto`; None = a named schedule, or a file.
 
     Raises:
         ValueError: the schedule, the number of micro-batches and the layers do not fit together.
@@ -58,19 +61,25 @@ def pipeline_layout(
     placement = programs[-1].placement
     if any(program.placement != placement for program in programs):
         raise ValueError(
-            f"pipeline.schedule = {config.pipeline.schedule} lays its stages out differently for the numbers of "
-            f"micro-batches that train.gbs_ramp = {','.join(config.train.gbs_ramp or [])} passes through; "
-            "set train.gbs_ramp=null"
+            f"pipeline.schedule = {config.pipeline.schedule} places its stages differently for the "
+            "numbers of micro-batches of "
+            f"train.gbs_ramp = {','.join(config.train.gbs_ramp or [])}; set train.gbs_ramp=null"
         )
     specs = stage_specs(layers_per_stage(config, placement), config.model)
-    return PipelineLayout(
-        program_of, placement, tuple(specs), shared_parameters(placement, specs, config.model)
-    )
+    shared = shared_parameters(placement, specs, config.model)
+    return PipelineLayout(program_of, placement, tuple(specs), shared)
 
 
 def named_programs(config: Config, check: bool = True) -> Programs:
-    """Returns the Programs of a named schedule, verified if `check`, or of a file; a single rank
-    needs no schedule. Raises ValueError: no schedule has this name."""
+    """The Programs of a named schedule or of a file; a single rank runs 1F1B whatever its schedule.
+
+    Args:
+        config: pipeline and parallel.
+        check: verify a named schedule's Program; those of files are always verified.
+
+    Raises:
+        ValueError: no schedule has this name.
+    """
     name, pp = config.pipeline.schedule, config.parallel.pp
     # parallel.vpp = 1 is the default, under which the schedule decides
     chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
@@ -78,41 +87,48 @@ def named_programs(config: Config, check: bool = True) -> Programs:
         from megatron5d.pipeline_parallel.schedule_csv import read_file
 
         path = Path(name.removeprefix("file:"))
-        return lambda m: verified(read_file(path, pp, m, chunks))
+        return lambda m: verified_program(read_file(path, pp, m, chunks))
     if name != "auto":
         find_schedule(name)
     if pp == 1:
         return lambda m: build_program("1f1b", 1, m)
-    return lambda m: verified(build_program(name, pp, m, chunks), check)
+    return lambda m: verified_program(build_program(name, pp, m, chunks), check)
 
 
-def verified(program: Program, check: bool = True) -> Program:
-    """Returns the Program. Raises ProgramError: its order is wrong."""
+def verified_program(program: Program, check: bool = True) -> Program:
+    """The same Program, verified if `check`.
+
+    Raises:
+        ProgramError: its order is wrong.
+    """
     if check:
-        from megatron5d.pipeline_parallel.verify import verify  # a pipeline of one rank needs none
+        # A pipeline of one rank does without numpy.
+        from megatron5d.pipeline_parallel.verify import verify
 
         verify(program)
     return program
 
 
-def sequences_at_once(config: Config, world: int) -> int:
-    """Returns the sequences of one micro-batch on all data-parallel ranks: train.mbs·dp."""
+def concurrent_sequences(config: Config, world: int) -> int:
+    """Sequences of one micro-batch on all data-parallel ranks: train.mbs·dp."""
     p = config.parallel
     return config.train.mbs * max(1, world // (p.tp * p.cp * p.pp))
 
 
 def micro_batch_counts(config: Config, world: int) -> list[int]:
-    """Returns micro-batches per step and data-parallel rank: every number that the run will see,
-    ascending."""
-    return [size // sequences_at_once(config, world) for size in batch_sizes(config)]
+    """Every number of micro-batches per step and data-parallel rank of the run, ascending."""
+    return [size // concurrent_sequences(config, world) for size in batch_sizes(config)]
 
 
 def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
-    """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]`
-    without sp.
+    """Shape and dtype of what is sent between stages: hidden states.
+
+    `[s/cp/tp, b, h]` with sp, `[s/cp, b, h]` without.
 
     Args:
-        states: hidden states that are sent one after the other (`StageSpec.sent`).
+        config: model, parallel, train and precision.
+        device: of the messages.
+        states: number of hidden states that are concatenated (`StageSpec.sent`).
     """
     p, t = config.parallel, config.train
     rows = states * (t.seq_len // p.cp // (p.tp if p.sp else 1))

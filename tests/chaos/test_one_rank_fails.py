@@ -122,7 +122,7 @@ PLANTS = {
         "/a/file",
     ),
     "searching a schedule": (
-        *(0, lambda: raises("megatron5d.planning.schedule_search.auto_schedule.searched")),
+        *(0, lambda: raises("megatron5d.planning.schedule_search.auto_schedule.search_programs")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
     ),
 }

@@ -28,13 +28,16 @@ from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning.schedule_search import auto_schedule
 from megatron5d.planning.schedule_search.auto_schedule import (
     agreed_layout,
-    known_programs,
+    best_named_programs,
     layout_of,
     pipeline_faults,
     prediction,
-    searched,
+    search_programs,
 )
-from megatron5d.planning.schedule_search.named import best_named, candidates
+from megatron5d.planning.schedule_search.named_schedules import (
+    best_named_program,
+    default_placements,
+)
 from megatron5d.planning.schedule_search.stage_costs import run_costs
 from megatron5d.topology.process import Process
 from megatron5d.train.pipeline_layout import micro_batch_counts
@@ -84,8 +87,8 @@ def test_what_is_found_trains_like_one_process(tmp_path, case):
     config, world = config_of(tmp_path, case), CASES[case][0]
     assert pipeline_faults(config, world) == []
     counts = micro_batch_counts(config, world)
-    found = searched(config, counts).results[counts[-1]]
-    named = known_programs(config, counts).programs[counts[-1]]
+    found = search_programs(config, counts).results[counts[-1]]
+    named = best_named_programs(config, counts).programs[counts[-1]]
     assert found.named is not None and found.named[0] == named.name
     assert found.simulation.makespan <= found.named[1] + 1e-9
     assert found.program.name == "auto"
@@ -104,7 +107,7 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
     """Unless the user does: under one cap, never slower than the best named schedule with any of
     the splits."""
     config = config_of(tmp_path, "by FLOPs")
-    found = searched(config, [5])
+    found = search_programs(config, [5])
     plan = layout_of(found, 2)
     assert (
         list(plan.layers)
@@ -119,13 +122,13 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
         # with nothing said of the ends, even ranks are even stages
         for balance in ("stages", "ranks"):
             told = replace(config, pipeline=replace(config.pipeline, split=split, balance=balance))
-            named = best_named(2, 5, run_costs(told), cap, candidates(2, 1))
+            named = best_named_program(2, 5, run_costs(told), cap, default_placements(2, 1))
             if named is not None:
                 fits.append(simulate(named, run_costs(told).of(named.placement)).makespan)
-            assert searched(told, [5]).config == told
+            assert search_programs(told, [5]).config == told
     assert len(fits) >= 2 and found.results[5].simulation.makespan <= min(fits) + 1e-9
     told = replace(config, pipeline=replace(config.pipeline, layout=[3, 4]))
-    assert layout_of(searched(told, [5]), 2).layers == (3, 4)
+    assert layout_of(search_programs(told, [5]), 2).layers == (3, 4)
 
 
 def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
@@ -139,7 +142,7 @@ def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
         pipeline=replace(config.pipeline, split="cost", copies=2),
         train=replace(config.train, gbs=32),
     )
-    found = searched(config, [32])
+    found = search_programs(config, [32])
     assert found.config.pipeline.balance == "late" and found.programs[32].copies == 2
     plan = layout_of(found, 8)
     assert list(plan.layers) == [3, 4, 4, 4, 5, 5, 5, 0]
@@ -154,7 +157,7 @@ def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
 
     def plan(rank, world):
         if rank > 0:
-            monkeypatch.setattr(auto_schedule, "searched", None)
+            monkeypatch.setattr(auto_schedule, "search_programs", None)
         found = agreed_layout(config, Process(rank, world, rank, "cpu"))
         return found.program_of(5), found.layers, found.note
 

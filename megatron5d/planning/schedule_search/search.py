@@ -1,8 +1,8 @@
-"""Search for a Program: a list scheduler by shipped policies, then local search on the best that
-they make.
+"""Search for a Program: a list scheduler by shipped policies, then local search on its best
+results.
 
-The best named schedule that fits is a floor under the search. Results are kept on disk under a hash
-of the question, so that the next run starts at once. Shipped policies are no part of the question:
+The result is never slower than the best named schedule that fits. Results are kept on disk under a
+hash of the problem, so that the next run starts at once. Shipped policies are not part of the hash:
 a resumed run keeps its schedule when better policies are shipped.
 """
 
@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache as keep
+from functools import cache as memoize
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -25,18 +25,20 @@ from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simul
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.planning.schedule_search.list_scheduler import Policy, shipped_policies
 from megatron5d.planning.schedule_search.local_search import refine
-from megatron5d.planning.schedule_search.named import (
+from megatron5d.planning.schedule_search.named_schedules import (
     PAIRS,
     CostModel,
-    best_named,
-    candidates,
-    placement_called,
+    best_named_program,
+    default_placements,
+    placement_by_name,
 )
 from megatron5d.planning.schedule_search.problem import Budget, Problem
 from megatron5d.planning.schedule_search.timeline import IS_COMPILED
 
-LARGE, TRIED, TRIAL = 1 << 17, 4, 0.1
-"""Actions from which on policies are ranked with fewer micro-batches; what the local search tries, each for a TRIAL."""
+LARGE = 1 << 17
+"""Number of actions from which policies are ranked with fewer micro-batches."""
+NUM_STARTS, START_SHARE = 4, 0.1
+"""Number of Programs from which the local search starts, and the share of the budget of each."""
 
 
 @dataclass(frozen=True)
@@ -52,40 +54,40 @@ class Contender:
 
 
 def _makespan(contender: Contender) -> float:
-    """Returns how long its Program takes, rounded so that equal ones tie."""
+    """The makespan, rounded so that equal ones tie."""
     return round(contender.simulation.makespan, 9)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best Program found, verified."""
+    """The fastest Program of a search, verified."""
 
-    program: Program  # called `auto`, or by its name where a named schedule is the best
-    simulation: Simulation  # what it takes, in the unit of the costs
+    program: Program  # named `auto`, or by its own name if a named schedule is the best
+    simulation: Simulation  # in the unit of the costs
     # an overhead below which no Program of this placement fits in this many activations
     lower_bound: float
     placement: str  # name of the placement
-    split: int  # which of several ways to deal the layers to stages it is for
+    split: int  # index of the division of layers over stages that it is for
     evaluations: int  # list schedules tried
     elapsed_s: float
-    # the best named schedule that fits, and its makespan; None where none does
+    # the best named schedule that fits, and its makespan; None if none does
     named: tuple[str, float] | None
 
 
 FORMAT = 2
-"""Raised when a file or the search itself changes its meaning: older files are then not found."""
+"""Version of files and of the search itself, part of the hash: a new one ignores older files."""
 
 
 def _file_for(folder: Path, problems: Sequence[Problem], limits: Sequence[Any]) -> Path:
-    """Returns where the result for these problems and limits lies, or would lie."""
-    found = hashlib.sha256(json.dumps([FORMAT, *limits]).encode())
+    """The file with the result for these problems and limits, which need not exist."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *limits]).encode())
     for problem in problems:
-        found.update(_described(problem))
-    return folder / f"schedule-{found.hexdigest()[:32]}.json"
+        digest.update(_described(problem))
+    return folder / f"schedule-{digest.hexdigest()[:32]}.json"
 
 
 def _described(problem: Problem) -> bytes:
-    """Returns a problem as bytes, equal for two that ask the same."""
+    """A problem as bytes, equal for two problems that are equal but for their split."""
     described = [
         problem.placement.route,
         problem.num_microbatches,
@@ -99,33 +101,32 @@ def _described(problem: Problem) -> bytes:
     return json.dumps(described).encode() + b"".join(costs)
 
 
+STORED_FIELDS = ("placement", "split", "evaluations", "elapsed_s", "named")
+
+
 def _store(file: Path, result: SearchResult) -> None:
-    """Writes a result beside its place and renames it: it is there whole or not at all, even if
-    others write it."""
+    """Writes a result to a temporary file and renames it, so that readers never see half a file."""
     program = result.program
-    content = {
-        name: getattr(result, name)
-        for name in ("placement", "split", "evaluations", "elapsed_s", "named")
-    }
+    content = {name: getattr(result, name) for name in STORED_FIELDS}
     content |= {"name": program.name, "direction": program.direction, "csv": write_program(program)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(f".{id(result):x}")
-    beside.write_text(json.dumps(content))
-    beside.replace(file)
+    temporary = file.with_suffix(f".{id(result):x}")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(file)
 
 
 def _load(file: Path, problems: list[Problem]) -> SearchResult:
-    """Returns a result as it was stored."""
-    kept = json.loads(file.read_text())
+    """Reads a result that `_store` has written."""
+    content = json.loads(file.read_text())
+    placement, split, evaluations, elapsed_s, named = (content[name] for name in STORED_FIELDS)
     problem = next(
-        each for each in problems if (each.name, each.split) == (kept["placement"], kept["split"])
+        problem for problem in problems if (problem.name, problem.split) == (placement, split)
     )
-    ranks = read_program(
-        kept["csv"], kept["name"], len(problem.memory), problem.num_microbatches
-    ).ranks
-    program = make_program(kept["name"], problem.placement, kept["direction"], ranks)
-    named = tuple(kept["named"]) if kept["named"] else None
-    return _result(Contender(program, problem), kept["evaluations"], kept["elapsed_s"], named)
+    name, num_ranks = content["name"], len(problem.memory)
+    ranks = read_program(content["csv"], name, num_ranks, problem.num_microbatches).ranks
+    program = make_program(name, problem.placement, content["direction"], ranks)
+    named = tuple(named) if named else None
+    return _result(Contender(program, problem), evaluations, elapsed_s, named)
 
 
 def search_program(
@@ -142,26 +143,26 @@ def search_program(
     pairs: Collection[str] = PAIRS,
     cache: Path | None = None,
 ) -> SearchResult:
-    """Returns the fastest Program found under a memory cap, never slower than the best named
-    schedule that fits.
+    """Searches for the fastest Program under a memory cap.
 
-    The result follows from the arguments alone where `evaluations` ends the search and not
-    `seconds`.
+    The result follows from the arguments alone if `evaluations` ends the search and not `seconds`.
 
     Args:
-        pp, num_microbatches: the pipeline, and one step over both directions where there are two.
-        splits: the costs under every way to deal the layers to stages, of which the search chooses
-            one.
+        pp: pipeline ranks.
+        num_microbatches: of one step, over both directions where there are two.
+        splits: the costs of each division of layers over stages, of which the search chooses one.
         memory: the most activations a rank may hold, in micro-batches of one rank's layers.
         copies: the most copies of every parameter; 2 admits the bidirectional placement.
+        seconds: time limit; None = none.
         evaluations: the most list schedules to try (32 moves count as one); None = no limit, 0 =
             only shipped policies.
-        seconds, seed: time limit, None = none; of all chance.
-        placements: names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
-        pairs, cache: which actions may overlap; folder in which results are kept and found, if any.
+        seed: of all random choices.
+        placements: names such as `loop:4`, `zigzag:2`, `mirrored`; None = the default ones.
+        pairs: which actions may overlap.
+        cache: folder that keeps results; None = none.
 
     Raises:
-        ValueError: Bad sizes, an unknown placement, or a cap that no schedule found fits.
+        ValueError: wrong sizes, an unknown placement, or a cap under which no schedule fits.
     """
     problems = _problems(pp, num_microbatches, splits, memory, copies, placements, pairs)
     file = _file_for(cache, problems, [seconds, evaluations, seed]) if cache else None
@@ -171,8 +172,8 @@ def search_program(
     budget = Budget(seconds, evaluations)
     named = min(_named(problems, splits), key=_makespan, default=None)
     best = _fastest(problems, named, budget, seed)
-    floor = (named.program.name, _makespan(named)) if named else None
-    result = _result(best, round(budget.used), budget.elapsed_s, floor)
+    named_makespan = (named.program.name, _makespan(named)) if named else None
+    result = _result(best, round(budget.used), budget.elapsed_s, named_makespan)
     if file:
         _store(file, result)
     return result
@@ -181,31 +182,32 @@ def search_program(
 def _fastest(
     problems: list[Problem], named: Contender | None, budget: Budget, seed: int
 ) -> Contender:
-    """Returns what the local search makes of the fastest Program known, or that where it becomes no
-    faster."""
+    """The fastest contender: named, list-scheduled, or refined by the local search."""
     memory = problems[0].memory
-    found = [*([named] if named else []), *_list_scheduled(problems, budget)]
-    if not found:
+    contenders = [*([named] if named else []), *_list_scheduled(problems, budget)]
+    if not contenders:
         raise ValueError(
-            f"no schedule found holds at most {memory.max():g} micro-batches of one rank's layers at parallel.pp="
-            f"{len(memory)}; raise the memory (1f1b holds {len(memory)}), or name placements with more chunks"
+            f"no schedule holds at most {memory.max():g} micro-batches of one rank's layers at "
+            f"parallel.pp={len(memory)}; raise the memory (1f1b holds {len(memory)}), or name "
+            "placements with more chunks"
         )
-    tried, after = (
-        sorted(found, key=_makespan)[: TRIED if problems[0].num_actions < LARGE else 1],
-        list[Contender](),
-    )
-    for until in [*(TRIAL * (place + 1) for place in range(len(tried))), 1.0]:
-        start = tried.pop(0) if tried else min(after, key=_makespan)
-        after.append(
-            Contender(refine(start.program, start.problem, budget, until, seed), start.problem)
-        )
-    return min([*found, *after], key=_makespan)  # the first where they tie
+    num_starts = NUM_STARTS if problems[0].num_actions < LARGE else 1
+    starts = sorted(contenders, key=_makespan)[:num_starts]
+    refined: list[Contender] = []
+    for number, start in enumerate(starts, 1):
+        refined.append(_refine(start, budget, START_SHARE * number, seed))
+    refined.append(_refine(min(refined, key=_makespan), budget, 1.0, seed))
+    return min([*contenders, *refined], key=_makespan)  # the first where they tie
 
 
-@keep
+def _refine(start: Contender, budget: Budget, until: float, seed: int) -> Contender:
+    program = refine(start.program, start.problem, budget, until, seed)
+    return Contender(program, start.problem)
+
+
+@memoize
 def _compile() -> None:
-    """Compiles everything before the budget's time runs; it takes half a minute where numba has not
-    cached it yet."""
+    """Compiles everything before the budget's time runs: half a minute if nothing is cached."""
     placement = loop_placement(2)
     problem = Problem(placement, 2, Costs().of(placement), np.full(2, 2.0))
     if IS_COMPILED and (program := problem.program(shipped_policies(1)[0])):
@@ -213,31 +215,25 @@ def _compile() -> None:
 
 
 def _problems(pp, num_microbatches, splits, memory, copies, placements, pairs) -> list[Problem]:
-    """Returns a problem for every placement that has these stages and no more copies, and every
-    split that differs."""
+    """A problem for every admitted placement and every split whose costs differ."""
     if min(pp, num_microbatches) < 1 or copies not in (1, 2):
         raise ValueError(
-            f"parallel.pp={pp}, num_microbatches={num_microbatches}, copies={copies}: copies are 1 or 2"
+            f"parallel.pp={pp}, num_microbatches={num_microbatches}, copies={copies}: sizes must "
+            "be at least 1, and copies 1 or 2"
         )
-    names = list(placements) if placements is not None else candidates(pp, copies)
+    names = list(placements) if placements is not None else default_placements(pp, copies)
     problems: dict[bytes, Problem] = {}
     for name in names:
-        placement = placement_called(name, pp)
+        placement = placement_by_name(name, pp)
         for split, costs in enumerate(splits if placement.copies <= copies else ()):
             try:
                 stage_costs = costs.of(placement)
             except ValueError:
                 if len(splits) == 1:
                     raise
-                continue  # it has not the layers for these stages; another split has
-            problem = Problem(
-                placement,
-                num_microbatches,
-                stage_costs,
-                np.full(pp, float(memory)),
-                tuple(pairs),
-                split,
-            )
+                continue  # too few layers for these stages; another split may have enough
+            cap = np.full(pp, float(memory))
+            problem = Problem(placement, num_microbatches, stage_costs, cap, tuple(pairs), split)
             problems.setdefault(_described(problem), problem)
     if not problems:
         raise ValueError(f"none of the placements {', '.join(names)} has at most {copies} copies")
@@ -249,26 +245,26 @@ def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Con
     m, memory = problems[0].num_microbatches, problems[0].memory
     for split, costs in enumerate(splits):
         admitted = {problem.placement: problem for problem in problems if problem.split == split}
-        program = best_named(
-            len(memory), m, costs, memory, [problem.name for problem in admitted.values()]
-        )
+        names = [problem.name for problem in admitted.values()]
+        program = best_named_program(len(memory), m, costs, memory, names)
         if program is not None:
             yield Contender(program, admitted[program.placement])
 
 
 def _list_scheduled(problems: list[Problem], budget: Budget) -> list[Contender]:
-    """Returns the fastest Programs that shipped policies make; none where all get stuck."""
+    """The fastest Programs that shipped policies make; none if all get stuck."""
     few = min(problems[0].num_microbatches, 4 * len(problems[0].memory))
     small = [
-        replace(one, num_microbatches=few) if one.num_actions >= LARGE else one for one in problems
+        replace(problem, num_microbatches=few) if problem.num_actions >= LARGE else problem
+        for problem in problems
     ]
-    tried = list[tuple[float, int, Policy]]()
+    tried: list[tuple[float, int, Policy]] = []
     for policies in zip(*(shipped_policies(problem.num_streams) for problem in problems)):
         for index, policy in enumerate(policies):
             if IS_COMPILED or len(tried) < len(problems) or budget.share() < 1:
                 tried.append((small[index].makespan(policy), index, policy))
                 budget.used += 1
-    ranking = sorted(tried, key=itemgetter(0))[:TRIED]
+    ranking = sorted(tried, key=itemgetter(0))[:NUM_STARTS]
     programs = [(problems[index].program(policy), problems[index]) for _, index, policy in ranking]
     return [Contender(program, problem) for program, problem in programs if program]
 
@@ -276,7 +272,7 @@ def _list_scheduled(problems: list[Problem], budget: Budget) -> list[Contender]:
 def _result(
     best: Contender, evaluations: int, elapsed_s: float, named: tuple[str, float] | None
 ) -> SearchResult:
-    """Returns a Program with its figures, after `verify` has accepted it."""
+    """Verifies a Program and adds its figures."""
     program, problem, memory = best.program, best.problem, best.problem.memory
     verify(program, memory.tolist(), problem.costs)
     bound = lower_bound(

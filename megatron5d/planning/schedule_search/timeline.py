@@ -1,8 +1,7 @@
-"""The longest path through a Program: when every action begins and ends under a given order of each
-rank's slots.
+"""When every action begins and ends under a given order of each rank's slots.
 
-Positions count the actions of all ranks, rank after rank. Two neighbours run as one slot where the
-first is `joined`. numba compiles these functions where it is installed; without it they run as
+Positions count the actions of all ranks, rank after rank. Two adjacent actions run as one slot if
+the first is `joined`. numba compiles these functions where it is installed; without it they run as
 plain Python.
 """
 
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
-from megatron5d.pipeline_parallel.program import OPS, Program
+from megatron5d.pipeline_parallel.program import OPS, B, F, I, Program, W
 from megatron5d.pipeline_parallel.simulate import dependencies
 
 _njit: Any
@@ -28,26 +27,25 @@ IS_COMPILED = _njit is not None
 
 
 def compiled(function: Function, **options: bool) -> Function:
-    """Returns the function, compiled on its first call and cached on disk; it releases the
-    interpreter lock."""
+    """Compiles a function on its first call and caches it on disk; it releases the GIL."""
     return function if _njit is None else _njit(cache=True, nogil=True, **options)(function)
 
 
 def compiled_part(function: Function) -> Function:
-    """Returns a function that compiled ones call and that allocates no array.
+    """Compiles a function that compiled ones call and that allocates no array.
 
-    Without the runtime for allocation, numba counts no references to arrays: four fifths of a list
-    schedule's time.
+    Without the runtime for allocation, numba does not count references to arrays, which takes four
+    fifths of a list schedule's time.
     """
     return compiled(function, _nrt=False)
 
 
 STUCK = 1e9
-"""A makespan that says that slots wait for each other in a circle, or that a limit is exceeded."""
+"""A makespan that means that slots wait for each other, or that a limit is exceeded."""
 
 
 class Graph(NamedTuple):
-    """What stays while slots move. A actions, R ranks."""
+    """What does not change while slots move. A actions, R ranks."""
 
     rank_start: np.ndarray  # [R + 1] positions of each rank
     rank: np.ndarray  # [A]
@@ -58,45 +56,45 @@ class Graph(NamedTuple):
     stream: np.ndarray  # [A] equal numbers keep their order: one op of one stage in one direction
     compute: np.ndarray  # [A]
     a2a: np.ndarray  # [A]
-    takes: np.ndarray  # [A] activations at its start
+    allocates: np.ndarray  # [A] activations at its start
     frees: np.ndarray  # [A] activations at its end
     cap: np.ndarray  # [R]
-    allowed: np.ndarray  # [ops, ops] which actions may be joined
+    allowed: np.ndarray  # [ops, ops] which ops may be joined
     pairing: bool  # whether any may
 
 
 class Run(NamedTuple):
-    """Where the local search stands, and what a move needs."""
+    """The current order of the local search, and what a move needs."""
 
     order: np.ndarray  # [A] the action at every position
-    place: np.ndarray  # [A] the position of every action
-    joined: np.ndarray  # [A] whether an action runs together with the one behind it
-    kept: np.ndarray  # [A] the actions of the window in their old order
-    kept_joined: np.ndarray  # [A]
-    chance: np.ndarray  # [1] state of the only source of chance
+    position: np.ndarray  # [A] the position of every action
+    joined: np.ndarray  # [A] whether an action runs together with the next one
+    saved: np.ndarray  # [A] the actions of the window in their order before the move
+    saved_joined: np.ndarray  # [A]
+    random_state: np.ndarray  # [1] the only source of randomness
 
 
 class Times(NamedTuple):
     """When everything happens under one order."""
 
     start: np.ndarray  # [A]
-    end: np.ndarray  # [A] -1 while it is not known
-    free: np.ndarray  # [R] when a rank is done
-    left: np.ndarray  # [R] compute that a rank has still to do
+    end: np.ndarray  # [A] -1 while unknown
+    free: np.ndarray  # [R] when a rank's last timed slot ends
+    remaining: np.ndarray  # [R] compute of its slots that have not been timed
     cursor: np.ndarray  # [R] its next position
 
 
 def graph_of(
     program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]
 ) -> Graph:
-    """Returns what stays of a Program while its slots move; the arguments are those of `refine`."""
+    """The Graph of a Program; the arguments are those of a Problem."""
     table, (inputs, latencies, outputs) = program.table, dependencies(program, costs.comm)
     op, stage = table.op.astype(np.int64), table.stage
-    makers = np.full(3 * program.num_stages * program.num_microbatches + 1, -1)
+    # The largest input is the value that exists from the beginning, which no action makes.
+    makers = np.full(inputs.max() + 1, -1)
     makers[outputs] = np.arange(len(op))
-    # a full backward is in one stream with the input gradients, for both send the same message
-    sends = np.where(op == OPS.index("B"), OPS.index("I"), op)
-    direction = np.array(program.direction, dtype=np.int64)[table.microbatch]
+    # A full backward is in one stream with the input gradients, as both send the same message.
+    message = np.where(op == B, I, op)
     allowed = np.zeros((len(OPS), len(OPS)), dtype=np.bool_)
     for pair in pairs if costs.a2a.any() else ():  # otherwise there is nothing to hide
         one, two = (OPS.index(name) for name in pair.split("&"))
@@ -108,84 +106,82 @@ def graph_of(
         latencies=latencies,
         op=op,
         microbatch=table.microbatch.astype(np.int64),
-        stream=(direction * program.num_stages + stage) * len(OPS) + sends,
+        stream=(program.action_direction * program.num_stages + stage) * len(OPS) + message,
         compute=costs.compute[op, stage],
         a2a=costs.a2a[op, stage],
-        takes=np.where(op == OPS.index("F"), costs.activation[stage], 0.0),
-        frees=np.where(np.isin(op, (OPS.index("W"), OPS.index("B"))), costs.activation[stage], 0.0),
+        allocates=np.where(op == F, costs.activation[stage], 0.0),
+        frees=np.where((op == W) | (op == B), costs.activation[stage], 0.0),
         cap=memory + 1e-9,
         allowed=allowed,
         pairing=bool(allowed.any()),
     )
 
 
-def begin(program: Program, seed: int) -> Run:
-    """Returns the order in which a Program runs its slots."""
+def initial_run(program: Program, seed: int) -> Run:
+    """The order in which a Program runs its slots."""
     starts, num_actions = program.table.slot_start, len(program.table.op)
     joined = np.zeros(num_actions, dtype=np.bool_)
     joined[starts[:-1][np.diff(starts) == 2]] = True
-    order, place, kept = (np.arange(num_actions) for _ in range(3))
-    return Run(order, place, joined, kept, joined.copy(), np.array([12345 + seed]))
+    order, position, saved = (np.arange(num_actions) for _ in range(3))
+    return Run(order, position, joined, saved, joined.copy(), np.array([12345 + seed]))
 
 
 def empty_times(graph: Graph) -> Times:
-    """Returns room for the times of one order."""
-    start, end, free, left = (
-        np.zeros(len(sizes)) for sizes in (graph.op, graph.op, graph.cap, graph.cap)
+    """Allocates the times of one order."""
+    num_actions, num_ranks = len(graph.op), len(graph.cap)
+    start, end, free, remaining = (
+        np.zeros(size) for size in (num_actions, num_actions, num_ranks, num_ranks)
     )
-    return Times(start, end, free, left, np.zeros(len(graph.cap), dtype=int))
+    return Times(start, end, free, remaining, np.zeros(num_ranks, dtype=int))
 
 
 @compiled_part
 def evaluate(graph, run, before, times, since, limit):
-    """Notes when everything happens; returns the makespan, or STUCK where it never ends or must
-    exceed the limit.
+    """Computes all times; returns the makespan, or STUCK if it does not end or exceeds the limit.
 
-    What begins earlier than `since` under the order `before` stays as it is, and is not noted
-    again.
+    Actions that begin earlier than `since` under the times `before` keep them, which are not
+    written again.
     """
     _resume(graph, run, before, times, since)
-    ranks, makespan, moving = len(graph.cap), 0.0, True
-    while moving:
-        moving = False
+    ranks, makespan, progresses = len(graph.cap), 0.0, True
+    while progresses:
+        progresses = False
         for rank in range(ranks):
             while times.cursor[rank] < graph.rank_start[rank + 1] and _run_slot(
                 graph, run, times, rank
             ):
-                moving = True
-            if times.free[rank] + times.left[rank] > limit:
+                progresses = True
+            if times.free[rank] + times.remaining[rank] > limit:
                 return STUCK
     for rank in range(ranks):
-        makespan = max(
-            makespan,
-            times.free[rank] if times.cursor[rank] == graph.rank_start[rank + 1] else STUCK,
-        )
+        is_done = times.cursor[rank] == graph.rank_start[rank + 1]
+        makespan = max(makespan, times.free[rank] if is_done else STUCK)
     return makespan
 
 
 @compiled_part
 def _resume(graph, run, before, times, since):
-    """Brings every rank to its first slot that does not begin before `since`."""
+    """Moves every rank to its first slot that does not begin before `since`."""
     for action in range(len(graph.op)):
         times.end[action] = before.end[action] if before.start[action] < since else -1.0
     for rank in range(len(graph.cap)):
-        times.cursor[rank], times.free[rank], times.left[rank] = graph.rank_start[rank], 0.0, 0.0
-        for position in range(graph.rank_start[rank], graph.rank_start[rank + 1]):
+        first, stop = graph.rank_start[rank], graph.rank_start[rank + 1]
+        times.cursor[rank], times.free[rank], times.remaining[rank] = first, 0.0, 0.0
+        for position in range(first, stop):
             action = run.order[position]
             if times.end[action] < 0:
-                times.left[rank] += graph.compute[action]
+                times.remaining[rank] += graph.compute[action]
             else:
                 times.cursor[rank], times.free[rank] = position + 1, times.end[action]
 
 
 @compiled_part
 def _run_slot(graph, run, times, rank):
-    """Runs the next slot of a rank, if all that it waits for has been made; returns whether it
-    has."""
+    """Runs the next slot of a rank if all its inputs are made; returns whether it has run."""
     position = times.cursor[rank]
     one = run.order[position]
     two = run.order[position + 1] if run.joined[one] else -1
-    arrival, last = awaited(graph, times, one, two)
+    arrival, _ = last_arrival(graph, times, one, two)
     if arrival == np.inf:
         return False
     start = max(times.free[rank], arrival)
@@ -193,15 +189,14 @@ def _run_slot(graph, run, times, rank):
     for action in (one, two):
         if action >= 0:
             times.start[action], times.end[action] = start, end
-            times.left[rank] -= graph.compute[action]
+            times.remaining[rank] -= graph.compute[action]
     times.free[rank], times.cursor[rank] = end, position + (1 if two < 0 else 2)
     return True
 
 
 @compiled_part
-def awaited(graph, times, one, two):
-    """Returns when the last input of a slot arrives, inf where that is not known, and the action
-    that makes it."""
+def last_arrival(graph, times, one, two):
+    """When the last input of a slot arrives, inf if unknown, and the action that makes it."""
     arrival, last = 0.0, -1
     for action in (one, two):
         for k in range(2 if action >= 0 else 0):
@@ -215,7 +210,7 @@ def awaited(graph, times, one, two):
 
 @compiled_part
 def duration(graph, one, two):
-    """Returns the time of a slot, of one action or of two."""
+    """The time of a slot, of one action or of two."""
     if two < 0:
         return graph.compute[one] + graph.a2a[one]
     return overlapped(graph.compute[one], graph.a2a[one], graph.compute[two], graph.a2a[two])
@@ -223,7 +218,7 @@ def duration(graph, one, two):
 
 @compiled_part
 def overlapped(compute, a2a, other_compute, other_a2a):
-    """Returns the time of two overlapped actions, as `simulate` counts it."""
+    """The time of two overlapped actions, as `simulate` counts it."""
     return max(
         max(compute + other_compute, a2a + other_a2a), max(compute + a2a, other_compute + other_a2a)
     )

@@ -12,7 +12,10 @@ from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.planning.schedule_search.list_scheduler import shipped_policies
 from megatron5d.planning.schedule_search.local_search import refine
-from megatron5d.planning.schedule_search.named import best_named, candidates
+from megatron5d.planning.schedule_search.named_schedules import (
+    best_named_program,
+    default_placements,
+)
 from megatron5d.planning.schedule_search.problem import Budget, Problem
 from megatron5d.planning.schedule_search.search import search_program
 from megatron5d.planning.schedule_search.stage_costs import LayerCosts
@@ -100,11 +103,11 @@ def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, 
     At 16 ranks, 64 micro-batches and 1.25 p of memory. With four chunks no named schedule comes
     near those with fewer.
     """
-    few_chunks = [name for name in candidates(16, copies) if not name.endswith("4")]
+    few_chunks = [name for name in default_placements(16, copies) if not name.endswith("4")]
     named = []
     for balance in BALANCES:
         costs = with_ends(num_layers, parse_costs(text), balance)
-        best = best_named(16, 64, costs, np.full(16, 20.0), few_chunks)
+        best = best_named_program(16, 64, costs, np.full(16, 20.0), few_chunks)
         assert best is not None
         named.append(simulate(best, costs.of(best.placement)).makespan)
     options = {"seconds": None, "evaluations": 1000, "placements": [placement], "copies": copies}

@@ -12,7 +12,7 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
 from megatron5d.planning.schedule_search.list_scheduler import shipped_policies
 from megatron5d.planning.schedule_search.local_search import refine
-from megatron5d.planning.schedule_search.named import placement_called
+from megatron5d.planning.schedule_search.named_schedules import placement_by_name
 from megatron5d.planning.schedule_search.problem import Budget, Problem
 from megatron5d.planning.schedule_search.search import search_program
 from megatron5d.planning.schedule_search.timeline import IS_COMPILED
@@ -24,7 +24,7 @@ def found() -> list[str]:
     """What list schedules, the local search and the whole search make of small problems."""
     texts = []
     for name in ("zigzag:2", "mirrored"):
-        placement = placement_called(name, 4)
+        placement = placement_by_name(name, 4)
         problem = Problem(placement, 6, COSTS.of(placement), np.full(4, 6.0))
         for policy in shipped_policies(problem.num_streams)[:3]:
             program = problem.program(policy)

@@ -18,7 +18,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import idle_fractions, simulate
-from megatron5d.planning.schedule_search.auto_schedule import known_programs, layout_of
+from megatron5d.planning.schedule_search.auto_schedule import best_named_programs, layout_of
 from megatron5d.planning.schedule_search.stage_costs import run_costs
 from megatron5d.planning.time.predict import expected_bubble
 
@@ -92,7 +92,7 @@ def test_the_bubble_is_that_of_the_split_that_auto_has_found():
         pipeline=PipelineConfig("auto", flops_per_byte=0),
         train=TrainConfig(gbs=8, seq_len=32),
     )
-    found = known_programs(config, [8])
+    found = best_named_programs(config, [8])
     plan = layout_of(found, 4)
     assert plan.layers == (0, 2, 2, 2, 2, 2, 2, 0) and found.config.pipeline.split == "cost"
     costs = run_costs(found.config).of(plan.placement)
