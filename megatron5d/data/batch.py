@@ -156,7 +156,7 @@ class SequenceSharding:
         masks: dict[str, Any] = {
             "causal": model.attention_causal,
             "window": model.attention_window,
-            "some_whole": model.window_layers is not None,
+            "some_unwindowed": model.window_layers is not None,
         }
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 

@@ -95,7 +95,7 @@ class TokenShare:
             tokens = self._tokens_of_whole(shape[0], shape[1], batch.tokens.device)
         else:
             tokens = self._tokens_at(
-                shape[0], shape[1], batch.tokens.device, batch.context.own_rows
+                shape[0], shape[1], batch.tokens.device, batch.context.local_rows
             )
         tokens = replace(tokens, samples=batch.samples)
         if batch.padding is None:

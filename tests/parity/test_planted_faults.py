@@ -61,14 +61,14 @@ def shifted_positions(patch):
 
 
 def hidden_pair(patch):
-    """Two chunks of which a window leaves a single pair visible do not meet."""
-    original = zigzag._meets
+    """Two chunks of which a window leaves a single pair visible count as invisible."""
+    original = zigzag._sees_any
 
-    def meets(layout, mask):
+    def sees_any(layout, mask):
         narrow = mask if mask.window is None else zigzag.replace(mask, window=mask.window - 1)
         return original(layout, narrow)
 
-    patch.setattr(zigzag, "_meets", meets)
+    patch.setattr(zigzag, "_sees_any", sees_any)
 
 
 def all_tp_ranks_count(patch):

@@ -1,4 +1,4 @@
-"""What a step keeps falls as 1/cp, and no tensor of it is as large as sequence times sequence."""
+"""Memory of a step falls as 1/cp, and no tensor is as large as sequence times sequence."""
 
 import dataclasses
 import time
@@ -32,26 +32,20 @@ METHODS = {
 }
 
 
-def test_the_watch_sees_what_lives_and_what_was_largest():
+def test_the_watch_measures_live_and_peak_bytes_and_the_largest_tensor():
     with MemoryWatch() as watch:
-        kept = torch.ones(10, dtype=torch.float64)
-        view = kept.view(2, 5)[1:]
-        kept.add_(1)
-        passing = kept * 2
-        larger = torch.zeros(100)
-        del passing, larger
-        kept.mul_(2)
-    assert (watch.live_bytes, watch.peak_bytes, watch.largest[:2]) == (
-        80,
-        80 + 80 + 400,
-        (100, (100,)),
-    )
-    assert view.numel() == 5
+        saved = torch.ones(10, dtype=torch.float64)
+        view = saved.view(2, 5)[1:]
+        saved.add_(1)
+        temporary, largest = saved * 2, torch.zeros(100)
+        del temporary, largest
+        saved.mul_(2)
+    assert (watch.live_bytes, watch.peak_bytes) == (80, 80 + 80 + 400)
+    assert watch.largest[:2] == (100, (100,)) and view.numel() == 5
 
 
 def step_on_rank(rank: int, world: int, config):
-    """(bytes kept between forward and backward, most bytes alive, elements of the largest tensor)
-    of one step."""
+    """Bytes saved for the backward, peak bytes, and elements of the largest tensor of a step."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
     model = GPT(config, mesh)
     model.initialize(1)
@@ -61,15 +55,15 @@ def step_on_rank(rank: int, world: int, config):
     stage = WholeStage(model.phases)
     with MemoryWatch() as watch:
         sums = stage.forward(0, None, batch)
-        time.sleep(0.1)  # gloo's threads let go of what they have sent a moment later
-        kept = watch.live_bytes
+        time.sleep(0.1)  # gloo's threads free sent tensors a moment later
+        saved = watch.live_bytes
         stage.backward(0, torch.tensor([1.0, 0.0]))
     assert sums.isfinite().all() and stage.num_in_flight == 0
-    return kept, watch.peak_bytes, watch.largest
+    return saved, watch.peak_bytes, watch.largest
 
 
-def measured(model: str, documents: bool = False, recompute: str = "none", **parallel):
-    """The worst rank's figures."""
+def measure(model: str, documents: bool = False, recompute: str = "none", **parallel):
+    """The largest of each figure over the ranks."""
     config = config_of(model, gbs=1, recompute=RecomputeConfig(recompute), **parallel)
     data = DataConfig(document_mask=True, eod=3) if documents else DataConfig()
     config = dataclasses.replace(
@@ -79,22 +73,23 @@ def measured(model: str, documents: bool = False, recompute: str = "none", **par
         precision=dataclasses.replace(config.precision, dtype="fp32"),
         data=data,
     )
-    kept, peaks, largest = zip(*run_on_pool(step_on_rank, config.parallel.cp, config))
-    return max(kept), max(peaks), max(largest)
+    saved, peaks, largest = zip(*run_on_pool(step_on_rank, config.parallel.cp, config))
+    return max(saved), max(peaks), max(largest)
 
 
 @pytest.fixture(scope="module")
-def whole():
-    """One rank without context parallelism: bytes kept."""
-    return {model: measured(model)[0] for model in ("llama_gqa", "mla")}
+def saved_without_cp():
+    return {model: measure(model)[0] for model in ("llama_gqa", "mla")}
 
 
 @pytest.mark.parametrize("model", ["llama_gqa", "mla"])
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_kept_falls_as_one_over_cp(whole, model, method):
-    kept, peak, largest = measured(model, cp=4, **METHODS[method])
-    assert kept < 1.15 * whole[model] / 4, "ulysses repeats two key-value heads for four ranks"
-    assert peak < 0.35 * whole[model], "gathered keys and the blocks of a backward included"
+def test_saved_bytes_fall_as_one_over_cp(saved_without_cp, model, method):
+    saved, peak, largest = measure(model, cp=4, **METHODS[method])
+    # ulysses repeats two key-value heads for four ranks
+    assert saved < 1.15 * saved_without_cp[model] / 4
+    # with gathered keys and the blocks of a backward
+    assert peak < 0.35 * saved_without_cp[model]
     assert largest[0] < S * S / 4, largest
 
 
@@ -102,32 +97,29 @@ def test_what_is_kept_falls_as_one_over_cp(whole, model, method):
 def test_no_mask_makes_a_square(method):
     """Packed documents and a window go through attention in blocks of queries."""
     for model, documents in (("llama_gqa", True), ("mla_window_softcap", False)):
-        *_, largest = measured(model, documents=documents, cp=4, **METHODS[method])
+        *_, largest = measure(model, documents=documents, cp=4, **METHODS[method])
         assert largest[0] < S * S / 4, largest
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_recomputed_layers_keep_their_input_alone(method):
-    """Two layers: each keeps one hidden state of h = 32, and the head its logits of 32, its input
-    and the norm's.
-
-    Both share the cosines and sines of a head's 8 columns.
-    """
-    kept, _, _ = measured("llama_gqa", cp=4, recompute="full", **METHODS[method])
-    assert kept < 1.1 * (S // 4) * 4 * (2 * 32 + 2 * 32 + 2 * 32 + 2 * 8)
+def test_recomputed_layers_save_only_their_input(method):
+    """Two layers save a hidden state of h = 32 each; the head its logits of 32, its input and the
+    norm's input; the layers share the cosines and sines of a head's 8 columns."""
+    saved, _, _ = measure("llama_gqa", cp=4, recompute="full", **METHODS[method])
+    assert saved < 1.1 * (S // 4) * 4 * (2 * 32 + 2 * 32 + 2 * 32 + 2 * 8)
 
 
-def test_gradients_of_one_block_are_gone_before_those_of_the_next(monkeypatch):
-    found, gradients = [], context_attention.block_gradients
+def test_gradients_of_a_block_are_freed_before_those_of_the_next(monkeypatch):
+    references, original = [], context_attention.block_gradients
 
-    def watched(*args, **score):
-        assert all(each() is None for each in found)
-        dk_dv = gradients(*args, **score)
-        found.extend(map(weakref.ref, dk_dv))
+    def checked_gradients(*args, **score):
+        assert all(reference() is None for reference in references)
+        dk_dv = original(*args, **score)
+        references.extend(map(weakref.ref, dk_dv))
         return dk_dv
 
-    monkeypatch.setattr(context_attention, "block_gradients", watched)
+    monkeypatch.setattr(context_attention, "block_gradients", checked_gradients)
     attend = ContextAttention("allgather", Axis("cp_outer"), Axis("cp_inner"))
     q, k, v = (torch.randn(8, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     attend(q, k, v, Planner(SequenceLayout(8), 0)(None), scale=1.0).sum().backward()
-    assert len(found) == 2 * context_attention.HEAD_GROUPS
+    assert len(references) == 2 * context_attention.HEAD_GROUPS

@@ -1,4 +1,4 @@
-"""Rows, blocks and balance by brute force over every pair of rows."""
+"""Rows, calls and balance of context parallelism, by brute force over every pair of rows."""
 
 import time
 from dataclasses import replace
@@ -29,58 +29,49 @@ MASKS = [
 
 @pytest.mark.parametrize(("outer", "inner"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)])
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(documents=DOCUMENTS)])
-def test_every_row_is_held_once(outer, inner, mask):
+def test_every_row_is_on_one_rank(outer, inner, mask):
     layout = even_layout(SequenceLayout(48, outer, inner), mask)
-    held = [layout.rows(rank).tolist() for rank in range(layout.size)]
-    assert sorted(row for rows in held for row in rows) == list(range(48))
-    assert len({len(rows) for rows in held}) == 1
+    rows = np.stack([layout.rows(rank) for rank in range(layout.size)])
+    assert sorted(rows.flatten().tolist()) == list(range(48))
 
 
 def test_zigzag_by_hand():
     def rows(*sizes):
-        return [SequenceLayout(8, *sizes).rows(r).tolist() for r in (0, 1)]
+        return [SequenceLayout(8, *sizes).rows(rank).tolist() for rank in (0, 1)]
 
     assert rows(2) == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert rows(1, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows(2, 2) == [[0, 1], [6, 7]]
 
 
-def seen(q, k, mask, row):
-    near = mask.window is None or abs(q - k) < mask.window
-    return near and (k <= q or not mask.causal) and row[q] == row[k]
-
-
-def anybody_sees(q, k, mask):
-    return any(seen(q, k, mask, row) for row in mask.documents or [[0] * 48])
+def visible(mask):
+    """Bool `[b, 48, 48]`: whether a query sees a key."""
+    documents = np.asarray(mask.documents or [[0] * 48])
+    distance = np.arange(48)[:, None] - np.arange(48)
+    sees = np.abs(distance) < (mask.window or 48)
+    sees &= (distance >= 0) | (not mask.causal)
+    return sees & (documents[:, :, None] == documents[:, None])
 
 
 @pytest.mark.parametrize("outer", [1, 2, 3])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("deal", ["zigzag", "even"])
-def test_calls_cover_what_is_seen_and_nothing_twice(outer, mask, deal):
+@pytest.mark.parametrize("order", ["zigzag", "even"])
+def test_calls_cover_each_visible_pair_once(outer, mask, order):
     layout = SequenceLayout(48, outer)
-    layout = even_layout(layout, mask) if deal == "even" else layout
-    everything = mask.documents or [[0] * 48]
-    furthest = 0
+    layout = even_layout(layout, mask) if order == "even" else layout
+    sees, computed, hops = visible(mask), np.zeros((48, 48), int), 0
     for rank in range(outer):
-        mine = layout.outer_rows(rank).tolist()
-        for other, calls in enumerate(plan_calls(layout, rank, mask)):
-            theirs = layout.outer_rows(other).tolist()
-            times = torch.zeros(48, 48)
+        rows = layout.outer_rows(rank)
+        for source, calls in enumerate(plan_calls(layout, rank, mask)):
             for call in calls:
-                furthest = max(furthest, (rank - other) % outer)
-                for q in mine[slice(*call.queries)]:
-                    for k in theirs[slice(*call.keys)]:
-                        times[q, k] += 1
-                        if not call.masked:
-                            visible = [seen(q, k, mask, row) for row in everything]
-                            assert all(visible) or (call.causal and k > q), (q, k, call)
-            assert times.max() <= 1
-            for q in mine:
-                for k in theirs:
-                    if anybody_sees(q, k, mask):
-                        assert times[q, k] == 1, (rank, other, q, k)
-    assert num_hops(layout, mask) == furthest
+                hops = max(hops, (rank - source) % outer)
+                queries, keys = rows[slice(*call.queries)], layout.outer_rows(source)
+                queries, keys = np.ix_(queries, keys[slice(*call.keys)])
+                computed[queries, keys] += 1
+                hidden = ~sees[:, queries, keys].all(0)
+                assert call.masked or not (hidden & ~(call.causal & (keys > queries))).any(), call
+    assert computed.max() <= 1 and (computed[sees.any(0)] == 1).all()
+    assert num_hops(layout, mask) == hops
 
 
 def test_blocks_that_a_mask_empties_are_skipped():
@@ -101,33 +92,29 @@ def test_without_a_mask_the_work_is_even_and_in_few_calls():
 
 
 @pytest.mark.parametrize("mask", [Mask(causal=False), Mask(window=8), Mask(causal=False, window=5)])
-def test_where_zigzag_helps_nobody_ranks_hold_neighbours(mask):
-    """And keys go no further than the next rank needs them."""
+def test_ranks_hold_adjacent_chunks_where_zigzag_does_not_help(mask):
+    """Then keys are sent only to the next rank, or without causality to the previous one too."""
     layout = even_layout(SequenceLayout(64, 4), mask)
     assert layout.order == tuple(range(8))
-    # backwards by one is forwards by three
+    # one hop backward is three hops forward
     assert num_hops(layout, mask) == (1 if mask.causal else 3)
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_no_other_deal_of_two_chunks_a_rank_is_more_even(mask):
+def test_no_other_order_of_the_chunks_is_more_even(mask):
     layout = SequenceLayout(48, 3)
-    found = max(visible_pairs(even_layout(layout, mask), mask))
-    assert found == min(
-        max(visible_pairs(replace(layout, order=order), mask)) for order in permutations(range(6))
-    )
+    busiest = max(visible_pairs(even_layout(layout, mask), mask))
+    orders = permutations(range(6))
+    assert busiest == min(max(visible_pairs(replace(layout, order=o), mask)) for o in orders)
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_pairs_are_counted(mask):
+def test_visible_pairs_are_counted(mask):
     layout = SequenceLayout(48, 3)
-    everything = mask.documents or [[0] * 48]
-    counted = [
-        sum(seen(q, k, mask, row) for row in everything for k in range(48)) for q in range(48)
-    ]
-    assert chunk_pairs(layout, mask).tolist() == np.array(counted).reshape(6, 8).sum(1).tolist()
+    by_query = visible(mask).sum((0, 2))
+    assert chunk_pairs(layout, mask).tolist() == by_query.reshape(6, 8).sum(1).tolist()
     for rank, count in enumerate(visible_pairs(layout, mask)):
-        assert count == sum(counted[q] for q in layout.outer_rows(rank))
+        assert count == by_query[layout.outer_rows(rank)].sum()
 
 
 def rows_of_200_documents():
@@ -147,7 +134,7 @@ def test_a_plan_of_128k_rows_is_balanced():
 
 @pytest.mark.timing
 def test_a_plan_of_128k_rows_costs_milliseconds():
-    """The loader makes one per micro-batch; a Python loop over the rows would be 100 times slower."""
+    """The loader makes a plan per micro-batch; a loop over rows in Python would be 100× slower."""
     layout, documents = rows_of_200_documents()
     planner = Planner(layout, 3)
     start = time.process_time()
@@ -155,8 +142,8 @@ def test_a_plan_of_128k_rows_costs_milliseconds():
     assert time.process_time() - start < 0.1
 
 
-def test_balance_is_the_waiting_time():
-    """Two micro-batches of two ranks: 3 + 6 pairs of the busiest where 2 + 5 would do."""
+def test_imbalance_is_the_waiting_time():
+    """Two micro-batches: the busiest ranks have 3 and 6 pairs, the means are 2 and 5."""
     plan = Planner(SequenceLayout(8, 2), 0)(None)
     assert imbalance([plan]) == 1
     plans = [replace(plan, visible_pairs=[3, 1]), replace(plan, visible_pairs=[4, 6])]
