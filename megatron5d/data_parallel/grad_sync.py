@@ -41,12 +41,12 @@ from megatron5d.data_parallel.grad_reduce import (
 )
 from megatron5d.data_parallel.temporary_buffer import FixedAddresses
 from megatron5d.data_parallel.weight_gather import GatheredWeights
-from megatron5d.phases.phase import Phase
+from megatron5d.phases.phase import Phase, PhaseHooks
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec
 
 
-class GradSync:
+class GradSync(PhaseHooks):
     """The `PhaseHooks` of a stage under data parallelism.
 
     Args:

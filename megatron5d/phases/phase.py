@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ def phases_in(block: nn.Module) -> list[Phase]:
     return phases
 
 
-class PhaseHooks(Protocol):
-    """Callbacks at the beginning and end of every phase of a stage."""
+class PhaseHooks:
+    """Callbacks at the beginning and end of every phase of a stage; this base class does nothing."""
 
     def register(self, phases: Sequence[Phase]) -> None:
         """Receives the phases of a new stage, in forward order."""
@@ -67,22 +67,6 @@ class PhaseHooks(Protocol):
         After `wgrad` all weight gradients of this phase and micro-batch are summed. Weights stay
         gathered from `recompute` to the end of `backward`; other passes release them at their end.
         """
-
-
-class NoHooks:
-    """Hooks that do nothing, for a stage without data parallelism."""
-
-    def register(self, phases: Sequence[Phase]) -> None:
-        pass
-
-    def prefetch(self, phase: Phase, forward: bool) -> None:
-        pass
-
-    def before(self, phase: Phase, kind: str) -> None:
-        pass
-
-    def after(self, phase: Phase, kind: str) -> None:
-        pass
 
 
 IGNORED = -100  # padding among tokens or labels; torch's cross_entropy ignores the same value

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.phases.offload import HostCopy
-from megatron5d.phases.phase import MicroBatch, NoHooks, Phase, PhaseHooks
+from megatron5d.phases.phase import MicroBatch, Phase, PhaseHooks
 from megatron5d.phases.saved_phase import SavedMicroBatch, Step, map_tensors, on_device
 from megatron5d.phases.wgrad import run_now
 
@@ -97,7 +97,7 @@ class Stage:
         graphs: StageGraphs | None = None,
     ) -> None:
         self.phases, self.graphs = list(phases), graphs
-        self.hooks: PhaseHooks = hooks or NoHooks()
+        self.hooks = hooks or PhaseHooks()
         if self.phases:
             self.hooks.register(self.phases)
         self.steps = steps_of(self.phases)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.kernels.dispatch import statistics_dtype
-from megatron5d.phases.phase import NoHooks, Phase
+from megatron5d.phases.phase import Phase, PhaseHooks
 from megatron5d.phases.stage import Pass, Stage
 from megatron5d.planning.memory.meta_outputs import operation_of
 from megatron5d.precision.fp8_recipes import quantized_copies
@@ -263,16 +263,16 @@ class Tracer:
         making: dict[str, tuple[Step, ...]] = {}
         with MemoryWatch(self.block) as self._watch:
             if self.rehearse:
-                self._cycle(phases, times, NoHooks(), first, last, (self.split,))
+                self._cycle(phases, times, PhaseHooks(), first, last, (self.split,))
                 making = self._cycle(phases, times, _Requantized(self._sync), first, last)
-            passes = self._cycle(phases, times, NoHooks(), first, last)
+            passes = self._cycle(phases, times, PhaseHooks(), first, last)
         return StageTrace(passes, passes["F"][-1].delta == 0, making)
 
     def _cycle(
         self,
         phases: Sequence[Phase],
         times: Mapping[Phase, int],
-        hooks: NoHooks,
+        hooks: PhaseHooks,
         first: bool,
         last: bool,
         splits: Sequence[bool] = (False, True),
@@ -370,7 +370,7 @@ class Tracer:
             self._watch.forget_peak()
 
 
-class _Requantized(NoHooks):
+class _Requantized(PhaseHooks):
     """Drops the FP8 copies of weights, so that a pass makes them anew; if gathered in FP8, only
     transposes."""
 

@@ -60,7 +60,7 @@ class Laps:
         return dict(sums)
 
 
-class WatchedHooks:
+class WatchedHooks(PhaseHooks):
     """Hooks that read the clock around other hooks, with a profiler range for each phase.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from whole_stage import WholeStage
 
-from megatron5d.phases.phase import NoHooks, Phase
+from megatron5d.phases.phase import Phase, PhaseHooks
 from megatron5d.phases.recompute import ActivationPolicy
 from megatron5d.phases.wgrad import add_weight_grad
 
@@ -119,7 +119,7 @@ def test_two_micro_batches_interleave_phase_by_phase():
 def test_hooks_hear_of_weights_when_they_are_complete():
     heard = []
 
-    class Hooks(NoHooks):
+    class Hooks(PhaseHooks):
         def before(self, phase, kind):
             heard.append((kind, layers.index(phase)))
 
