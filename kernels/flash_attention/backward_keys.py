@@ -1,17 +1,17 @@
-"""The keys' half of the backward of attention: dk and dv, by a program a block of keys, or by equal
-shares of the work.
+"""The keys' half of the backward of attention: dk and dv, by a program per block of keys, or by
+equal shares of the work.
 
 A block of keys of one KV head meets the queries of its group of heads that may see it. Where there
 are several blocks for each processor, a program takes one; a causal mask makes the first of them
-the longest, which suits the scheduler. With few heads a rank has fewer blocks than the GPU
-processors, and one program a block would take four times as long as need be (Llama 3 8B, tp 8,
-8,192 tokens). There the tiles of all blocks stand in one row, ordered by batch entry, block, head
+the longest, which suits the scheduler. With few heads a rank has fewer blocks than the GPU has
+processors, and one program per block would take four times as long as necessary (Llama 3 8B, tp 8,
+8,192 tokens). There the tiles of all blocks form one sequence, ordered by batch entry, block, head
 and query, and program p takes tiles [p·share, (p+1)·share) of it (stream-K: Osama et al.,
 arXiv:2301.03598), however masks, documents and positions distribute them. A block within one share
-is stored at once. Of one that is cut each program stores its part in float32, and
-`_sum_parts_kernel` adds the parts up in the order of the queries: the same bits every time. On an
-H200, 8,192 causal tokens, the shares are slower for 8 KV heads (3.9 ms against 3.1) and faster for
-2 (1.0 against 1.1).
+is stored at once. If several programs share a block, each stores its partial sums in float32, and
+`_sum_parts_kernel` adds them in the order of the queries: the same bits every time. On an H200 with
+8,192 causal tokens the shares are slower for 8 KV heads (3.9 ms instead of 3.1) and faster for 2
+(1.0 instead of 1.1).
 
 The kernel works on transposed tiles, so that P and dS enter the second GEMM from registers.
 """
@@ -21,31 +21,32 @@ from torch import Tensor
 
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, num_processors, tl
 from megatron5d.kernels.flash_attention.mask import (
-    at_edges,
-    documents,
+    Flags,
+    block_start,
+    keys_at,
     loop_bounds,
-    positions,
+    queries_at,
     query_range,
     visible,
 )
-from megatron5d.kernels.flash_attention.tiles import COUNTS, capped, tile
+from megatron5d.kernels.flash_attention.tiles import COUNTS, capped, load_tile
 
-ROWS = 16  # that a program adds up
-# head dim: wider heads need all registers for dk and dv, and are mostly many; a program a block
-LARGEST_CUT = 128
-COUNTED = 64  # keys of a block, when blocks are counted to choose between programs and shares
-BLOCKS_A_PROCESSOR = 3  # fewer, of unequal length, leave processors idle at the end
+ROWS = 16  # that a program of `_sum_parts_kernel` adds up
+# Wider heads need all registers for dk and dv, and models have many of them: a program per block.
+LARGEST_CUT_DIM = 128
+COUNTED_KEYS = 64  # of a block, when blocks are counted to choose between blocks and shares
+BLOCKS_PER_PROCESSOR = 3  # fewer, of unequal length, leave processors idle at the end
 LEAST_ENTRIES = 128  # fewer take as long, and would be binaries of their own
-# of a share: below them loading keys and adding up parts takes longer
+# Of a share: with fewer queries, loading keys and adding up parts takes longer.
 LEAST_QUERIES = tl.constexpr(256)
 
 
 @jit
 def uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Returns the gradient before the soft-cap: d tanh = 1 - tanh²."""
+    """Gradient before the soft-cap: d tanh = 1 - tanh²."""
     if HAS_SOFTCAP:
-        share = scores / (softcap * 1.4426950408889634)
-        d_scores = d_scores * (1.0 - share * share)
+        tanh = scores / (softcap * 1.4426950408889634)
+        d_scores = d_scores * (1.0 - tanh * tanh)
     return d_scores
 
 
@@ -53,88 +54,86 @@ def uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
 def _collect_queries(
     dk,
     dv,
-    k,
-    v,
-    sources,
-    layouts,
-    rows,
+    keys,
+    tiles,
+    statistics,
     batch,
     head,
     span,
     sizes,
     mask,
-    k_at,
-    k_document,
-    FLAGS: tl.constexpr,
     MASKED: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies
-    between them."""
+    """Adds to dk and dv what queries of one head contribute: a span's edges if MASKED, else the
+    blocks between them."""
+    k, v, k_at, k_document = keys
     num_queries, padded, num_heads, scale, softcap, window = sizes
-    CAUSAL: tl.constexpr = FLAGS[0]
-    HAS_WINDOW: tl.constexpr = FLAGS[1]
-    HAS_SOFTCAP: tl.constexpr = FLAGS[2]
-    HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
-    HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
     row = tl.multiple_of((batch.to(tl.int64) * num_heads + head) * padded, 128)
-    SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
-    begin, end = loop_bounds(span, MASKED, SPLIT, False)
-    for place in tl.range(begin, end, BLOCK_M):
-        first = tl.multiple_of(at_edges(place, span) if MASKED and SPLIT else place, BLOCK_M)
+    begin, end = loop_bounds(span, MASKED, FLAGS, False)
+    for offset in tl.range(begin, end, BLOCK_M):
+        first = block_start(offset, span, MASKED, FLAGS, BLOCK_M)
         query = first + tl.arange(0, BLOCK_M)
-        q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
-        scores = capped(tl.dot(k, q.T), scale, softcap, HAS_SOFTCAP)
-        p = tl.exp2(scores - tl.load(rows[0] + row + query)[None, :])
+        q = load_tile(tiles[0], first, batch, head, BLOCK_M, D, REACH)
+        scores = capped(tl.dot(k, q.T), scale, softcap, FLAGS.softcap)
+        p = tl.exp2(scores - tl.load(statistics[0] + row + query)[None, :])
         if MASKED:
-            q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[None, :]
-            q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[None, :]
-            seen = visible(
-                q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS
-            )
+            q_at, q_document = queries_at(mask, batch, query, num_queries, FLAGS)
+            seen = visible(q_at[None, :], k_at, q_document[None, :], k_document, window, FLAGS)
             p = tl.where(seen, p, 0.0)
-        dout = tile(sources[1], layouts[1], first, batch, head, BLOCK_M, DV, REACH)
+        dout = load_tile(tiles[1], first, batch, head, BLOCK_M, DV, REACH)
         dv = tl.dot(p.to(dout.dtype), dout, dv)
         dp = tl.dot(v, dout.T)
-        delta = tl.load(rows[1] + row + query)
-        ds = uncapped(p * (dp - delta[None, :]), scores, softcap, HAS_SOFTCAP)
+        delta = tl.load(statistics[1] + row + query)
+        ds = uncapped(p * (dp - delta[None, :]), scores, softcap, FLAGS.softcap)
         dk = tl.dot(ds.to(q.dtype), q, dk)
     return dk, dv
 
 
 @jit
-def _num_tiles(
-    spans_ptr,
-    span_stride,
+def _collect_head(
+    dk,
+    dv,
+    keys,
+    tiles,
+    statistics,
     batch,
-    block,
-    num_queries,
-    window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
+    head,
+    span,
+    sizes,
+    mask,
+    FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    REACH: tl.constexpr,
 ):
-    """Counts the tiles of queries that a block of keys meets; one for a block that none sees, which
-    stores zeros."""
-    start, _, _, stop = query_range(
-        spans_ptr,
-        span_stride,
-        batch,
-        block,
-        num_queries,
-        window,
-        CAUSAL,
-        HAS_WINDOW,
-        HAS_SPANS,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    return tl.maximum((stop - start + BLOCK_M - 1) // BLOCK_M, 1)
+    """Adds to dk and dv what the queries of a span of one head contribute."""
+    for MASKED in tl.static_range(1, -1, -1):
+        if not MASKED or FLAGS.causal or FLAGS.split:
+            dk, dv = _collect_queries(
+                dk,
+                dv,
+                keys,
+                tiles,
+                statistics,
+                batch,
+                head,
+                span,
+                sizes,
+                mask,
+                MASKED,
+                FLAGS,
+                BLOCK_M,
+                D,
+                DV,
+                REACH,
+            )
+    return dk, dv
 
 
 @jit
@@ -150,63 +149,54 @@ def _shares(
     BLOCK_N: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Returns the tiles of all heads before each entry (a block of keys of a batch entry), in it,
-    and of a share."""
+    """Tiles of all heads before each entry (a block of keys of a batch entry), in it, and of a
+    share."""
+    num_queries, _, num_heads, _, _, window = sizes
     lane = tl.arange(0, ENTRIES)
-    real = lane < num_batch * blocks
-    known = tl.where(real, lane, 0)
-    tiles = _num_tiles(
+    is_entry = lane < num_batch * blocks
+    entry = tl.where(is_entry, lane, 0)
+    start, _, _, stop = query_range(
         spans_ptr,
         span_stride,
-        known // blocks,
-        known % blocks,
-        sizes[0],
-        sizes[5],
-        FLAGS[0],
-        FLAGS[1],
-        FLAGS[6],
+        entry // blocks,
+        entry % blocks,
+        num_queries,
+        window,
+        FLAGS,
         BLOCK_M,
         BLOCK_N,
     )
-    tiles = tl.where(real, tiles * sizes[2], 0)
+    # A block that no query sees has one tile, which stores zeros.
+    tiles = tl.maximum((stop - start + BLOCK_M - 1) // BLOCK_M, 1)
+    tiles = tl.where(is_entry, tiles * num_heads, 0)
     ends = tl.cumsum(tiles, 0)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), shares), LEAST_QUERIES // BLOCK_M)
     return ends - tiles, tiles, share
 
 
 @jit
-def _entry_of(place, before, tiles):
-    """Returns the entry to which a tile belongs, and the first tile of that entry."""
-    entry = tl.sum((before + tiles <= place).to(tl.int32), 0)
-    return entry, tl.max(tl.where(before <= place, before, 0), 0)
+def _entry_of(tile, before, tiles):
+    """Entry to which a tile belongs, and the first tile of that entry."""
+    entry = tl.sum((before + tiles <= tile).to(tl.int32), 0)
+    return entry, tl.max(tl.where(before <= tile, before, 0), 0)
 
 
 @jit
-def _cut(place, low, high):
-    """Moves a place into [low, high]."""
-    return tl.minimum(tl.maximum(place, low), high)
-
-
-@jit
-def _store(outputs, dk, dv, key, num_keys, where, dims, scale):
+def _store(outputs, dk, dv, key, num_keys, coordinates, dims, scale):
     """Stores rows of dk, times `scale`, and of dv: contiguous `[t, b, g, d]`."""
-    batch, num_batch, k_head, num_k_heads = where
+    batch, num_batch, k_head, num_k_heads = coordinates
     row = ((key.to(tl.int64) * num_batch + batch) * num_k_heads + k_head)[:, None]
     column, v_column = tl.arange(0, dk.shape[1])[None, :], tl.arange(0, dv.shape[1])[None, :]
     is_key = (key < num_keys)[:, None]
     dk_at, dv_at = row * dims[0] + column, row * dims[1] + v_column
-    tl.store(
-        outputs[0] + dk_at,
-        (dk * scale).to(outputs[0].dtype.element_ty),
-        is_key & (column < dims[0]),
-    )
-    tl.store(outputs[1] + dv_at, dv.to(outputs[1].dtype.element_ty), is_key & (v_column < dims[1]))
+    tl.store(outputs[0] + dk_at, dk * scale, is_key & (column < dims[0]))
+    tl.store(outputs[1] + dv_at, dv, is_key & (v_column < dims[1]))
 
 
 @jit
 def _keys(
-    sources,
-    layouts,
+    k_tiles,
+    v_tiles,
     mask,
     num_keys,
     batch,
@@ -219,82 +209,15 @@ def _keys(
     REACH: tl.constexpr,
 ):
     """Loads a block of keys: k, v, their positions and documents."""
-    key = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tile(sources[2], layouts[2], block * BLOCK_N, batch, k_head, BLOCK_N, D, REACH)
-    v = tile(sources[3], layouts[3], block * BLOCK_N, batch, k_head, BLOCK_N, DV, REACH)
-    k_at = positions(mask[2], key, num_keys, FLAGS[5])[:, None]
-    return k, v, k_at, documents(mask[3], batch, key, num_keys, -2, FLAGS[3])[:, None]
+    first = block * BLOCK_N
+    key = first + tl.arange(0, BLOCK_N)
+    k = load_tile(k_tiles, first, batch, k_head, BLOCK_N, D, REACH)
+    v = load_tile(v_tiles, first, batch, k_head, BLOCK_N, DV, REACH)
+    k_at, k_document = keys_at(mask, batch, key, num_keys, FLAGS)
+    return k, v, k_at[:, None], k_document[:, None]
 
 
-@jit
-def _collect_head(
-    dk,
-    dv,
-    keys,
-    sources,
-    layouts,
-    rows,
-    batch,
-    head,
-    span,
-    sizes,
-    mask,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    REACH: tl.constexpr,
-):
-    """Adds what the queries of a span of one head give to dk and dv."""
-    k, v, k_at, k_document = keys
-    if FLAGS[0] or FLAGS[1] or FLAGS[6]:
-        dk, dv = _collect_queries(
-            dk,
-            dv,
-            k,
-            v,
-            sources,
-            layouts,
-            rows,
-            batch,
-            head,
-            span,
-            sizes,
-            mask,
-            k_at,
-            k_document,
-            FLAGS,
-            True,
-            BLOCK_M,
-            D,
-            DV,
-            REACH,
-        )
-    return _collect_queries(
-        dk,
-        dv,
-        k,
-        v,
-        sources,
-        layouts,
-        rows,
-        batch,
-        head,
-        span,
-        sizes,
-        mask,
-        k_at,
-        k_document,
-        FLAGS,
-        False,
-        BLOCK_M,
-        D,
-        DV,
-        REACH,
-    )
-
-
-# a multiple of 16 saves registers
+# Multiples of 16 queries have a binary of their own, which takes fewer registers.
 @jit(do_not_specialize=[name for name in COUNTS if name != "num_queries"])
 def _key_value_kernel(
     q_source,
@@ -302,7 +225,7 @@ def _key_value_kernel(
     k_source,
     v_source,
     layouts,
-    rows,
+    statistics,
     mask,
     outputs,
     spans_ptr,
@@ -328,47 +251,34 @@ def _key_value_kernel(
     ENTRIES: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Computes one share: the end of a block of keys, whole blocks, the beginning of a block; or,
-    not CUT, a block."""
-    # a launch takes no descriptors inside a tuple
-    sources = (q_source, dout_source, k_source, v_source)
-    sizes = (num_queries, padded, num_heads, scale, softcap, window)
-    CAUSAL: tl.constexpr = FLAGS[0]
-    HAS_WINDOW: tl.constexpr = FLAGS[1]
-    HAS_SPANS: tl.constexpr = FLAGS[6]
+    """Computes one block of keys; or, if CUT, one share: the end of a block, whole blocks, the
+    beginning of a block."""
+    q_layout, dout_layout, k_layout, v_layout = layouts
+    tiles = (q_source, q_layout), (dout_source, dout_layout)
+    k_tiles, v_tiles = (k_source, k_layout), (v_source, v_layout)
+    sizes = num_queries, padded, num_heads, scale, softcap, window
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, DV), tl.float32)
     if not CUT:
-        num_k_heads = sizes[2] // group
+        num_k_heads = num_heads // group
         k_head = program % num_k_heads
         block = program // num_k_heads % blocks
         batch = program // num_k_heads // blocks
         span = query_range(
-            spans_ptr,
-            span_stride,
-            batch,
-            block,
-            sizes[0],
-            sizes[5],
-            CAUSAL,
-            HAS_WINDOW,
-            HAS_SPANS,
-            BLOCK_M,
-            BLOCK_N,
+            spans_ptr, span_stride, batch, block, num_queries, window, FLAGS, BLOCK_M, BLOCK_N
         )
         keys = _keys(
-            sources, layouts, mask, num_keys, batch, block, k_head, FLAGS, BLOCK_N, D, DV, REACH
+            k_tiles, v_tiles, mask, num_keys, batch, block, k_head, FLAGS, BLOCK_N, D, DV, REACH
         )
         for head in range(k_head * group, k_head * group + group):
             dk, dv = _collect_head(
                 dk,
                 dv,
                 keys,
-                sources,
-                layouts,
-                rows,
+                tiles,
+                statistics,
                 batch,
                 head,
                 span,
@@ -381,18 +291,10 @@ def _key_value_kernel(
                 REACH,
             )
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        _store(
-            outputs,
-            dk,
-            dv,
-            key,
-            num_keys,
-            (batch, num_batch, k_head, num_k_heads),
-            dims,
-            natural_scale,
-        )
+        coordinates = batch, num_batch, k_head, num_k_heads
+        _store(outputs, dk, dv, key, num_keys, coordinates, dims, natural_scale)
         return
-    before, tiles, share = _shares(
+    before, entry_tiles, share = _shares(
         spans_ptr,
         span_stride,
         sizes,
@@ -405,56 +307,38 @@ def _key_value_kernel(
         ENTRIES,
     )
     first = program * share
-    last = tl.minimum(first + share, tl.sum(tiles, 0))
-    entry, origin = _entry_of(first, before, tiles)
-    place = first
-    # one head of queries at a time; few numbers live through the GEMMs, which need all registers
-    while place < last:
+    last = tl.minimum(first + share, tl.sum(entry_tiles, 0))
+    entry, origin = _entry_of(first, before, entry_tiles)
+    tile = first
+    # One head of queries at a time: few numbers live through the GEMMs, which need all registers.
+    while tile < last:
         batch = entry // blocks
         block = entry % blocks
-        span = query_range(
-            spans_ptr,
-            span_stride,
-            batch,
-            block,
-            sizes[0],
-            sizes[5],
-            CAUSAL,
-            HAS_WINDOW,
-            HAS_SPANS,
-            BLOCK_M,
-            BLOCK_N,
+        start, left, right, stop = query_range(
+            spans_ptr, span_stride, batch, block, num_queries, window, FLAGS, BLOCK_M, BLOCK_N
         )
-        length = tl.maximum((span[3] - span[0] + BLOCK_M - 1) // BLOCK_M, 1)
-        head = (place - origin) // length
-        low = span[0] + (place - origin - head * length) * BLOCK_M
+        # The tiles of this head that lie in this share, and their queries [low, high).
+        length = tl.maximum((stop - start + BLOCK_M - 1) // BLOCK_M, 1)
+        head = (tile - origin) // length
+        low = start + (tile - origin - head * length) * BLOCK_M
         end = tl.minimum(last, origin + (head + 1) * length)
-        high = low + (end - place) * BLOCK_M
-        mine = (low, _cut(span[1], low, high), _cut(span[2], low, high), _cut(span[3], low, high))
+        high = low + (end - tile) * BLOCK_M
+        left = tl.minimum(tl.maximum(left, low), high)
+        right = tl.minimum(tl.maximum(right, low), high)
+        span = low, left, right, tl.minimum(tl.maximum(stop, low), high)
+        k_head = head // group
         keys = _keys(
-            sources,
-            layouts,
-            mask,
-            num_keys,
-            batch,
-            block,
-            head // group,
-            FLAGS,
-            BLOCK_N,
-            D,
-            DV,
-            REACH,
+            k_tiles, v_tiles, mask, num_keys, batch, block, k_head, FLAGS, BLOCK_N, D, DV, REACH
         )
         dk, dv = _collect_head(
             dk,
             dv,
             keys,
-            sources,
-            layouts,
-            rows,
+            tiles,
+            statistics,
             batch,
             head,
-            mine,
+            span,
             sizes,
             mask,
             FLAGS,
@@ -463,22 +347,23 @@ def _key_value_kernel(
             DV,
             REACH,
         )
-        place = end
-        ends = (place - origin) % (length * group) == 0
+        tile = end
+        # Store a block that lies in this share, or this share's part of a block.
+        ends = (tile - origin) % (length * group) == 0
         begins = origin + head // group * (length * group) >= first
         if ends & begins:
             key = entry % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-            where = entry // blocks, num_batch, head // group, sizes[2] // group
-            _store(outputs, dk, dv, key, num_keys, where, dims, natural_scale)
-        elif ends | (place == last):
+            coordinates = entry // blocks, num_batch, head // group, num_heads // group
+            _store(outputs, dk, dv, key, num_keys, coordinates, dims, natural_scale)
+        elif ends | (tile == last):
             part = parts_ptr + (2 * program + begins).to(tl.int64) * BLOCK_N * (D + DV)
             line = part + tl.arange(0, BLOCK_N)[:, None] * (D + DV)
             tl.store(line + tl.arange(0, D)[None, :], dk)
             tl.store(line + D + tl.arange(0, DV)[None, :], dv)
         dk = tl.where(ends, 0.0, dk)
         dv = tl.where(ends, 0.0, dv)
-        if place - origin == length * sizes[2]:
-            origin = place
+        if tile - origin == length * num_heads:
+            origin = tile
             entry += 1
 
 
@@ -507,11 +392,11 @@ def _sum_parts_kernel(
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds up some rows of the block that begins in this program's share and ends in a later one,
-    if there is one."""
+    """Adds up some rows of the block, if any, that begins in this program's share and ends in a
+    later one."""
     program = tl.program_id(0)
     blocks = tl.cdiv(num_keys, BLOCK_N)
-    sizes = (num_queries, padded, num_heads, scale, softcap, window)
+    sizes = num_queries, padded, num_heads, scale, softcap, window
     before, tiles, share = _shares(
         spans_ptr,
         span_stride,
@@ -528,7 +413,7 @@ def _sum_parts_kernel(
     if last >= tl.sum(tiles, 0):
         return
     entry, origin = _entry_of(last - 1, before, tiles)
-    length = tl.sum(tl.where(before == origin, tiles, 0), 0) // sizes[2] * group
+    length = tl.sum(tl.where(before == origin, tiles, 0), 0) // num_heads * group
     start = origin + (last - 1 - origin) // length * length
     stop = start + length
     if (start < program * share) | (stop == last):
@@ -542,12 +427,12 @@ def _sum_parts_kernel(
         dk += tl.load(part + tl.arange(0, D)[None, :])
         dv += tl.load(part + D + tl.arange(0, DV)[None, :])
     key = entry % blocks * BLOCK_N + row
-    where = entry // blocks, num_batch, (start - origin) // length, sizes[2] // group
-    _store(outputs, dk, dv, key, num_keys, where, dims, natural_scale)
+    coordinates = entry // blocks, num_batch, (start - origin) // length, num_heads // group
+    _store(outputs, dk, dv, key, num_keys, coordinates, dims, natural_scale)
 
 
 def in_shares(num_keys: int, heads: int, width: int, processors: int) -> bool:
-    """Says whether the work is cut into shares, one a processor.
+    """Whether the work is cut into shares, one per processor.
 
     Args:
         num_keys: of one batch entry.
@@ -555,36 +440,46 @@ def in_shares(num_keys: int, heads: int, width: int, processors: int) -> bool:
         width: the greater head dim, of k or v.
         processors: of the GPU.
     """
-    return (
-        width <= LARGEST_CUT and cdiv(num_keys, COUNTED) * heads < BLOCKS_A_PROCESSOR * processors
-    )
+    blocks = cdiv(num_keys, COUNTED_KEYS) * heads
+    return width <= LARGEST_CUT_DIM and blocks < BLOCKS_PER_PROCESSOR * processors
 
 
 def launch_keys(
-    before: tuple, rest: tuple, config: dict, outputs: tuple[Tensor, Tensor], cut: bool
+    inputs: tuple, sizes: tuple, config: dict, outputs: tuple[Tensor, Tensor], cut: bool
 ) -> None:
-    """Computes dk and dv, from the arguments of the kernel before and after its outputs; `cut`:
-    `in_shares`."""
-    num_queries, num_heads, num_keys, num_batch, group = rest[2], rest[4], *rest[8:11]
+    """Computes dk and dv.
+
+    Args:
+        inputs, sizes: the kernel's arguments before and after its outputs.
+        config: its constants and launch options.
+        cut: from `in_shares`.
+    """
+    num_queries, num_heads, num_keys, num_batch, group = sizes[2], sizes[4], *sizes[8:11]
     entries = num_batch * cdiv(num_keys, config["BLOCK_N"])
     if not cut:
-        grid = (entries * (num_heads // group),)
-        _key_value_kernel[grid](*before, outputs, *rest, outputs[0], ENTRIES=1, CUT=False, **config)
+        programs = entries * (num_heads // group)
+        _key_value_kernel[(programs,)](
+            *inputs, outputs, *sizes, outputs[0], ENTRIES=1, CUT=False, **config
+        )
         return
-    assert entries * cdiv(num_queries, config["BLOCK_M"]) * num_heads < 2**31, (
-        "tiles are counted in 32 bits"
-    )
+    tiles = entries * cdiv(num_queries, config["BLOCK_M"]) * num_heads
+    assert tiles < 2**31, "tiles are counted in 32 bits"
     shares, width = num_processors(outputs[0].device), config["D"] + config["DV"]
-    parts = torch.empty(
-        2 * shares, config["BLOCK_N"], width, dtype=torch.float32, device=outputs[0].device
-    )
+    shape = (2 * shares, config["BLOCK_N"], width)
+    parts = torch.empty(shape, dtype=torch.float32, device=outputs[0].device)
     config["ENTRIES"] = max(next_power_of_2(entries), LEAST_ENTRIES)
-    _key_value_kernel[(shares,)](*before, outputs, *rest, parts, CUT=True, **config)
+    _key_value_kernel[(shares,)](*inputs, outputs, *sizes, parts, CUT=True, **config)
     constants = {
         name: config[name] for name in ("FLAGS", "BLOCK_M", "BLOCK_N", "D", "DV", "ENTRIES")
     }
-    told = (6,) if config["FLAGS"][6] else (0, 1)  # what says which queries a block meets
-    constants["FLAGS"] = tuple(flag and at in told for at, flag in enumerate(config["FLAGS"]))
-    _sum_parts_kernel[(shares, config["BLOCK_N"] // ROWS)](
-        outputs, *rest, parts, **constants, ROWS=ROWS
+    constants["FLAGS"] = _of_ranges(config["FLAGS"])
+    grid = (shares, config["BLOCK_N"] // ROWS)
+    _sum_parts_kernel[grid](outputs, *sizes, parts, **constants, ROWS=ROWS)
+
+
+def _of_ranges(flags: Flags) -> Flags:
+    """Flags that `query_range` reads, so that rules with the same ranges share a binary."""
+    spans = flags.spans
+    return Flags(
+        flags.causal and not spans, flags.window and not spans, False, False, False, False, spans
     )

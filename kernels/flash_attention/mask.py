@@ -1,5 +1,6 @@
-"""Which keys a block of queries sees: elementwise in a kernel, and as ranges of blocks worth
-visiting."""
+"""Which keys a block of queries sees: as a mask of a tile, and as ranges of blocks to visit."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -7,80 +8,129 @@ from torch import Tensor
 from megatron5d.kernels.dispatch import cdiv, jit, tl
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 
-_LOADED = 2048  # tokens that a program looks at together
+_TOKENS_LOADED = 2048  # by a program of `_spans_kernel` at a time
+
+
+class Flags(NamedTuple):
+    """Features of a rule that select code in the kernels, as their constant `FLAGS`."""
+
+    causal: bool
+    window: bool
+    softcap: bool
+    documents: bool
+    q_positions: bool
+    k_positions: bool
+    spans: bool  # the blocks to visit depend on data (documents, positions), not on indices alone
+
+    @property
+    def split(self) -> bool:
+        """Whether blocks that a mask cuts lie at both edges of a range."""
+        return self.window or self.spans
+
+
+def flags_of(rule: AttentionRule) -> Flags:
+    """Flags of a rule."""
+    documents = rule.documents is not None
+    q_positions, k_positions = rule.q_positions is not None, rule.k_positions is not None
+    return Flags(
+        rule.causal,
+        rule.window is not None,
+        rule.softcap != 0.0,
+        documents,
+        q_positions,
+        k_positions,
+        documents or q_positions or k_positions,
+    )
+
+
+class MaskData(NamedTuple):
+    """Pointers to int32 positions `[s]`, `[t]` and documents `[b, s]`, `[b, t]`, where they exist."""
+
+    q_positions: Tensor
+    q_documents: Tensor
+    k_positions: Tensor
+    k_documents: Tensor
+
+
+def mask_data(rule: AttentionRule, unused: Tensor) -> MaskData:
+    """Positions and documents of queries and keys; `unused` where the rule has none."""
+    k_documents = rule.documents if rule.k_documents is None else rule.k_documents
+    tensors = (rule.q_positions, rule.documents, rule.k_positions, k_documents)
+    return MaskData(*(unused if x is None else x.to(torch.int32).contiguous() for x in tensors))
 
 
 @jit
-def visible(
-    q_at,
-    k_at,
-    q_document,
-    k_document,
-    window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-):
-    """Returns the mask of a tile; positions and documents broadcast against each other, in either
-    orientation."""
-    if not CAUSAL:
-        seen = (q_at == q_at) & (k_at == k_at)
-    elif (
-        q_at.shape[0] == 1 and not HAS_DOCUMENTS
-    ):  # rows of keys: the difference takes fewer registers there
-        seen = q_at - k_at >= 0
-    else:
-        seen = q_at >= k_at
-    # one side of a comparison is made once for a row or a column, a distance for each score
-    if HAS_WINDOW:
-        seen &= q_at - window < k_at
-        if not CAUSAL:
-            seen &= k_at - window < q_at
-    if HAS_DOCUMENTS:
-        seen &= q_document == k_document
-    return seen
-
-
-@jit
-def positions(pointer, index, count, GIVEN: tl.constexpr):
-    """Positions of the tokens at `index`: read where they are given, the index itself where not."""
+def _positions(pointer, index, count, GIVEN: tl.constexpr):
+    """Positions of the tokens at `index`: loaded if GIVEN, else the index itself."""
     return tl.load(pointer + index, index < count, other=0) if GIVEN else index
 
 
 @jit
-def up_to_last_key(
-    q_at, num_keys, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_K_POSITIONS: tl.constexpr
-):
-    """Positions of queries, cut at the last key's, where a causal mask then hides what lies past it
-    by itself."""
-    if CAUSAL and not (HAS_WINDOW or HAS_K_POSITIONS):
+def _documents(pointer, batch, index, count, BEYOND: tl.constexpr, GIVEN: tl.constexpr):
+    """Documents of the tokens at `index`; tokens past the end belong to document `BEYOND`."""
+    if GIVEN:
+        index = tl.load(pointer + batch.to(tl.int64) * count + index, index < count, other=BEYOND)
+    return index
+
+
+@jit
+def queries_at(mask, batch, query, num_queries, FLAGS: tl.constexpr):
+    """Positions and documents of queries."""
+    position = _positions(mask.q_positions, query, num_queries, FLAGS.q_positions)
+    return position, _documents(mask.q_documents, batch, query, num_queries, -1, FLAGS.documents)
+
+
+@jit
+def keys_at(mask, batch, key, num_keys, FLAGS: tl.constexpr):
+    """Positions and documents of keys; past the end they belong to no document of a query."""
+    position = _positions(mask.k_positions, key, num_keys, FLAGS.k_positions)
+    return position, _documents(mask.k_documents, batch, key, num_keys, -2, FLAGS.documents)
+
+
+@jit
+def visible(q_at, k_at, q_document, k_document, window, FLAGS: tl.constexpr):
+    """Mask of a tile; positions and documents broadcast, in either orientation."""
+    if not FLAGS.causal:
+        mask = (q_at == q_at) & (k_at == k_at)
+    elif q_at.shape[0] == 1 and not FLAGS.documents:
+        # In tiles with rows of keys the difference takes fewer registers than a comparison.
+        mask = q_at - k_at >= 0
+    else:
+        mask = q_at >= k_at
+    # A shifted side is computed once a row or column, a distance once a score.
+    if FLAGS.window:
+        mask &= q_at - window < k_at
+        if not FLAGS.causal:
+            mask &= k_at - window < q_at
+    if FLAGS.documents:
+        mask &= q_document == k_document
+    return mask
+
+
+@jit
+def up_to_last_key(q_at, num_keys, FLAGS: tl.constexpr):
+    """Clamps positions of queries to the last key's, so that a causal mask alone hides what lies
+    past it."""
+    if FLAGS.causal and not (FLAGS.window or FLAGS.k_positions):
         q_at = tl.minimum(q_at, num_keys - 1)
     return q_at
 
 
 @jit
-def among_keys(
-    seen,
-    key,
-    num_keys,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_K_POSITIONS: tl.constexpr,
-):
-    """Returns the mask of a tile without columns past the last key, where `up_to_last_key` has not
-    hidden them."""
-    if HAS_WINDOW or HAS_K_POSITIONS or not CAUSAL:
-        seen &= (key < num_keys)[None, :]
-    return seen
+def visible_keys(queries, mask, batch, key, num_keys, window, FLAGS: tl.constexpr):
+    """Mask `[queries, keys]` of a tile whose queries went through `up_to_last_key`."""
+    q_at, q_document = queries
+    k_at, k_document = keys_at(mask, batch, key, num_keys, FLAGS)
+    tile = visible(q_at, k_at[None, :], q_document, k_document[None, :], window, FLAGS)
+    if FLAGS.window or FLAGS.k_positions or not FLAGS.causal:
+        tile &= (key < num_keys)[None, :]
+    return tile
 
 
 @jit
-def documents(pointer, batch, index, count, BEYOND: tl.constexpr, GIVEN: tl.constexpr):
-    """Documents of the tokens at `index`; past the end all belong to document `BEYOND`, unlike
-    any."""
-    if GIVEN:
-        index = tl.load(pointer + batch.to(tl.int64) * count + index, index < count, other=BEYOND)
-    return index
+def _load_span(spans_ptr, span_stride, batch, block):
+    span = spans_ptr + batch * span_stride + block * 4
+    return tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
 
 
 @jit
@@ -91,32 +141,23 @@ def key_range(
     block,
     num_keys,
     window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Returns what a block of queries meets: the keys [start, stop); all its queries see all of
-    [left, right)."""
-    if HAS_SPANS:
-        span = spans_ptr + batch * span_stride + block * 4
-        start, left, right, stop = (
-            tl.load(span),
-            tl.load(span + 1),
-            tl.load(span + 2),
-            tl.load(span + 3),
-        )
+    """Keys [start, stop) that a block of queries sees; all its queries see all of [left, right)."""
+    if FLAGS.spans:
+        start, left, right, stop = _load_span(spans_ptr, span_stride, batch, block)
     else:
         first = block * BLOCK_M
         start = 0
         left = 0
         right = num_keys
         stop = num_keys
-        if CAUSAL:
+        if FLAGS.causal:
             right = tl.minimum(right, first)
             stop = tl.minimum(stop, first + BLOCK_M)
-        if HAS_WINDOW:
+        if FLAGS.window:
             start = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
             left = tl.cdiv(tl.maximum(first + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
             right = tl.minimum(right, first + window)
@@ -134,33 +175,24 @@ def query_range(
     block,
     num_queries,
     window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Returns what a block of keys meets: the queries [start, stop); all of [left, right) see all
-    its keys."""
-    if HAS_SPANS:
-        span = spans_ptr + batch * span_stride + block * 4
-        start, left, right, stop = (
-            tl.load(span),
-            tl.load(span + 1),
-            tl.load(span + 2),
-            tl.load(span + 3),
-        )
+    """Queries [start, stop) that see a block of keys; all of [left, right) see all its keys."""
+    if FLAGS.spans:
+        start, left, right, stop = _load_span(spans_ptr, span_stride, batch, block)
     else:
         first = block * BLOCK_N
         start = 0
         left = 0
         right = num_queries
         stop = num_queries
-        if CAUSAL:
+        if FLAGS.causal:
             start = first // BLOCK_M * BLOCK_M
             left = tl.cdiv(first + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-        if HAS_WINDOW:
-            if not CAUSAL:
+        if FLAGS.window:
+            if not FLAGS.causal:
                 start = tl.maximum(first - window + 1, 0) // BLOCK_M * BLOCK_M
                 left = tl.cdiv(tl.maximum(first + BLOCK_N - window, 0), BLOCK_M) * BLOCK_M
             right = tl.minimum(right, (first + window) // BLOCK_M * BLOCK_M)
@@ -171,25 +203,29 @@ def query_range(
 
 
 @jit
-def at_edges(place, span):
-    """Finds the `place`-th token, counted without those in [left, right), which is where blocks are
-    seen whole."""
+def at_edges(offset, span):
+    """Token at an offset that does not count [left, right), whose blocks are fully visible."""
     _, left, right, _ = span
-    return tl.where(place < left, place, place + right - left)
+    return tl.where(offset < left, offset, offset + right - left)
 
 
 @jit
-def loop_bounds(span, MASKED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr):
-    """Computes [begin, end) of a loop over a span: its edges if MASKED (`at_edges`), else what lies
-    between them.
+def block_start(offset, span, MASKED: tl.constexpr, FLAGS: tl.constexpr, BLOCK: tl.constexpr):
+    """First token of the block at an offset of a loop between `loop_bounds`."""
+    return tl.multiple_of(at_edges(offset, span) if MASKED and FLAGS.split else offset, BLOCK)
 
-    Without SPLIT there is only one edge, and its places are the tokens themselves: LATE is that
-    behind `right`.
+
+@jit
+def loop_bounds(span, MASKED: tl.constexpr, FLAGS: tl.constexpr, LATE: tl.constexpr):
+    """Bounds of a loop over a span: over its edges if MASKED (`at_edges`), else between them.
+
+    Without FLAGS.split there is only one edge, whose offsets are the tokens themselves: behind
+    `right` if LATE, else before `left`.
     """
     start, left, right, stop = span
     if not MASKED:
         begin, end = left, right
-    elif SPLIT:
+    elif FLAGS.split:
         begin, end = start, stop - (right - left)
     elif LATE:
         begin, end = right, stop
@@ -200,8 +236,7 @@ def loop_bounds(span, MASKED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.conste
 
 @jit
 def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.constexpr):
-    """Finds the least and greatest token of each row of `index`; the last token stands for those
-    past it."""
+    """Least and greatest value of each row of tokens; past the end the last token counts."""
     index = tl.minimum(index, count - 1)
     if GIVEN:
         at = pointer + index
@@ -211,131 +246,114 @@ def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.con
     return tl.min(index, 1), tl.max(index, 1)
 
 
-@jit(do_not_specialize=["own_count", "other_count", "window", "causal", "queries"])
+@jit(do_not_specialize=["anchor_count", "candidate_count", "window", "causal", "queries"])
 def _spans_kernel(
-    own,
-    other,
+    anchors,
+    candidates,
     spans_ptr,
-    own_count,
-    other_count,
+    anchor_count,
+    candidate_count,
     window,
     causal,
     queries,
     HAS_DOCUMENTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    HAS_OTHER: tl.constexpr,
+    ANCHOR_POSITIONS: tl.constexpr,
+    CANDIDATE_POSITIONS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OTHER_BLOCK: tl.constexpr,
+    CANDIDATE_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Finds what a block of queries (or of keys) may meet: from the first to past the last block of
-    the other side.
+    """Finds the blocks of candidates that an anchor, a block of queries (or of keys), may see.
 
-    Between them, from the first to past the last block that it sees entirely, if all blocks between
-    are such. `own` and `other` are positions and documents of the block's side and of the other
-    one.
+    The span reaches from the first to past the last visible block, and between them from the first
+    to past the last fully visible one, if all blocks in between are fully visible too. `anchors`
+    and `candidates` are (positions, documents) of the two sides.
     """
     block = tl.program_id(0)
     batch = tl.program_id(1)
     token = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-    low, high = _extremes(own[0], batch, token, own_count, False, HAS_OWN)
-    first_document, last_document = _extremes(own[1], batch, token, own_count, True, HAS_DOCUMENTS)
-    blocks = tl.cdiv(other_count, OTHER_BLOCK)
+    low, high = _extremes(anchors[0], batch, token, anchor_count, False, ANCHOR_POSITIONS)
+    first_document, last_document = _extremes(
+        anchors[1], batch, token, anchor_count, True, HAS_DOCUMENTS
+    )
+    blocks = tl.cdiv(candidate_count, CANDIDATE_BLOCK)
     start = blocks + tl.zeros((1,), tl.int32)
     left = start
     right = tl.zeros((1,), tl.int32)
     stop = right
-    clear_blocks = right
+    full_blocks = right
     for chunk in range(0, blocks, CHUNK):
         candidate = chunk + tl.arange(0, CHUNK)
-        tokens = candidate[:, None] * OTHER_BLOCK + tl.arange(0, OTHER_BLOCK)[None, :]
-        other_low, other_high = _extremes(other[0], batch, tokens, other_count, False, HAS_OTHER)
-        meet = candidate < blocks
-        clear = candidate < other_count // OTHER_BLOCK
+        tokens = candidate[:, None] * CANDIDATE_BLOCK + tl.arange(0, CANDIDATE_BLOCK)[None, :]
+        least, greatest = _extremes(
+            candidates[0], batch, tokens, candidate_count, False, CANDIDATE_POSITIONS
+        )
+        partly = candidate < blocks
+        fully = candidate < candidate_count // CANDIDATE_BLOCK
         if causal:
-            meet &= tl.where(queries != 0, other_low <= high, low <= other_high)
-            clear &= tl.where(queries != 0, other_high <= low, high <= other_low)
+            partly &= tl.where(queries != 0, least <= high, low <= greatest)
+            fully &= tl.where(queries != 0, greatest <= low, high <= least)
         if window:
-            meet &= (low - other_high < window) & (other_low - high < window)
-            clear &= (high - other_low < window) & (other_high - low < window)
+            partly &= (low - greatest < window) & (least - high < window)
+            fully &= (high - least < window) & (greatest - low < window)
         if HAS_DOCUMENTS:
-            other_first, other_last = _extremes(other[1], batch, tokens, other_count, True, True)
-            meet &= (first_document <= other_last) & (other_first <= last_document)
-            clear &= (
-                (first_document == other_last)
-                & (other_first == last_document)
-                & (other_first == other_last)
-            )
-        start = tl.minimum(start, tl.min(tl.where(meet, candidate, blocks), 0))
-        left = tl.minimum(left, tl.min(tl.where(clear, candidate, blocks), 0))
-        right = tl.maximum(right, tl.max(tl.where(clear, candidate + 1, 0), 0))
-        stop = tl.maximum(stop, tl.max(tl.where(meet, candidate + 1, 0), 0))
-        clear_blocks += tl.sum(clear.to(tl.int32), 0)
-    together = (clear_blocks > 0) & (right - left == clear_blocks)
+            first, last = _extremes(candidates[1], batch, tokens, candidate_count, True, True)
+            partly &= (first_document <= last) & (first <= last_document)
+            fully &= (first_document == last) & (first == last_document) & (first == last)
+        start = tl.minimum(start, tl.min(tl.where(partly, candidate, blocks), 0))
+        left = tl.minimum(left, tl.min(tl.where(fully, candidate, blocks), 0))
+        right = tl.maximum(right, tl.max(tl.where(fully, candidate + 1, 0), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(partly, candidate + 1, 0), 0))
+        full_blocks += tl.sum(fully.to(tl.int32), 0)
+    adjacent = (full_blocks > 0) & (right - left == full_blocks)
     start = tl.where(stop > 0, start, 0)
-    span = (
-        spans_ptr + (batch.to(tl.int64) * tl.num_programs(0) + block) * 4 + tl.zeros((1,), tl.int32)
-    )
-    tl.store(span, start * OTHER_BLOCK)
-    tl.store(span + 1, tl.where(together, left, start) * OTHER_BLOCK)
-    tl.store(span + 2, tl.where(together, right, start) * OTHER_BLOCK)
-    tl.store(span + 3, tl.minimum(stop * OTHER_BLOCK, other_count))
+    row = batch.to(tl.int64) * tl.num_programs(0) + block
+    span = spans_ptr + row * 4 + tl.zeros((1,), tl.int32)
+    tl.store(span, start * CANDIDATE_BLOCK)
+    tl.store(span + 1, tl.where(adjacent, left, start) * CANDIDATE_BLOCK)
+    tl.store(span + 2, tl.where(adjacent, right, start) * CANDIDATE_BLOCK)
+    tl.store(span + 3, tl.minimum(stop * CANDIDATE_BLOCK, candidate_count))
 
 
-def needs_spans(rule: AttentionRule) -> bool:
-    """Says whether the blocks to visit depend on data (documents, positions), not on indices
-    alone."""
-    return (
-        rule.documents is not None or rule.q_positions is not None or rule.k_positions is not None
-    )
-
-
-def _spans(
+def spans_of(
     rule: AttentionRule,
-    own: tuple,
-    other: tuple,
+    mask: MaskData,
     counts: tuple[int, int],
     blocks: tuple[int, int],
+    *,
     queries: bool,
 ) -> Tensor:
-    num_blocks = cdiv(counts[0], blocks[0])
+    """Spans of every block of queries, as `key_range` gives them, or of keys, as `query_range`.
+
+    Args:
+        mask: from `mask_data`.
+        counts: s and t.
+        blocks: BLOCK_M and BLOCK_N.
+        queries: the spans are those of blocks of queries.
+
+    Returns:
+        int32 `[b|1, blocks, 4]`; zeros for a block that sees nothing.
+    """
+    flags = flags_of(rule)
+    sides, given = [mask[:2], mask[2:]], [flags.q_positions, flags.k_positions]
+    anchor, candidate = (0, 1) if queries else (1, 0)
+    num_blocks = cdiv(counts[anchor], blocks[anchor])
     num_batch = 1 if rule.documents is None else rule.documents.shape[0]
-    spans = torch.empty(num_batch, num_blocks, 4, dtype=torch.int32, device=own[0].device)
-    given = rule.q_positions is not None, rule.k_positions is not None
+    spans = torch.empty(num_batch, num_blocks, 4, dtype=torch.int32, device=mask[0].device)
     _spans_kernel[(num_blocks, num_batch)](
-        own,
-        other,
+        sides[anchor],
+        sides[candidate],
         spans,
-        *counts,
+        counts[anchor],
+        counts[candidate],
         rule.window or 0,
         int(rule.causal),
         int(queries),
-        HAS_DOCUMENTS=rule.documents is not None,
-        HAS_OWN=given[0 if queries else 1],
-        HAS_OTHER=given[1 if queries else 0],
-        BLOCK=blocks[0],
-        OTHER_BLOCK=blocks[1],
-        CHUNK=cdiv(_LOADED, blocks[1]),
+        HAS_DOCUMENTS=flags.documents,
+        ANCHOR_POSITIONS=given[anchor],
+        CANDIDATE_POSITIONS=given[candidate],
+        BLOCK=blocks[anchor],
+        CANDIDATE_BLOCK=blocks[candidate],
+        CHUNK=cdiv(_TOKENS_LOADED, blocks[candidate]),
     )
     return spans
-
-
-def key_spans(
-    rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int
-) -> Tensor:
-    """Makes for each block of queries `[b|1, query blocks, 4]` int32 what `key_range` gives; zeros
-    if it sees no key.
-
-    `inputs` are int32: positions of queries and keys, documents of queries and keys.
-    """
-    q_at, k_at, q_documents, k_documents = inputs
-    return _spans(rule, (q_at, q_documents), (k_at, k_documents), (s, t), (block_m, block_n), True)
-
-
-def query_spans(
-    rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int
-) -> Tensor:
-    """Makes for each block of keys `[b|1, key blocks, 4]` int32 what `query_range` gives, as
-    `key_spans`."""
-    q_at, k_at, q_documents, k_documents = inputs
-    return _spans(rule, (k_at, k_documents), (q_at, q_documents), (t, s), (block_n, block_m), False)

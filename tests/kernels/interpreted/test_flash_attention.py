@@ -13,9 +13,8 @@ from megatron5d import kernels
 from megatron5d.kernels import tuning
 from megatron5d.kernels.flash_attention import backward as flash_attention_backward
 from megatron5d.kernels.flash_attention import forward as flash_attention_forward
-from megatron5d.kernels.flash_attention.mask import key_spans, query_spans
+from megatron5d.kernels.flash_attention.mask import mask_data, spans_of
 from megatron5d.kernels.flash_attention.plain import AttentionRule
-from megatron5d.kernels.flash_attention.tiles import mask_inputs
 
 TOLERANCE = 6e-3
 MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
@@ -260,12 +259,10 @@ def test_spans_hold_what_is_visible(name):
     if side by side."""
     rule = AttentionRule(0.1, **RULES[name])
     seen = rule.visible(slice(0, 97), 97, torch.get_default_device())[:, 0, 0]
-    inputs = mask_inputs(rule, torch.zeros(1))
+    mask = mask_data(rule, torch.zeros(1))
     for sizes in ((32, 64), (64, 16), (8, 8)):
-        for spans, visible, (own, other) in (
-            (key_spans(rule, inputs, 97, 97, *sizes), seen, sizes),
-            (query_spans(rule, inputs, 97, 97, *sizes), seen.mT, sizes[::-1]),
-        ):
+        for queries, visible, (own, other) in ((True, seen, sizes), (False, seen.mT, sizes[::-1])):
+            spans = spans_of(rule, mask, (97, 97), sizes, queries=queries)
             assert spans.dtype == torch.int32 and spans.shape == (len(seen), -(-97 // own), 4)
             for batch, block in itertools.product(range(len(seen)), range(spans.shape[1])):
                 mine = visible[batch, block * own : (block + 1) * own]

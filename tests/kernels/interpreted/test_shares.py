@@ -7,11 +7,12 @@ import torch
 
 from megatron5d.kernels.dispatch import cdiv, jit, next_power_of_2, tl
 from megatron5d.kernels.flash_attention.backward_keys import (
-    COUNTED,
+    COUNTED_KEYS,
     LEAST_QUERIES,
     _shares,
     in_shares,
 )
+from megatron5d.kernels.flash_attention.mask import Flags
 
 pytestmark = pytest.mark.alike
 PROCESSORS = 132  # of an H100
@@ -77,7 +78,7 @@ def test_no_processor_works_longer_than_need_be(model, tokens):
             for s, t, causal in shapes(tokens, cp):
                 local, blocks = heads // tp, cdiv(t, BLOCK_N)
                 if not in_shares(t, max(kv_heads // tp, 1), 128, PROCESSORS):
-                    blocks = np.repeat(tiles_of(s, t, causal, COUNTED), max(kv_heads // tp, 1))
+                    blocks = np.repeat(tiles_of(s, t, causal, COUNTED_KEYS), max(kv_heads // tp, 1))
                     assert makespan(blocks, AT_ONCE * PROCESSORS) <= 1.15 * blocks.sum() / (
                         AT_ONCE * PROCESSORS
                     )
@@ -85,7 +86,7 @@ def test_no_processor_works_longer_than_need_be(model, tokens):
                 tiles = tiles_of(s, t, causal) * local
                 entries = next_power_of_2(blocks)
                 out = torch.zeros(entries + 1, dtype=torch.int32)
-                flags = (causal, False, False, False, False, False, False)
+                flags = Flags(causal, False, False, False, False, False, False)
                 _shares_kernel[(1,)](
                     out, s, local, blocks, PROCESSORS, flags, BLOCK_M, BLOCK_N, entries
                 )
