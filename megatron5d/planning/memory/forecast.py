@@ -1,17 +1,16 @@
-"""What memory every rank of a run will need: its layers are built and run on the meta device, and
-bytes counted.
+"""Forecasts the memory of every rank of a run by building and running its layers on meta tensors.
 
-The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that
-have sizes and no memory; one micro-batch passes each kind of layer (planning/memory/trace.py), and
-the pipeline's Program says how many are in flight (planning/memory/peak.py). No rank is started:
-any layout of any world can be asked about.
+The model, data parallelism and the optimizer are those of training (train/build.py), on tensors
+with sizes but without memory. One micro-batch passes through each kind of layer (trace.py), and the
+pipeline's Program determines how many are in flight (peak.py). No rank is started, so that any
+layout of any world can be forecast.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -50,11 +49,11 @@ from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, micr
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for.
+    """Hardware and load of a forecast.
 
     Args:
         architecture: of a GPU, for example sm_90; None = the CPU, whose plain paths keep more.
-        imbalance: rows that the busiest rank's experts are sent, of an even share.
+        imbalance: rows that the busiest rank's experts receive, relative to an even share.
     """
 
     architecture: str | None = "sm_90"
@@ -65,7 +64,7 @@ class Target:
         return 1 if self.architecture is None else ALLOCATOR_BLOCK
 
     def paths(self):
-        """Returns a context in which the meta device's tensors go this target's ways."""
+        """Context in which operations on meta tensors take the code paths of this target."""
         return nullcontext() if self.architecture is None else planned(self.architecture)
 
 
@@ -75,11 +74,9 @@ class Forecaster:
     Args:
         config: a valid configuration.
         world: number of ranks.
-        target: what is planned for.
-        layout: of the pipeline; None = made here, without the search that `pipeline.schedule =
-            auto` will make.
-        moments: takes two moments of every slot of each rank asked about, see `find_peak`, in the
-            order of asking.
+        target: hardware and load.
+        layout: of the pipeline; None = a layout without the search of `pipeline.schedule = auto`.
+        moments: receives two moments of every slot for each call of `rank`, see `find_peak`.
     """
 
     def __init__(
@@ -97,15 +94,15 @@ class Forecaster:
         self.num_microbatches = micro_batch_counts(config, world)[-1]
         self._program = self.layout.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
-        self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
-        # by stage: bytes of the symmetric-memory buffers of its exchanges
-        self._symmetric: dict[int, int] = {}
+        self._symmetric: dict[int, int] = {}  # by stage: bytes of symmetric-memory buffers
+        # (trace, symmetric bytes) by the contents of a stage
+        self._cache: dict[tuple, tuple[StageTrace, int]] = {}
 
     def rank(self, pp_rank: int) -> RankMemory:
-        """Returns memory of a pipeline rank, at place 0 of every other axis.
+        """Memory of a pipeline rank with index 0 on every other axis.
 
-        The others need as much, padded vocabularies and some counts of four bytes aside; with Muon
-        they may need less at the end of a step, because place 0 is given the largest matrices.
+        The other ranks need as much, except for padded vocabularies and some counts of four bytes.
+        With Muon they may need less at the end of a step, because index 0 gets the largest matrices.
         """
         group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(
@@ -115,72 +112,63 @@ class Forecaster:
             shared=self.layout.shared,
         )
         with self.target.paths():
-            return self._on(mesh)
+            return self._memory_of(mesh)
 
     def ranks(self) -> dict[int, RankMemory]:
-        """Returns the memory of every pipeline rank."""
+        """Memory of every pipeline rank."""
         return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
 
     def activations(self, pp_rank: int) -> Counter[str]:
-        """Returns bytes that one micro-batch keeps between forward and backward on a rank asked
-        about before, by phase."""
-        kept: Counter[str] = Counter()
+        """Bytes by phase that one micro-batch keeps between forward and backward.
+
+        Args:
+            pp_rank: one that `rank` has been called for.
+        """
+        num_bytes: Counter[str] = Counter()
         for _, stage in self.layout.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
                 if step.kind != BOUNDARY:
-                    kept[step.kind] += step.delta
-        return kept
+                    num_bytes[step.kind] += step.delta
+        return num_bytes
 
-    def _on(self, mesh: Mesh) -> RankMemory:
-        config, layout, rank = self.config, self.layout, mesh["pp"].rank
+    def _memory_of(self, mesh: Mesh) -> RankMemory:
+        config, rank, on_gpu = self.config, mesh["pp"].rank, self.target.architecture is not None
+        # state: everything that exists before the first step
         with MemoryWatch(self.target.block) as watch:
             with without_memory():
-                model = GPT(config, mesh, "meta", layout.stage_specs(rank), layout.shared)
+                stages = self.layout.stage_specs(rank)
+                model = GPT(config, mesh, "meta", stages, self.layout.shared)
             sync = build_sync(config, mesh, model)
             optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
-            away = _on_host(optimizer, watch)
-            apart = away + watch.rounded(model.overlap.buffer_bytes)
-            resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
-            weights = _bytes(
-                [tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch
-            )
-            gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
-            state = _bytes(
-                [tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch
-            )
-            update = _update(sync, optimizer, watch)
+            on_host = _host_bytes(optimizer, watch)
+            excluded = on_host + watch.rounded(model.overlap.buffer_bytes)
+            resident, setup = watch.live_bytes - excluded, watch.peak_bytes - excluded
+            buckets = sync.buckets
+            weights = _bytes([t for bucket in buckets for t in bucket.resident_weights], watch)
+            gradients = _bytes([bucket.resident_grads for bucket in buckets], watch)
+            on_gpus = [t for _, t, state in optimizer.tensors() if not state.on_host]
+            moments = _bytes(on_gpus, watch)
+            update = _update_bytes(sync, optimizer, watch)
+
+        # passes: what a step adds
         set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
         for stage in model.stages:
             self._traces[stage], self._symmetric[stage] = self._trace(model, sync, stage, batch)
-        peak, reduction, fixed = self._peak(model, sync, rank)
-        # those of gathered weights come and go with them, and `_peak` counts them
-        staying = [
-            parameter
-            for bucket in sync.buckets
-            if not bucket.shards_weights
-            for parameter in bucket.parameters
-        ]
-        parts = [
-            part
-            for weight in filter(is_quantized, staying)
-            for part in quantized_copies(weight).parts
-        ]
-        copies = _bytes(parts, watch)
-        on_gpu = self.target.architecture is not None
+        peak, reduction, after_reduction = self._peak(model, sync, rank)
         return RankMemory(
-            weights=weights + copies,
+            weights=weights + _copies_bytes(sync, watch),
             gradients=gradients,
-            optimizer=state,
-            buffers=resident - weights - gradients - state,
+            optimizer=moments,
+            buffers=resident - weights - gradients - moments,
             inputs=self._inputs(batch, watch),
             peak=peak,
-            end_of_step=max(reduction, fixed + update),
+            end_of_step=max(reduction, after_reduction + update),
             setup=setup,
             library=gemm_workspace(self.target.architecture),
             symmetric=max(self._symmetric[stage] for stage in model.stages),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
-            host_optimizer=away,
+            host_optimizer=on_host,
         )
 
     def _inputs(self, batch: MicroBatch, watch: MemoryWatch) -> int:
@@ -188,56 +176,69 @@ class Forecaster:
         return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
 
     def _message_bytes(self) -> list[int]:
-        """Returns bytes of what each stage sends to the next."""
+        """Bytes of the message from each stage to the next."""
         sizes = message_bytes(self.config, self.layout.specs)
-        return [MemoryWatch(self.target.block).rounded(each) for each in sizes]
+        return [MemoryWatch(self.target.block).rounded(size) for size in sizes]
 
     def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int, int]:
-        """Returns the worst moment of the passes, and of data parallelism the most that it holds
-        while it ends its reductions, and what it holds after them."""
+        """Peak of the passes, and of data parallelism's buffers while it ends its reductions.
+
+        Returns:
+            The peak of the passes, bytes at most during the reductions, and bytes after them.
+        """
         phases = {stage: model.phases_of(stage) for stage in model.stages}
-        held = {
-            (direction, stage): phases[stage]
-            for direction, stage in self.layout.placement.stages_of(rank)
-        }
+        local_stages = self.layout.placement.stages_of(rank)
+        by_direction = {(direction, stage): phases[stage] for direction, stage in local_stages}
         sync.drop()
-        passes, repeat = passes_of(self._program, held), find_repeat(self._program, rank)
+        repeat = find_repeat(self._program, rank)
+        passes = passes_of(self._program, by_direction)
         for stage, count in repeat.passes.items() if repeat else ():
             passes |= {phase: passes[phase] - count for phase in phases[stage]}
         moments: list[Moment] | None = None
         with_graphs = self.config.train.cuda_graph != "none"
-        for noted in (True, False) if with_graphs and self.config.parallel.zero >= 2 else (False,):
+        # With graphs, data parallelism records the addresses of its buffers in a first step.
+        records_first = with_graphs and self.config.parallel.zero >= 2
+        for is_recorded in (True, False) if records_first else (False,):
             with Replay(sync, phases, passes, self.target.block, with_graphs) as replay:
-                given = self._traces, self._message_bytes(), replay
-                moments = None if self._moments is None or noted else []
-                peak = find_peak(self._program, rank, *given, repeat=repeat, moments=moments)
+                moments = None if self._moments is None or is_recorded else []
+                peak = find_peak(
+                    self._program,
+                    rank,
+                    self._traces,
+                    self._message_bytes(),
+                    replay,
+                    repeat=repeat,
+                    moments=moments,
+                )
                 replay.forget_peak()
                 sync.finish_reduce()
-                left = replay.live_bytes
+                after_reduction = replay.live_bytes
                 global_square_sum(sync.buckets)
         if self._moments is not None and moments is not None:
             self._moments.append(moments)
-        return peak, replay.peak_bytes, left
+        return peak, replay.peak_bytes, after_reduction
 
     def _trace(
         self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch
     ) -> tuple[StageTrace, int]:
-        """Returns a stage's trace and bytes of symmetric memory; stages with the same layers share
-        a trace."""
-        config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
+        """A stage's trace and its bytes of symmetric memory; equal stages share a trace."""
+        config, units, spec = self.config, _join_units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()[stage]), 0
-        signatures = tuple(zip(map(_signature, units), _further_tables(units)))
+        signatures = tuple(zip(map(_signature, units), _new_tables(units)))
         sent = [self.layout.specs[max(stage - 1, 0)].sent, spec.sent]
         shares = model.embedding is not None and (model.head is not None or bool(model.mtp_blocks))
         key = (signatures, spec.embedding, spec.head, shares, *sent)
-        if key not in self._known:
+        if key not in self._cache:
             form, *forms = [boundary_form(config, "meta", states) for states in (1, *sent)]
             split = any(
-                action.op == "W" for line in self._program.ranks for slot in line for action in slot
+                action.op == "W"
+                for slots in self._program.ranks
+                for slot in slots
+                for action in slot
             )
             tracer = Tracer(
-                [each.shape for each in forms],
+                [message.shape for message in forms],
                 form.dtype,
                 batch,
                 len(loss_terms(config)),
@@ -247,12 +248,12 @@ class Forecaster:
                 rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
             )
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
-            self._known[key] = trace, model.overlap.buffer_bytes
-        return self._known[key]
+            self._cache[key] = trace, model.overlap.buffer_bytes
+        return self._cache[key]
 
 
-def _units(units: list[list[Phase]]) -> list[list[Phase]]:
-    """Layers that are recomputed together become one."""
+def _join_units(units: list[list[Phase]]) -> list[list[Phase]]:
+    """Units of phases, with layers that are recomputed together joined to one."""
     joined: list[list[Phase]] = []
     for unit in units:
         group = unit[0].activation_policy.group
@@ -264,104 +265,116 @@ def _units(units: list[list[Phase]]) -> list[list[Phase]]:
 
 
 def _signature(unit: list[Phase]) -> tuple:
-    """Returns equal for units whose phases do the same on tensors of the same sizes."""
+    """Key that is equal for units doing the same work on the same shapes."""
     groups = [phase.activation_policy.group for phase in unit]
     return tuple(
         (
             tuple(type(module) for module in phase.modules()),
             tuple(type(state_of(parameter).gemms) for parameter in phase.parameters()),
-            _keeping(phase),
+            _kept_parts(phase),
             None if group is None else groups.index(group),
-            # prediction blocks: each adds a term to the sums that it passes on
+            # Prediction blocks each add a term to the sums that they pass on.
             getattr(phase, "depth", None),
         )
         for phase, group in zip(unit, groups)
     )
 
 
-def _further_tables(units: list[list[Phase]]) -> list[bool]:
-    """Says which units are the first to read a second kind of rotary tables, which a stage's layers
-    share."""
+def _new_tables(units: list[list[Phase]]) -> list[bool]:
+    """Whether each unit is the first to read another kind of rotary tables than those before it.
+
+    The layers of a stage share their tables.
+    """
     kinds: set[object] = set()
-    further = []
+    is_new = []
     for unit in units:
-        read = {phase.rope for phase in unit if getattr(phase, "rope", None)}
-        further.append(bool(kinds and read - kinds))
-        kinds |= read
-    return further
+        tables = {phase.rope for phase in unit if getattr(phase, "rope", None)}
+        is_new.append(bool(kinds and tables - kinds))
+        kinds |= tables
+    return is_new
 
 
-def _keeping(phase: Phase) -> tuple:
-    """Returns what of a phase is kept, and where."""
+def _kept_parts(phase: Phase) -> tuple:
+    """Names of the parts that a phase keeps, and how many bytes of them are on the host."""
     policy = phase.activation_policy
     return policy.parts.names, policy.host_bytes, policy.input_host_bytes
 
 
 def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int) -> MicroBatch:
-    """Returns one micro-batch without values, as a rank's stages see it; the routers are told that
-    a step begins.
+    """One micro-batch of meta tensors, as a rank's stages see it; also starts the routers' step.
 
     Args:
         config: train and data.
         mesh: of the rank.
-        model: that will see it.
+        model: that will read it.
         num_microbatches: of a step, on all data-parallel ranks.
     """
+    # A document of one token and another of all that follow: masked, and no rank's part is empty.
     rows = torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
-    rows[:, 0] = 1  # a document of one token, another of all that follow: masked, and nowhere empty
-    whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=1)
-    batch = SequenceSharding(config, mesh, "meta")(whole).to("meta")
+    rows[:, 0] = 1
+    batch = make_micro_batch(rows, document_mask=config.data.document_mask, eod=1)
+    batch = SequenceSharding(config, mesh, "meta")(batch).to("meta")
     if model.balancer is not None:
         targets = torch.zeros((), dtype=torch.float64, device="meta")
         model.balancer.start_step(num_microbatches, targets, mesh["dp_cp"], False)
     shape = torch.Size(boundary_form(config, "meta").shape)
-    with MemoryWatch():  # for its quick operations
-        for share in {
-            module.share for module in model.modules() if isinstance(module, MoEDispatch)
-        }:
-            share.tokens(shape, batch)  # made by a run's first micro-batch, and remembered
+    # A run's first micro-batch computes and caches these; MemoryWatch makes meta operations fast.
+    with MemoryWatch():
+        dispatches = [module for module in model.modules() if isinstance(module, MoEDispatch)]
+        for share in {dispatch.share for dispatch in dispatches}:
+            share.tokens(shape, batch)
     return batch
 
 
 def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> None:
+    """Sets how many rows the dispatchers of a model plan for."""
     for module in model.modules():
         if isinstance(module, MoEDispatch):
-            module.dispatcher.planned.load, module.dispatcher.planned.limit = (
-                imbalance,
-                capacity_factor or math.inf,
-            )
+            planned_rows = module.dispatcher.planned
+            planned_rows.load, planned_rows.limit = imbalance, capacity_factor or math.inf
     if model.send_capacity is not None:
         model.send_capacity.start_step()
 
 
-def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
-    """Returns bytes of the storages of tensors, each counted once."""
-    storages = {
-        id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)
-    }
-    return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
+def _bytes(tensors: Iterable[Tensor], watch: MemoryWatch) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    by_id = {id(storage): storage for storage in storages}
+    return sum(watch.rounded(storage.nbytes()) for storage in by_id.values())
 
 
-def _on_host(optimizer: Optimizer, watch: MemoryWatch) -> int:
-    """Returns what of the optimiser lies in the host's memory."""
-    away = [state for state in optimizer.slices if state.on_host]
+def _host_bytes(optimizer: Optimizer, watch: MemoryWatch) -> int:
+    """Bytes of the optimizer's state in host memory."""
+    on_host = [state for state in optimizer.slices if state.on_host]
     return _bytes(
-        [t for state in away for t in (state.master, state.grads, *state.moments.values())], watch
+        [t for state in on_host for t in (state.master, state.grads, *state.moments.values())],
+        watch,
     )
 
 
-def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
-    """Returns the most, above what stays, while the weights are updated and gathered."""
-    before = watch.forget_peak()
+def _copies_bytes(sync: GradSync, watch: MemoryWatch) -> int:
+    """Bytes of the FP8 copies of weights that are not gathered; `_peak` counts the other ones."""
+    weights = [
+        parameter
+        for bucket in sync.buckets
+        if not bucket.shards_weights
+        for parameter in bucket.parameters
+    ]
+    quantized = filter(is_quantized, weights)
+    return _bytes([t for weight in quantized for t in quantized_copies(weight).parts], watch)
+
+
+def _update_bytes(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
+    """Peak of temporary bytes while the weights are updated and gathered."""
+    resident = watch.forget_peak()
     optimizer.allocate_temporaries()
-    update = watch.peak_bytes - before
-    before = watch.forget_peak()
+    update = watch.peak_bytes - resident
+    resident = watch.forget_peak()
     sync.start_gather()
     sync.finish_gather()
-    return max(update, watch.peak_bytes - before)
+    return max(update, watch.peak_bytes - resident)
 
 
 def _num_communicators(mesh: Mesh) -> int:
-    """Returns the process groups: axes with the same ranks share one; the pipeline's channels have
-    their own."""
+    """Number of process groups: axes with the same ranks share one, the pipeline has two more."""
     return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -1,5 +1,4 @@
-"""The most memory that one rank needs during a step: walks through a Program, with what each pass
-allocates.
+"""Peak memory of one rank during a step: walks through a Program with the bytes of each pass.
 
 Memory follows from the order in which the host runs a rank's passes. Activations are alive from
 their F until their B or I, tensors of deferred weight gradients from I until W, a received message
@@ -8,10 +7,10 @@ overlapped actions alternate phase by phase, as in the executor, so temporary te
 the activations of the other.
 
 Data parallelism takes part on the meta device (`Replay`): the GradSync that would train gathers,
-allocates, reduces and frees its buffers as phases begin and end, and its bytes are counted. So
-there is no second account of when a unit is whole. The FP8 copies of gathered weights are made here
-too, when a phase reads them, and go with the unit; copies of other weights are made once a step,
-and not counted.
+allocates, reduces and frees its buffers as phases begin and end, and its bytes are counted. No
+second account of when a unit is gathered is needed. FP8 copies of gathered weights are made here,
+too, when a phase reads them, and are freed with the unit. Copies of other weights are made once a
+step and are not counted here.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from megatron5d.topology.shard_spec import state_of
 
 
 class Replay(MemoryWatch):
-    """A context in which data parallelism goes through a step; `live_bytes` are its temporary
-    buffers.
+    """Context in which data parallelism goes through a step; counts its temporary buffers.
 
     Args:
         sync: of a rank, with nothing gathered and no gradients.
@@ -62,33 +60,29 @@ class Replay(MemoryWatch):
         with_graphs: bool = False,
     ) -> None:
         super().__init__(block)
-        self._sync, self._passes, self._phases, self._with_graphs = (
-            sync,
-            passes,
-            phases,
-            with_graphs,
-        )
-        # weights that are not gathered, and whose FP8 copies are still to be made
-        staying = [
+        self._sync, self._passes, self._phases = sync, passes, phases
+        self._with_graphs = with_graphs
+        # weights that are not gathered, and those of them without FP8 copies in this step
+        self._resident = {
             weight
             for bucket in sync.buckets
             if not bucket.shards_weights
             for weight in bucket.parameters
-        ]
-        self._staying, self._unused = set(staying), set(staying)
+        }
+        self._without_copies = set(self._resident)
         self._quantized = {
             phase: list(filter(is_quantized, phase.parameters()))
-            for own in phases.values()
-            for phase in own
+            for stage_phases in phases.values()
+            for phase in stage_phases
         }
         self._gathers = any(bucket.shards_weights for bucket in sync.buckets)
-        # a stage tells data parallelism the order of its phases when it is made
-        self._steps = {stage: Stage(own, sync).steps for stage, own in phases.items()}
+        # A new Stage registers the order of its phases with data parallelism.
+        self._steps = {stage: Stage(of_stage, sync).steps for stage, of_stage in phases.items()}
 
     def __enter__(self):
-        entered = super().__enter__()
+        context = super().__enter__()
         self._sync.start_step(self._passes, self._with_graphs)
-        return entered
+        return context
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Announces the next actions that read weights, which may be gathered early."""
@@ -97,7 +91,7 @@ class Replay(MemoryWatch):
             self._sync.prefetch(phases[0 if action.op == "F" else -1], action.op == "F")
 
     def before(self, action: Action, step: int) -> bool:
-        """Returns a step of an action, counted from its first phase, is about to run.
+        """Announces that a step of an action, counted from its first phase, is about to run.
 
         Returns:
             Whether it makes FP8 copies of its weights.
@@ -109,25 +103,23 @@ class Replay(MemoryWatch):
         return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
     def _make_copies(self, phase: Phase, backward: bool) -> bool:
-        """Makes the FP8 copies that a phase reads, and returns whether some of them were not
-        there."""
-        makes = False
+        """Makes the FP8 copies that a phase reads; returns whether some of them were missing."""
+        is_missing = False
         for weight in self._quantized[phase]:
-            if weight in self._staying:
-                makes = makes or weight in self._unused
-                self._unused.discard(weight)
+            if weight in self._resident:
+                is_missing = is_missing or weight in self._without_copies
+                self._without_copies.discard(weight)
                 continue
-            makes = makes or state_of(weight).fp8_copies is None
-            pair = quantized_copies(weight)
-            if backward and not pair.has_transposed:
-                makes = pair.transposed is not None  # it is made when it is read
-        return makes
+            is_missing = is_missing or state_of(weight).fp8_copies is None
+            copies = quantized_copies(weight)
+            if backward and not copies.has_transposed:
+                is_missing = copies.transposed is not None  # reading the attribute makes it
+        return is_missing
 
-    def allocate(self, action: Action, step: int, place: int) -> None:
-        """Allocates the gradients of a bucket at its first weight gradient; `bucket` is its place
-        among the phase's."""
+    def allocate(self, action: Action, step: int, index: int) -> None:
+        """Allocates the gradients of a bucket, given its index among those of the step's phase."""
         phase = self._steps[action.stage][action.op][step].phase
-        bucket = self._sync.buckets[self._sync.uses[phase][place]]
+        bucket = self._sync.buckets[self._sync.uses[phase][index]]
         if bucket.shards_grads:
             bucket.allocate_grads()
 
@@ -154,7 +146,7 @@ def find_peak(
     repeat: Repeat | None = None,
     moments: list[Moment] | None = None,
 ) -> Peak:
-    """Returns the worst moment of a step on one rank.
+    """The moment of a step with the most memory on one rank.
 
     Args:
         program: a verified Program.
@@ -162,51 +154,57 @@ def find_peak(
         traces: of every stage that the rank holds.
         message_bytes: of a message from each stage to the next.
         replay: data parallelism, inside its context; None = it has no temporary buffers.
-        repeat: slots that are not walked through, since those before them need the same.
-        moments: takes two moments of every slot: the worst while it runs, and what is held when it
-            has run.
+        repeat: slots that are skipped because those before them need the same memory.
+        moments: receives two moments of every slot: the peak while it runs, and what remains.
     """
     walk = _Walk(program, rank, traces, message_bytes, replay)
-    line = list(slot_messages(program, rank))
-    following = _following([each.slot for each in line], traces)
-    for place, (each, after) in enumerate(zip(line, following)):
-        if repeat is not None and repeat.start <= place < repeat.stop:
-            if place == repeat.start:
+    slots = list(slot_messages(program, rank))
+    readers = _next_readers([messages.slot for messages in slots], traces)
+    for index, (messages, next_reader) in enumerate(zip(slots, readers)):
+        if repeat is not None and repeat.start <= index < repeat.stop:
+            if index == repeat.start:
                 walk.skip(repeat)
             if moments is not None:
                 moments += moments[-2 * repeat.length : 2 - 2 * repeat.length or None]
             continue
-        walk.messages += sum(message_bytes[message.flow.boundary] for message in each.receives)
-        walk.see(each.slot[0], 0)  # before its input has proved anything sent to have arrived
+        walk.messages += sum(message_bytes[m.flow.boundary] for m in messages.receives)
+        # At first, nothing that was sent is known to have arrived.
+        walk.see(messages.slot[0], 0)
         if replay is not None:
-            replay.expect(after)
-        running = [walk.run(action) for action in each.slot]
+            replay.expect(next_reader)
+        running = [walk.run(action) for action in messages.slot]
         while running:
             running = [action for action in running if next(action, None) is not None]
         if moments is not None:
-            moments.append(walk.noted())
-            walk.see(each.slot[-1], 0)
-            moments.append(walk.noted())
-    worst = max(moments[::2], key=lambda moment: moment.total) if moments else walk.noted()
-    return replace(worst.by_kind(), host=walk.most_host)
+            moments.append(walk.take_worst())
+            walk.see(messages.slot[-1], 0)
+            moments.append(walk.take_worst())
+    peaks = moments[::2] if moments else [walk.take_worst()]
+    worst = max(peaks, key=lambda moment: moment.total)
+    return replace(worst.by_kind(), host=walk.peak_host)
 
 
-def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
-    """Maps each slot that reads weights to the actions of the next such slot; W and empty stages
-    read none."""
+def _next_readers(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
+    """Maps each slot that reads weights to the actions of the next such slot.
+
+    W and empty stages read no weights; their slots are mapped to no actions.
+    """
     reading = [
         tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_empty) for slot in slots
     ]
-    places = [place for place, actions in enumerate(reading) if actions]
-    found: list[Slot] = [()] * len(slots)
-    for place, after in zip(places, places[1:]):
-        found[place] = reading[after]
-    return found
+    indices = [index for index, actions in enumerate(reading) if actions]
+    readers: list[Slot] = [()] * len(slots)
+    for index, following in zip(indices, indices[1:]):
+        readers[index] = reading[following]
+    return readers
 
 
 class _Walk:
-    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for what is
-    not the replay's."""
+    """Counts the bytes alive on one rank while its slots run.
+
+    `messages` are those of sent and received messages, `stages` those of passes, without the
+    buffers of the replay; `host` are bytes of offloaded activations.
+    """
 
     def __init__(
         self,
@@ -216,119 +214,117 @@ class _Walk:
         message_bytes: Sequence[int],
         replay: Replay | None,
     ) -> None:
-        self.program, self.traces, self.message_bytes, self.replay = (
-            program,
-            traces,
-            message_bytes,
-            replay,
-        )
-        self.messages = self.stages = self.most = self.host = self.most_host = 0
-        self._worst: _Moment | None = None
-        self._proofs = completed_sends(program, rank)
-        # bytes of messages not known to have been sent
+        self.program, self.traces = program, traces
+        self.message_bytes, self.replay = message_bytes, replay
+        self.messages = self.stages = self.peak = self.host = self.peak_host = 0
+        self._worst: _State | None = None
+        self._completed = completed_sends(program, rank)
+        # bytes of messages that may not have been sent yet
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)
-        self._settled: Counter[Flow] = Counter()
+        self._num_completed: Counter[Flow] = Counter()
         self._local: dict[InFlight, int] = {}  # bytes of outputs for another stage of this rank
-        # number of done steps of F; of how many something lives
+        # number of completed steps of F, and of those with live activations
         self._forward: dict[InFlight, tuple[int, int]] = {}
-        self._hosts = {
+        # by stage: host bytes after each number of steps
+        self._host_bytes = {
             stage: [0, *accumulate(step.host for step in trace.passes["F"])]
             for stage, trace in traces.items()
         }
-        # (stage, done, alive) -> what `_kept` says
-        self._kept: dict[tuple[int, int, int], Counter[str]] = {}
+        self._kept: dict[tuple[int, int, int], Counter[str]] = {}  # results of `_kept_bytes`
         self._stashed: dict[InFlight, int] = {}
-        self._shared: set[InFlight] = set()  # whose input is another stage's output, counted there
+        self._shared: set[InFlight] = set()  # their input is another stage's output, counted there
 
     def skip(self, repeat: Repeat) -> None:
-        """Goes to the end of slots that repeat those before them: later micro-batches are as far as
-        earlier ones."""
-        later = repeat.times * repeat.shift
+        """Skips slots that repeat those before them, with later micro-batches."""
+        shift = repeat.times * repeat.shift
 
-        def moved(held: dict[InFlight, Any]) -> dict[InFlight, Any]:
-            return {(stage, microbatch + later): each for (stage, microbatch), each in held.items()}
+        def shifted(by_pass: dict[InFlight, Any]) -> dict[InFlight, Any]:
+            return {(stage, m + shift): value for (stage, m), value in by_pass.items()}
 
-        self._local, self._forward, self._stashed = (
-            moved(self._local),
-            moved(self._forward),
-            moved(self._stashed),
-        )
-        self._shared = {(stage, microbatch + later) for stage, microbatch in self._shared}
-        self._settled.update(repeat.sends)
+        self._local, self._forward = shifted(self._local), shifted(self._forward)
+        self._stashed = shifted(self._stashed)
+        self._shared = {(stage, microbatch + shift) for stage, microbatch in self._shared}
+        self._num_completed.update(repeat.sends)
 
     def run(self, action: Action) -> Iterator[bool]:
         """Runs one action, phase by phase."""
         op, stage, microbatch = action
-        here, trace = (stage, microbatch), self.traces[stage]
-        self._take(action)
-        forward, place, begun = len(trace.passes["F"]), 0, False
+        in_flight, trace = (stage, microbatch), self.traces[stage]
+        self._take_input(action)
+        num_forward, index, has_begun = len(trace.passes["F"]), 0, False
         for done, step in enumerate(trace.passes[op]):
-            # as in the executor: the input comes with the first phase's turn
+            # As in the executor, the input arrives when the first phase runs.
             if step.kind != BOUNDARY:
-                if begun:
+                if has_begun:
                     yield True
-                begun = True
+                has_begun = True
             if op == "F":
-                self._keep(here, done, done)
+                self._set_forward(in_flight, done, done)
             if step.kind == BOUNDARY or self.replay is None:
                 self.see(action, step.rise)
                 self.stages += step.delta
             else:
-                self._run_phase(action, done, place, self.replay)
-                place += 1
-            if step.frees:  # the activations of this phase; with the last phase, also its output
-                alive = self._forward[here][1]
-                self._keep(here, forward, max(0, alive - (2 if alive == forward else 1)))
+                self._run_phase(action, done, index, self.replay)
+                index += 1
+            # A phase's backward frees its activations; that of the last phase also the output.
+            if step.frees:
+                alive = self._forward[in_flight][1]
+                alive = max(0, alive - (2 if alive == num_forward else 1))
+                self._set_forward(in_flight, num_forward, alive)
         if op == "F":
-            self._keep(here, forward, forward)
-            if here in self._shared:
+            self._set_forward(in_flight, num_forward, num_forward)
+            if in_flight in self._shared:
                 self.stages -= self.message_bytes[stage - 1]
         elif op == "I":
-            self._keep(here, None)
-            self._stashed[here] = sum(step.delta for op in "FI" for step in trace.passes[op])
+            self._set_forward(in_flight, None)
+            deltas = [step.delta for op in "FI" for step in trace.passes[op]]
+            self._stashed[in_flight] = sum(deltas)
         else:
-            self._keep(here, None)
-            self._stashed.pop(here, None)
-        if op in "IB" and here in self._shared:
-            self._shared.remove(here)
+            self._set_forward(in_flight, None)
+            self._stashed.pop(in_flight, None)
+        if op in "IB" and in_flight in self._shared:
+            self._shared.remove(in_flight)
             self.stages += self.message_bytes[stage - 1]
-        self._hand_on(action, trace)
+        self._pass_output(action, trace)
 
-    def _keep(self, here: InFlight, done: int | None, alive: int = 0) -> None:
-        """Sets how many steps of F are done, and of how many activations live from now on; None =
-        the backward is done."""
-        hosts = self._hosts[here[0]]
-        self.host += hosts[alive] - hosts[self._forward.pop(here, (0, 0))[1]]
-        self.most_host = max(self.most_host, self.host)
-        if done is not None:
-            self._forward[here] = done, alive
-
-    def _run_phase(self, action: Action, done: int, place: int, replay: Replay) -> None:
-        """Runs one step of an action, with what data parallelism does before, in and after it.
+    def _set_forward(self, in_flight: InFlight, done: int | None, alive: int = 0) -> None:
+        """Records the progress of a micro-batch.
 
         Args:
-            action: the action.
-            done: steps before this one.
-            place: the same, counted from the action's first phase.
-            replay: data parallelism.
+            done: number of completed steps of F; None = the backward is complete.
+            alive: number of steps with live activations.
+        """
+        host_bytes = self._host_bytes[in_flight[0]]
+        _, alive_before = self._forward.pop(in_flight, (0, 0))
+        self.host += host_bytes[alive] - host_bytes[alive_before]
+        self.peak_host = max(self.peak_host, self.host)
+        if done is not None:
+            self._forward[in_flight] = done, alive
+
+    def _run_phase(self, action: Action, done: int, index: int, replay: Replay) -> None:
+        """Runs one step of an action, and data parallelism before, in and after it.
+
+        Args:
+            done: number of steps before this one.
+            index: the same, counted from the action's first phase.
         """
         trace = self.traces[action.stage]
-        makes_copies = replay.before(action, place)
+        makes_copies = replay.before(action, index)
         step = (trace.making if makes_copies else trace.passes)[action.op][done]
         self.see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
-        for bucket, most in step.late:
-            replay.allocate(action, place, bucket)
-            self.see(action, most)
+        for bucket, rise in step.late:
+            replay.allocate(action, index, bucket)
+            self.see(action, rise)
         self.stages += step.delta
         replay.forget_peak()
-        replay.after(action, place)
+        replay.after(action, index)
         self.see(action, replay.peak_bytes - replay.live_bytes)
 
-    def _take(self, action: Action) -> None:
+    def _take_input(self, action: Action) -> None:
         """Takes an action's input, and frees messages whose arrival it proves (messages.py)."""
-        for flow, count in self._proofs.get(action, ()):
-            while self._settled[flow] < count:
-                self._settled[flow] += 1
+        for flow, count in self._completed.get(action, ()):
+            while self._num_completed[flow] < count:
+                self._num_completed[flow] += 1
                 self.messages -= self._sent[flow].popleft()
         if action.op == "W":
             return
@@ -336,121 +332,118 @@ class _Walk:
         if message is not None:
             self.messages -= self.message_bytes[message.flow.boundary]
         elif action.op == "F" and action.stage > 0:
-            own = self._local.pop((action.stage - 1, action.microbatch))
-            self.messages -= own
-            if not own and not self.traces[action.stage].is_empty:  # which keeps nothing of it
+            size = self._local.pop((action.stage - 1, action.microbatch))
+            self.messages -= size
+            # An empty stage keeps nothing of its input.
+            if not size and not self.traces[action.stage].is_empty:
                 self._shared.add((action.stage, action.microbatch))
         elif action.op != "F" and action.stage < self.program.num_stages - 1:
             self.messages -= self._local.pop((action.stage + 1, action.microbatch))
 
-    def _hand_on(self, action: Action, trace: StageTrace) -> None:
+    def _pass_output(self, action: Action, trace: StageTrace) -> None:
         """Passes an action's output to the next stage, on this rank or in a message."""
         op, stage, microbatch = action
-        ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
-        if op == "W" or ends:
+        is_last = stage == self.program.num_stages - 1 if op == "F" else stage == 0
+        if op == "W" or is_last:
             return
-        extra = (
-            0
-            if op == "F" and trace.output_kept
-            else self.message_bytes[stage if op == "F" else stage - 1]
-        )
+        size = self.message_bytes[stage if op == "F" else stage - 1]
+        if op == "F" and trace.output_kept:
+            size = 0  # the stage's activations include it
         message = output_of(self.program, action)
         if message is None:
-            self._local[stage, microbatch] = extra
+            self._local[stage, microbatch] = size
         else:
-            self._sent[message.flow].append(extra)
-        self.messages += extra
+            self._sent[message.flow].append(size)
+        self.messages += size
 
     def see(self, action: Action, rise: int) -> None:
-        """Notes the present moment, with `rise` temporary bytes, if it needs more than any
-        before."""
+        """Records the present state, with `rise` temporary bytes, if it is the worst so far."""
         units = 0 if self.replay is None else self.replay.live_bytes
         total = self.stages + self.messages + units + rise
-        if total > self.most:
-            self.most, stash = total, sum(self._stashed.values())
-            elsewhere = sum(
-                self.message_bytes[here[0] - 1] for here in self._shared if here in self._forward
-            )
-            self._worst = _Moment(
-                action, total, self.messages, units, stash, elsewhere, dict(self._forward)
-            )
+        if total > self.peak:
+            self.peak, stash = total, sum(self._stashed.values())
+            shared = [stage for stage, m in self._shared if (stage, m) in self._forward]
+            shared_bytes = sum(self.message_bytes[stage - 1] for stage in shared)
+            forward = dict(self._forward)
+            self._worst = _State(action, total, self.messages, units, stash, shared_bytes, forward)
 
-    def noted(self) -> Moment:
-        """Returns the worst moment since the last call, to be split by kind where that is
-        wanted."""
-        worst, self._worst, self.most = self._worst, None, 0
+    def take_worst(self) -> Moment:
+        """The worst moment since the last call."""
+        worst, self._worst, self.peak = self._worst, None, 0
         return Moment(worst.total if worst else 0, partial(self._by_kind, worst))
 
-    def _by_kind(self, worst: _Moment | None) -> Peak:
-        """Splits a moment by kind."""
+    def _by_kind(self, worst: _State | None) -> Peak:
+        """Bytes of a state by kind."""
         if worst is None:
             return Peak()
         kept = Counter[str]()
-        for (stage, done, alive), num in Counter(
-            (here[0], *far) for here, far in worst.forward.items()
-        ).items():
-            known = stage, done, alive
-            if known not in self._kept:
-                self._kept[known] = _kept(self.traces[stage].passes["F"][:done], alive)
-            for kind, count in self._kept[known].items():
-                kept[kind] += num * count
-        kept[BOUNDARY] -= min(kept[BOUNDARY], worst.elsewhere)
+        progress = Counter((stage, *steps) for (stage, _), steps in worst.forward.items())
+        for (stage, done, alive), num_microbatches in progress.items():
+            key = stage, done, alive
+            if key not in self._kept:
+                self._kept[key] = _kept_bytes(self.traces[stage].passes["F"][:done], alive)
+            for kind, count in self._kept[key].items():
+                kept[kind] += num_microbatches * count
+        kept[BOUNDARY] -= min(kept[BOUNDARY], worst.shared)
+
         stash = worst.stash
-        rest = worst.total - sum(kept.values()) - stash - worst.messages - worst.units
-        # the phase that runs may have freed some of its activations already, or W of what was
-        # stashed
-        freed, rest = max(0, -rest), max(0, rest)
+        workspace = worst.total - sum(kept.values()) - stash - worst.messages - worst.units
+        # The running phase may have freed some of its activations, or W some of the stash.
+        freed, workspace = max(0, -workspace), max(0, workspace)
         if worst.action.op == "W":
             freed, stash = max(0, freed - stash), max(0, stash - freed)
         for kind, count in kept.most_common():
             kept[kind] -= min(count, freed)
             freed -= min(count, freed)
         activations = {kind: count for kind, count in kept.items() if count}
-        held = len(worst.forward)
         return Peak(
-            activations, stash - freed, worst.messages, worst.units, rest, worst.action, held
+            activations,
+            stash - freed,
+            worst.messages,
+            worst.units,
+            workspace,
+            worst.action,
+            len(worst.forward),
         )
 
 
 class Moment(NamedTuple):
-    """A moment of a step: bytes in all, and by kind when asked."""
+    """A moment of a step: bytes in total, and a function that gives them by kind."""
 
     total: int
     by_kind: Callable[[], Peak]
 
 
-class _Moment(NamedTuple):
-    """What is alive at a moment: bytes in all and of some kinds, and how far every micro-batch is
-    (`_Walk`)."""
+class _State(NamedTuple):
+    """Live bytes in total and of some kinds, and the progress of every micro-batch (`_Walk`)."""
 
     action: Action
     total: int
     messages: int
     units: int
     stash: int
-    elsewhere: int  # of inputs that other stages count
+    shared: int  # of inputs that other stages count
     forward: dict[InFlight, tuple[int, int]]
 
 
-def _kept(steps: Sequence[Step], alive: int) -> Counter[str]:
-    """Class of phase -> bytes that the first `alive` of these steps of a forward have left when all
-    are done.
+def _kept_bytes(steps: Sequence[Step], alive: int) -> Counter[str]:
+    """Bytes by kind of phase that the first `alive` steps of a forward keep when all are done.
 
-    What a step frees is what those before it made.
+    A step that frees bytes frees those of the latest steps before it.
     """
-    made: list[tuple[int, int]] = []  # which step, bytes
-    for place, step in enumerate(steps):
+    stack: list[tuple[int, int]] = []  # index of a step, bytes
+    for index, step in enumerate(steps):
         change = step.delta
-        while change < 0 and made:
-            before, count = made.pop()
+        while change < 0 and stack:
+            maker, count = stack.pop()
             change += count
             if change > 0:
-                made.append((before, change))
+                stack.append((maker, change))
                 change = 0
         if change > 0:
-            made.append((place, change))
+            stack.append((index, change))
     kept = Counter[str]()
-    for place, count in made:
-        if place < alive:
-            kept[steps[place].kind] += count
+    for index, count in stack:
+        if index < alive:
+            kept[steps[index].kind] += count
     return kept
