@@ -24,7 +24,7 @@ from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory.forecast import Forecaster, Target
-from megatron5d.planning.memory.rank_memory import least_needed
+from megatron5d.planning.memory.rank_memory import minimum_needed
 from megatron5d.planning.proposals import MODES, Proposals
 from megatron5d.planning.schedule_search.auto_schedule import quick_layout
 from megatron5d.planning.time.predict import Estimator, check_predictable
@@ -296,7 +296,7 @@ class LayoutSearch:
             kept *= min(1.0, m / pp) * (1.0 if pp == 1 else FIRST)
             ways = []
             for way in self._proposals.schedules(pp):
-                least = least_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0))
+                least = minimum_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0))
                 if least < self._smallest.get(key, (inf,))[0]:
                     self._smallest[key] = least, {**shape, **batch, **way}
                 if least <= have:

@@ -102,7 +102,7 @@ class Forecaster:
         """Memory of a pipeline rank with index 0 on every other axis.
 
         The other ranks need as much, except for padded vocabularies and some counts of four bytes.
-        With Muon they may need less at the end of a step, because index 0 gets the largest matrices.
+        With Muon they may need less at the end of a step: index 0 gets the largest matrices.
         """
         group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(

@@ -1,7 +1,8 @@
-"""Outputs of the operations of a model on the meta device, from sizes alone.
+"""Outputs of a model's operations on the meta device, computed from sizes.
 
-torch has them computed by Python functions, which take some ten times as long, and some of which import its compiler:
-a second of every start. Of element-wise ones only the dtype is asked of torch, on the CPU.
+torch computes them in Python functions that take about ten times as long, and some of which import
+its compiler, a second of every start. For element-wise operations, torch only gives the dtype, on
+the CPU.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ _CONTIGUOUS = (
 
 @dataclass(frozen=True)
 class Operation:
-    """What is known of one of torch's operations.
+    """Properties of one of torch's operations.
 
     Args:
-        outputs: makes its outputs on the meta device from its arguments and those with names, if it
-            makes one new tensor element by element or is another simple one; its value is None
-            where torch has to run the operation, and the first argument where that is what has
-            changed. None = torch always runs it.
+        outputs: function from positional and keyword arguments to the outputs on the meta device.
+            It returns None where torch must run the operation, and the first argument where the
+            operation changes that. None = torch always runs the operation.
         views: whether all outputs are views of arguments.
         fresh: whether no output shares memory with an argument.
     """
@@ -42,20 +42,20 @@ class Operation:
     fresh: bool
 
 
-_operations: dict[int, Operation] = {}  # by id: operations stay, and torch hashes them in Python
+# By id, because torch hashes operations in Python; operations are never freed.
+_operations: dict[int, Operation] = {}
 
 
 def operation_of(func: Any) -> Operation:
-    """Returns what is known of an operation, as `__torch_dispatch__` is given it."""
-    known = _operations.get(id(func))
-    if known is None:
-        aliases = [each.alias_info is not None for each in func._schema.returns]
-        # _unsafe_view is a view
+    """Properties of an operation that `__torch_dispatch__` receives."""
+    operation = _operations.get(id(func))
+    if operation is None:
+        aliases = [value.alias_info is not None for value in func._schema.returns]
+        # _unsafe_view returns a view that its schema does not declare.
         undeclared = func.namespace != "aten" or "unsafe" in func._schema.name
-        known = _operations[id(func)] = Operation(
-            _outputs(func), all(aliases), not (any(aliases) or undeclared)
-        )
-    return known
+        fresh = not (any(aliases) or undeclared)
+        operation = _operations[id(func)] = Operation(_outputs(func), all(aliases), fresh)
+    return operation
 
 
 def _outputs(func: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | None:
@@ -77,45 +77,43 @@ def _outputs(func: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | N
 def _element_wise(
     output: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Returns the output of an element-wise operation, for which `output` gives shape, strides and
-    dtype."""
-    given, on_meta = list[tuple](), False
+    """Output of an element-wise operation, for which `output` gives shape, strides and dtype."""
+    keys, on_meta = list[tuple](), False
     for value in args:
         if isinstance(value, Tensor):
             on_meta |= value.is_meta
             if type(value) not in (Tensor, nn.Parameter) or not (value.is_meta or value.ndim == 0):
                 return None
-            given.append((value.dtype, value.shape, value.stride()))
+            keys.append((value.dtype, value.shape, value.stride()))
         else:
-            given.append((type(value), value, ()))
+            keys.append((type(value), value, ()))
     if not on_meta or type(args[0]) not in (Tensor, nn.Parameter, float, int):
         return None
-    shape, strides, dtype = output(tuple(kwargs.items()), *given)
+    shape, strides, dtype = output(tuple(kwargs.items()), *keys)
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _joined(stacked: bool, tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
-    """Returns the output of torch.stack or torch.cat; None where dtypes, devices or numbers of dims
-    differ."""
+    """Output of torch.stack or torch.cat; None where dtypes, devices or numbers of dims differ."""
     first = tensors[0]
-    kinds = {(type(each) is Tensor, each.is_meta, each.dtype, each.ndim) for each in tensors}
+    kinds = {(type(x) is Tensor, x.is_meta, x.dtype, x.ndim) for x in tensors}
     if kinds != {(True, True, first.dtype, first.ndim)}:
         return None
     shape = list(first.shape)
     if stacked:
         shape.insert(dim % (len(shape) + 1), len(tensors))
     else:
-        shape[dim] = sum(each.shape[dim] for each in tensors)
+        shape[dim] = sum(x.shape[dim] for x in tensors)
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
 def _counted(
     *bounds: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Tensor | None:
-    """Returns the output of torch.arange for integers."""
-    if torch.device(device or "cpu").type != "meta" or not all(
-        type(bound) is int for bound in bounds
-    ):
+    """Output of torch.arange for integers."""
+    if torch.device(device or "cpu").type != "meta":
+        return None
+    if not all(type(bound) is int for bound in bounds):
         return None
     return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device="meta")
 
@@ -134,12 +132,14 @@ def _like(x: Tensor, memory_format: Any = None, **named: Any) -> Tensor | None:
 def _reduced(
     x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **more: Any
 ) -> Tensor | None:
-    """Returns the sum, mean, largest element or log-sum-exp of floats."""
+    """Sum, mean, largest element or log-sum-exp of floats."""
     if more or not x.is_floating_point():
         return None
-    gone = {dim % x.ndim for dim in dims} if dims else range(x.ndim)
+    reduced = {dim % x.ndim for dim in dims} if dims else range(x.ndim)
     shape = [
-        1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone
+        1 if dim in reduced else size
+        for dim, size in enumerate(x.shape)
+        if keepdim or dim not in reduced
     ]
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
@@ -159,7 +159,7 @@ def _any(x: Tensor, dim: int, keepdim: bool = False) -> Tensor | None:
 
 def _best(x: Tensor, k: int, dim: int = -1, *_: bool) -> tuple[Tensor, Tensor] | None:
     if not 0 <= k <= x.shape[dim]:
-        return None  # torch has a message
+        return None  # torch raises an error with a message
     dim %= x.ndim
     values = x.new_empty((*x.shape[:dim], k, *x.shape[dim + 1 :]))
     return values, torch.empty(values.shape, dtype=torch.int64, device="meta")
@@ -167,39 +167,36 @@ def _best(x: Tensor, k: int, dim: int = -1, *_: bool) -> tuple[Tensor, Tensor] |
 
 def _multiplied(x: Tensor, y: Tensor) -> Tensor | None:
     if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-2] or x.dtype != y.dtype:
-        return None  # torch has a message
+        return None  # torch raises an error with a message
     return torch.empty((*x.shape[:-1], y.shape[-1]), dtype=x.dtype, device="meta")
 
 
 def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...] | None:
-    """Returns the LayerNorm, means and reciprocal deviations of an x that is as wide as its
-    statistics."""
+    """LayerNorm, means and reciprocal deviations of x in a dtype that its statistics share."""
     if x.dtype not in (torch.float32, torch.float64):
         return None
-    each = (*x.shape[: x.ndim - len(normalized)], *(1,) * len(normalized))
-    return _rolled(x), x.new_empty(each), x.new_empty(each)
+    statistics = (*x.shape[: x.ndim - len(normalized)], *(1,) * len(normalized))
+    return _rolled(x), x.new_empty(statistics), x.new_empty(statistics)
 
 
 def _normed_backward(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-    *_, weight, bias, wanted = others
-    return tuple(_rolled(each) if wants else None for each, wants in zip((x, weight, bias), wanted))
+    *_, weight, bias, mask = others
+    return tuple(_rolled(t) if is_needed else None for t, is_needed in zip((x, weight, bias), mask))
 
 
 def _attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor]:
-    """Returns the output of torch's CPU flash kernel, and its log-sum-exp."""
+    """Output of torch's CPU flash kernel, and its log-sum-exp."""
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads, seq_len = q.shape[:3]
     return _like(q), torch.empty(batch, seq_len, heads, dtype=lse, device="meta").transpose(1, 2)
 
 
 def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
-    """Returns the output of x[rows] and x[:, rows]; None for masks and for several indices."""
+    """Output of x[rows] and x[:, rows]; None for masks and for several indices."""
     *before, rows = indices
-    if (
-        rows is None
-        or rows.dtype not in (torch.int64, torch.int32)
-        or any(each is not None for each in before)
-    ):
+    if rows is None or rows.dtype not in (torch.int64, torch.int32):
+        return None
+    if any(index is not None for index in before):
         return None
     dim, strides = len(before), x.stride()
     after = len(strides) - dim - 1
@@ -259,55 +256,46 @@ _WITH_RULE: dict[Any, Callable[..., Any]] = {
 
 
 def _is_simple(func: Any) -> bool:
-    """Returns whether an operation changes its first argument's elements, or is element-wise and
-    makes a tensor."""
+    """Whether an operation changes its first argument in place, or is element-wise."""
     schema = func._schema
     if schema.is_mutable:
-        written = [
-            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
-        ]
-        in_place = (
-            schema.name.endswith("_")
-            and len(schema.returns) == 1
-            and written[0]
-            and not any(written[1:])
-        )
+        aliases = [argument.alias_info for argument in schema.arguments]
+        first, *others = [alias is not None and alias.is_write for alias in aliases]
+        in_place = schema.name.endswith("_") and len(schema.returns) == 1
+        in_place = in_place and first and not any(others)
         return in_place and torch.Tag.inplace_view not in func.tags
     untagged = func is torch.ops.aten.floor_divide.default
     return untagged or (torch.Tag.pointwise in func.tags and len(schema.returns) == 1)
 
 
 def _output(
-    func: Any, named: tuple, *given: tuple
+    func: Any, named: tuple, *keys: tuple
 ) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
-    """Returns shape, strides and dtype of the output.
+    """Shape, strides and dtype of the output.
 
     Args:
         func: an element-wise operation.
-        named: names and values of arguments that are no tensors.
-        given: of each tensor dtype, shape and strides; of other values type, value and ().
+        named: names and values of keyword arguments.
+        keys: dtype, shape and strides of each tensor; type, value and () of other values.
     """
-    tensors = [(shape, strides) for kind, shape, strides in given if isinstance(kind, torch.dtype)]
+    tensors = [(shape, strides) for kind, shape, strides in keys if isinstance(kind, torch.dtype)]
     tiny = [
         torch.ones((1,) * len(value), dtype=kind) if isinstance(kind, torch.dtype) else value
-        for kind, value, _ in given
+        for kind, value, _ in keys
     ]
     rank = max(len(shape) for shape, _ in tensors)
     sizes = zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape, _ in tensors))
-    # broadcast; torch's imports sympy
-    shape = [next((size for size in each if size != 1), 1) for each in sizes]
+    # torch.broadcast_shapes would import sympy.
+    shape = [next((size for size in of_dim if size != 1), 1) for of_dim in sizes]
     contiguous = func in _CONTIGUOUS or ("memory_format", torch.contiguous_format) in named
-    order = (
-        range(len(shape))
-        if contiguous
-        else _order(shape, [_expanded(each, shape) for each in tensors])
-    )
+    order: Sequence[int] = range(len(shape))
+    if not contiguous:
+        order = _order(shape, [_expanded(layout, shape) for layout in tensors])
     return shape, _strides(shape, order), func(*tiny, **dict(named)).dtype
 
 
 def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Returns the strides without gaps of dims in an order from the outermost in memory to the
-    innermost."""
+    """Strides without gaps, given the dims from the outermost in memory to the innermost."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim], step = step, step * max(shape[dim], 1)
@@ -315,33 +303,31 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def _expanded(layout: Layout, shape: Sequence[int]) -> list[int]:
-    """Returns the strides of a tensor that is broadcast to a shape."""
+    """Strides of a tensor that is broadcast to a shape."""
     padding = len(shape) - len(layout[0])
-    own = (
-        stride if size == wanted else 0 for size, stride, wanted in zip(*layout, shape[padding:])
-    )
-    return [0] * padding + list(own)
+    dims = zip(*layout, shape[padding:])
+    return [0] * padding + [stride if size == target else 0 for size, stride, target in dims]
 
 
 def _order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the dims from the outermost in memory to the innermost, as torch's TensorIterator
-    sorts them."""
+    """Dims from the outermost in memory to the innermost, sorted as by torch's TensorIterator."""
 
     def compare(first: int, second: int) -> int:
-        for each in strides:
-            if each[first] and each[second] and each[first] != each[second]:
-                return 1 if each[first] > each[second] else -1
-            if each[first] and each[second] and shape[first] > shape[second]:
+        for of_tensor in strides:
+            one, two = of_tensor[first], of_tensor[second]
+            if one and two and one != two:
+                return 1 if one > two else -1
+            if one and two and shape[first] > shape[second]:
                 return 1
         return 0
 
     order = list(reversed(range(len(shape))))
     for end in range(1, len(order)):
-        place = end
+        index = end
         for before in reversed(range(end)):
-            found = compare(order[before], order[place])
-            if found > 0:
-                order[before], order[place], place = order[place], order[before], before
-            elif found < 0:
+            result = compare(order[before], order[index])
+            if result > 0:
+                order[before], order[index], index = order[index], order[before], before
+            elif result < 0:
                 break
     return order[::-1]

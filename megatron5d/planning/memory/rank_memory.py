@@ -1,9 +1,8 @@
-"""The memory that a rank needs in bytes, by kind, and tables of it.
+"""The memory that a rank needs, in bytes by kind, and tables of it.
 
-What stays from step to step (weights, gradients, optimiser state) and what is temporary
-(activations, messages, workspace) is counted in planning/memory/forecast.py, memory_trace.py and
-memory_peak.py; here it is added up. Either of two moments of a step may need most: the worst moment
-of its passes, or the reduction, update and gathering at its end.
+forecast.py, trace.py and peak.py count resident memory (weights, gradients, optimizer state) and
+temporary memory (activations, messages, workspace); this file adds them up. The peak of a step may
+be in its passes, or in the reduction, update and gathering at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ GIB = 2**30
 ALLOCATOR_BLOCK = 512  # bytes: torch's CUDA allocator rounds sizes up to a multiple of it
 CONTEXT_BYTES = 600 * 2**20  # the CUDA context with its loaded kernels, outside torch's allocator
 COMMUNICATOR_BYTES = 100 * 2**20  # NCCL's buffers of one communicator, also outside the allocator
-FRAGMENTATION = 0.05  # of the allocated bytes: memory that the allocator holds and cannot use
+FRAGMENTATION = 0.05  # share of the allocated bytes that the allocator reserves without use
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,11 @@ class Peak:
         messages: of the pipeline, received or being sent.
         units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and
             gradients that are computed or reduced; under ZeRO-1 reduced slices.
-        workspace: temporary tensors of the phase that runs, and gradients that pass through the
+        workspace: temporary tensors of the running phase, and gradients on their way through the
             stage.
-        action: the action that runs then; None = there is none.
-        in_flight: number of (stage, micro-batch) whose activations are alive.
-        host: the most that activations take in the host's memory, at whatever moment; not part of
-            `total`.
+        action: the running action, if any.
+        in_flight: number of (stage, micro-batch) with live activations.
+        host: peak of activations in host memory, at any moment; not part of `total`.
     """
 
     activations: dict[str, int] = field(default_factory=dict)
@@ -51,13 +49,8 @@ class Peak:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return (
-            sum(self.activations.values())
-            + self.stash
-            + self.messages
-            + self.units
-            + self.workspace
-        )
+        temporary = self.stash + self.messages + self.units + self.workspace
+        return sum(self.activations.values()) + temporary
 
 
 @dataclass(frozen=True)
@@ -68,18 +61,17 @@ class RankMemory:
         weights: of the model, in its dtype.
         gradients: main gradients.
         optimizer: master weights and moments.
-        buffers: other tensors that stay, such as statistics of routers and step counts.
+        buffers: other resident tensors, such as statistics of routers and step counts.
         inputs: tokens, labels, positions and masks of all micro-batches of a step.
         peak: the worst moment of the passes.
         end_of_step: temporary tensors of the reduction, update and gathering at the end of a step.
-        setup: the most that is allocated while the run is built; counts where that is more than
-            training needs.
+        setup: peak while the run is built, if that is more than training needs.
         library: workspace that the vendor's libraries take from the allocator.
         symmetric: symmetric-memory buffers of `parallel.tp_overlap=fused`, outside the allocator;
             `boxes` in JSON.
         outside: CUDA context and communicators, outside the allocator.
-        host_optimizer: pinned memory of the host for `optim.offload`: master weights, moments and
-            gradients. That of offloaded activations is in `peak`.
+        host_optimizer: pinned host memory for `optim.offload`: master weights, moments and
+            gradients. `peak` has that of offloaded activations.
     """
 
     weights: int
@@ -97,23 +89,22 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """The most bytes of the host's memory that are used; not part of `needed`."""
+        """Peak bytes of host memory; not part of `needed`."""
         return self.host_optimizer + self.peak.host
 
     @property
     def resident(self) -> int:
-        """Bytes that stay from step to step."""
+        """Bytes that remain from step to step."""
         return self.weights + self.gradients + self.optimizer + self.buffers + self.library
 
     @property
     def allocated(self) -> int:
-        """The most bytes that tensors take at once, as `torch.cuda.max_memory_allocated` measures
-        it."""
+        """Peak bytes of tensors, as `torch.cuda.max_memory_allocated` measures them."""
         return max(self.resident + self.inputs + max(self.peak.total, self.end_of_step), self.setup)
 
     @property
     def moment(self) -> str:
-        """When the most is allocated, in words; "" where the peak has no action."""
+        """When the peak occurs, in words; "" where the peak has no action."""
         if self.resident + self.inputs + max(self.peak.total, self.end_of_step) < self.setup:
             return "while the run is built"
         if self.peak.total < self.end_of_step:
@@ -131,8 +122,7 @@ class RankMemory:
         return self.allocated + self.margin + self.symmetric + self.outside
 
     def kinds(self) -> dict[str, int]:
-        """Returns bytes by kind at the worst moment, in the order of the table; they add up to
-        `needed`."""
+        """Bytes by kind at the peak, in the order of the table; their sum is `needed`."""
         kinds = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -156,24 +146,21 @@ class RankMemory:
         return {kind: count for kind, count in kinds.items() if count}
 
     def record(self) -> dict[str, Any]:
-        """Returns all kinds and sums in bytes, for JSON output."""
+        """All kinds and sums in bytes, for JSON output."""
         sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed", "host")}
         action = self.peak.action
-        worst = {
-            "action": None if action is None else str(action),
-            "in_flight": self.peak.in_flight,
-        }
+        name = None if action is None else str(action)
         return {
             "bytes": self.kinds(),
             **sums,
             "end_of_step": self.end_of_step,
             "setup": self.setup,
-            "peak": worst,
+            "peak": {"action": name, "in_flight": self.peak.in_flight},
         }
 
 
 def gemm_workspace(architecture: str | None) -> int:
-    """Returns the bytes of the cuBLAS or hipBLAS workspace, once a stream; 0 on a CPU.
+    """Bytes of the cuBLAS or hipBLAS workspace, once per stream; 0 on a CPU.
 
     Source: ATen's cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
@@ -186,20 +173,20 @@ def gemm_workspace(architecture: str | None) -> int:
 
 
 def outside_bytes(num_communicators: int) -> int:
-    """Returns bytes of a GPU that a rank uses outside torch's allocator."""
+    """Bytes of a GPU that a rank uses outside torch's allocator."""
     return CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 
-def least_needed(allocated: float) -> float:
-    """Returns bytes that a GPU must have, at least, if tensors take `allocated` at once."""
+def minimum_needed(allocated: float) -> float:
+    """Smallest memory of a GPU, in bytes, for tensors that take `allocated` at once."""
     return allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 
 def gigabytes(num_bytes: float) -> str:
-    """Returns a size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
-    return (
-        f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
-    )
+    """A size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
+    if num_bytes < GIB // 10:
+        return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 _ORDER = (
@@ -210,42 +197,33 @@ _ORDER = (
 
 
 def _table_order(kind: str) -> tuple[int, str]:
-    """Returns the sort key of a kind in a table."""
+    """Sort key of a kind in a table."""
     return _ORDER.index(kind.split("/")[0]), kind if "/" in kind else ""
 
 
 def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
-    """Returns a table with a line for each kind and a column for each pipeline rank; the one that
-    needs most is marked.
+    """Table with a line for each kind and a column for each pipeline rank; marks the largest.
 
     Args:
         ranks: pipeline rank -> its memory.
-        limit: largest number of columns; of more ranks the first, the last and the worst are shown.
+        limit: largest number of columns; of more ranks the first, the last and the largest appear.
     """
-    worst = max(ranks, key=lambda rank: ranks[rank].needed)
+    largest = max(ranks, key=lambda rank: ranks[rank].needed)
     shown = sorted(ranks)
     if len(shown) > limit:
-        shown = sorted({*shown[: limit // 2], *shown[-(limit // 2) + 1 :], worst})
+        shown = sorted({*shown[: limit // 2], *shown[-(limit // 2) + 1 :], largest})
     columns = {rank: ranks[rank].kinds() for rank in shown}
-    kinds = sorted({kind: None for column in columns.values() for kind in column}, key=_table_order)
-    unit, size = ("GiB", GIB) if ranks[worst].needed >= GIB else ("MiB", 2**20)
-    rows = [[unit, *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
+    kinds = sorted({kind for column in columns.values() for kind in column}, key=_table_order)
+    unit, size = ("GiB", GIB) if ranks[largest].needed >= GIB else ("MiB", 2**20)
+    rows = [[unit, *(f"pp {rank}{' *' if rank == largest else ''}" for rank in shown)]]
     for kind in kinds:
         rows.append([kind, *(f"{columns[rank].get(kind, 0) / size:.3f}" for rank in shown)])
-    for name in (
-        "allocated",
-        "needed",
-        *(["host"] if any(each.host for each in ranks.values()) else []),
-    ):
+    sums = ["allocated", "needed"]
+    if any(memory.host for memory in ranks.values()):
+        sums.append("host")
+    for name in sums:
         rows.append([f"= {name}", *(f"{getattr(ranks[rank], name) / size:.3f}" for rank in shown)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])),
-            ]
-        )
-        for row in rows
-    ]
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )

@@ -1,5 +1,4 @@
-"""What a rank does again and again in the middle of a step: slots that do not have to be walked
-through one by one."""
+"""Finds the periodic part of a schedule, so that a walk through it visits one period only."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,16 +11,17 @@ from megatron5d.pipeline_parallel.program import Program
 
 @dataclass(frozen=True)
 class Repeat:
-    """Slots of a rank that do the same as the period before them, with later micro-batches, and end
-    in the same state.
+    """Slots of a rank that do the same as the period before them, with later micro-batches.
+
+    They also end in the same state.
 
     Args:
         start: the first of these slots.
         length: slots of a period.
-        times: how many periods there are.
-        shift: micro-batches by which each one is ahead of the one before it.
-        passes: stage -> its forwards in all of them.
-        sends: flow -> what is sent in all of them.
+        times: number of periods.
+        shift: micro-batches by which each period is later than the one before it.
+        passes: stage -> its forwards in all periods.
+        sends: flow -> its messages in all periods.
     """
 
     start: int
@@ -37,113 +37,105 @@ class Repeat:
         return self.start + self.length * self.times
 
 
-class _Line:
+class _RankSlots:
     """The slots of one rank."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        self.program, self.slots, self.proofs = (
-            program,
-            program.ranks[rank],
-            completed_sends(program, rank),
-        )
+        self.program, self.slots = program, program.ranks[rank]
+        self.completed = completed_sends(program, rank)
 
-    def does_the_same(
-        self, place: int, length: int, shift: int, sends: Mapping[Flow, int] | None = None
+    def is_same(
+        self, index: int, length: int, shift: int, sends: Mapping[Flow, int] | None = None
     ) -> bool:
-        """Returns whether a slot and the one a period later do the same and, given what a period
-        sends, prove it."""
-        slot, later = self.slots[place], self.slots[place + length]
+        """Whether a slot and the one a period later do the same.
+
+        Args:
+            sends: messages of a period; if given, both slots must also prove the same arrivals.
+        """
+        slot, later = self.slots[index], self.slots[index + length]
         if len(slot) != len(later):
             return False
-        way = self.program.direction
+        direction = self.program.direction
         for one, two in zip(slot, later):
-            if (
-                one[:2] != two[:2]
-                or one.microbatch + shift != two.microbatch
-                or way[one[2]] != way[two[2]]
-            ):
+            if one[:2] != two[:2] or one.microbatch + shift != two.microbatch:
+                return False
+            if direction[one[2]] != direction[two[2]]:
                 return False
             if sends is not None:
-                proven = [(flow, count + sends[flow]) for flow, count in self.proofs.get(one, ())]
-                if proven != self.proofs.get(two, []):
+                arrivals = self.completed.get(one, ())
+                arrivals = [(flow, count + sends[flow]) for flow, count in arrivals]
+                if arrivals != self.completed.get(two, []):
                     return False
         return True
 
     def periods(self) -> Iterator[tuple[int, int]]:
-        """Yields (slots, micro-batches) of what may be a period around the middle, the shortest
-        first."""
-        middle, stages = (
-            len(self.slots) // 2,
-            [action[:2] for action in self.slots[len(self.slots) // 2]],
-        )
+        """(slots, micro-batches) of possible periods around the middle, the shortest first."""
+        middle = len(self.slots) // 2
+        passes = [action[:2] for action in self.slots[middle]]
         for length in range(1, len(self.slots) // 4):
             later = self.slots[middle + length]
             shift = later[0].microbatch - self.slots[middle][0].microbatch
-            if shift <= 0 or [action[:2] for action in later] != stages:
+            if shift <= 0 or [action[:2] for action in later] != passes:
                 continue
-            if all(
-                self.does_the_same(place, length, shift) for place in range(middle, middle + length)
-            ):
+            if all(self.is_same(index, length, shift) for index in range(middle, middle + length)):
                 yield length, shift
 
     def states(self, first: int, length: int) -> Iterator[tuple[dict[int, int], Counter[Flow]]]:
-        """Yields micro-batch -> bits of what is done, of those begun and not ended, and flow ->
-        messages proven to have arrived, before slot `first` and each `length` slots later."""
+        """State before slot `first` and every `length` slots later.
+
+        Yields:
+            micro-batch -> bits of its completed passes, if it has begun and not ended; and flow ->
+            messages proven to have arrived.
+        """
         passes = sorted({action[:2] for slot in self.slots for action in slot})
         bits = {key: 1 << number for number, key in enumerate(passes)}
-        done, whole, proven = Counter[int](), Counter[int](), Counter[Flow]()
+        done, complete, arrived = Counter[int](), Counter[int](), Counter[Flow]()
         for action in (action for slot in self.slots for action in slot):
-            whole[action.microbatch] += bits[action[:2]]
-        for place, slot in enumerate(self.slots):
-            if place >= first and (place - first) % length == 0:
-                yield {m: each for m, each in done.items() if each != whole[m]}, proven.copy()
+            complete[action.microbatch] += bits[action[:2]]
+        for index, slot in enumerate(self.slots):
+            if index >= first and (index - first) % length == 0:
+                in_flight = {m: passed for m, passed in done.items() if passed != complete[m]}
+                yield in_flight, arrived.copy()
             for action in slot:
                 done[action.microbatch] += bits[action[:2]]
-                for flow, count in self.proofs.get(action, ()):
-                    proven[flow] = max(proven[flow], count)
+                for flow, count in self.completed.get(action, ()):
+                    arrived[flow] = max(arrived[flow], count)
 
 
 def find_repeat(program: Program, rank: int) -> Repeat | None:
-    """Finds the slots of a verified Program that repeat those before them: in passes, and in
-    messages posted, sent and proven.
+    """The slots of a verified Program that repeat those before them.
 
-    The period before them does the same too, and so does the one after them: what looks a few slots
-    back or ahead sees no difference.
+    They repeat passes, and messages that are posted, sent and proven. The periods before and after
+    them do the same, so that nothing that depends on a few slots before or after is different.
     """
-    line = _Line(program, rank)
-    middle = len(line.slots) // 2
-    for length, shift in line.periods():
-        period = [action for slot in line.slots[middle : middle + length] for action in slot]
-        sends = Counter(
-            message.flow for action in period if (message := output_of(program, action))
-        )
-        if not all(
-            line.does_the_same(place, length, shift, sends)
-            for place in range(middle, middle + length)
-        ):
+    slots = _RankSlots(program, rank)
+    middle = len(slots.slots) // 2
+    for length, shift in slots.periods():
+        period = [action for slot in slots.slots[middle : middle + length] for action in slot]
+        messages = [output_of(program, action) for action in period]
+        sends = Counter(message.flow for message in messages if message)
+
+        def is_same(index: int, length=length, shift=shift, sends=sends) -> bool:
+            return slots.is_same(index, length, shift, sends)
+
+        if not all(map(is_same, range(middle, middle + length))):
             continue
         first, last = middle, middle + length
-        while first and line.does_the_same(first - 1, length, shift, sends):
+        while first and is_same(first - 1):
             first -= 1
-        while last + length < len(line.slots) and line.does_the_same(last, length, shift, sends):
+        while last + length < len(slots.slots) and is_same(last):
             last += 1
         start, stop = first + 2 * length, last + length - max(length, SLOTS_AHEAD)
-        for (begun, proven), (later, proven_later) in pairwise(line.states(first + length, length)):
+        states = slots.states(first + length, length)
+        for (in_flight, arrived), (later, arrived_later) in pairwise(states):
             times = (stop - start) // length
             if times < 1:
                 break
-            if {
-                m + shift: each for m, each in begun.items()
-            } == later and proven_later - proven == sends:
+            shifted = {m + shift: passed for m, passed in in_flight.items()}
+            if shifted == later and arrived_later - arrived == sends:
                 forwards = Counter(action.stage for action in period if action.op == "F")
                 passes = {stage: times * count for stage, count in forwards.items()}
-                return Repeat(
-                    start,
-                    length,
-                    times,
-                    shift,
-                    passes,
-                    {flow: times * n for flow, n in sends.items()},
-                )
+                all_sends = {flow: times * count for flow, count in sends.items()}
+                return Repeat(start, length, times, shift, passes, all_sends)
             start += length
     return None

@@ -20,7 +20,7 @@ from megatron5d.pipeline_parallel.simulate import idle_fractions, peak_between_s
 from megatron5d.planning.clusters import Cluster, cluster_of
 from megatron5d.planning.fit import device_bytes, shortage, target_here
 from megatron5d.planning.memory.forecast import Forecaster, Target
-from megatron5d.planning.memory.rank_memory import least_needed, table
+from megatron5d.planning.memory.rank_memory import minimum_needed, table
 from megatron5d.planning.schedule_search.auto_schedule import quick_layout
 from megatron5d.planning.schedule_search.stage_costs import run_costs
 from megatron5d.planning.time.dp_traffic import Sharding
@@ -96,7 +96,7 @@ class Estimator:
                 unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]
             ]
             allocated[rank] += sharding.state_bytes(mine)
-        return [least_needed(each) for each in allocated.tolist()]
+        return [minimum_needed(each) for each in allocated.tolist()]
 
 
 def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mapping[str, int], ...]:

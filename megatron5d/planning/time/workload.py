@@ -70,8 +70,8 @@ class _Counter(MemoryWatch):
         self.ledger, self.gemms = ledger, list[Gemm]()
         self.made = self.made_bytes = self.host_bytes = self.before = 0
 
-    def _made(self, tensor: Tensor, operation: str) -> None:
-        super()._made(tensor, operation)
+    def _count(self, tensor: Tensor, operation: str) -> None:
+        super()._count(tensor, operation)
         self.made += 1
         self.made_bytes += tensor.nbytes
 

@@ -135,9 +135,9 @@ class DeviceWatch(MemoryWatch):
         self.host_bytes += num_bytes
         self.host_peak = max(self.host_peak, self.host_bytes)
 
-    def _made(self, tensor, operation):
+    def _count(self, tensor, operation):
         if not self._leaving:
-            super()._made(tensor, operation)
+            super()._count(tensor, operation)
 
 
 def count_on_rank(rank: int, world: int, config, predicted: dict[int, RankMemory]) -> Counted:
