@@ -21,6 +21,7 @@ from megatron5d.config.schema import Config
 # Old names of keys, which files and command lines may still have -> the present ones.
 RENAMED = {"parallel.regather": "parallel.zero3_gather", "parallel.reduce": "parallel.grad_reduce"}
 SHOWN_KEYS = 4  # in a message about an unknown key of a group
+DEFAULTS = Config()
 _BAD = object()  # stands for a value of the wrong type, in whose place the default is used
 _TYPE_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 _ITEM_NAMES = {int: "integers", float: "numbers", str: "strings"}
@@ -91,7 +92,7 @@ def value_of(config: Config, key: str) -> Any:
 
 def default_of(key: str) -> Any:
     """Default of a dotted key."""
-    return value_of(Config(), key)
+    return value_of(DEFAULTS, key)
 
 
 def described(key: str) -> Key:
@@ -127,7 +128,7 @@ def group_names() -> list[str]:
 
 
 def kind_of(key: str) -> type:
-    """Type of a dotted key without None: int, float, bool, str or list; of a group its dataclass."""
+    """Type of a dotted key without None: int, float, bool, str or list; or a dataclass."""
     kind = _without_none(keys()[key])
     return typing.cast(type, typing.get_origin(kind) or kind)
 

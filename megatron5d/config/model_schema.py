@@ -215,7 +215,7 @@ class ModelConfig:
         return round(self.head_dim * self.rotary_percent)
 
     @property
-    def latents_travel(self) -> bool:
+    def reduces_latent_gradients(self) -> bool:
         """Whether tp sums the gradients of the latents, and not those of the hidden state.
 
         The sum costs less at the latents if queries have one, too, and all latents together are

@@ -289,7 +289,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Which implementation computes an operation on a GPU; Triton computes what a library cannot."""
+    """Implementations of operations on a GPU; Triton computes what a library cannot."""
 
     attention: str = key(
         "auto",

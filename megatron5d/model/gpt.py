@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.config.derived import is_moe, quantised_matrices
+from megatron5d.config.derived import is_moe, quantized_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.kernels.choice import Settings
 from megatron5d.model.block import TransformerBlock
@@ -116,7 +116,7 @@ def choose_gemms(
     parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh, settings: Settings
 ) -> None:
     """Sets the GEMMs of experts, and of weights that are multiplied in FP8."""
-    quantized = {f"{name}.weight" for name in quantised_matrices(config)}
+    quantized = {f"{name}.weight" for name in quantized_matrices(config)}
     plain_experts = ExpertGemms(settings)
     linear, experts = recipes(config, mesh, settings) if quantized else (PLAIN, plain_experts)
     for parameter in parameters:

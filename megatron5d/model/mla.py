@@ -60,7 +60,7 @@ class MultiLatentAttention(AttentionBranch):
         dn, dr, dv = self.dims
         self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
         q_rank, kv_rank, _ = self.latent_dims
-        self.enters_late = config.latents_travel
+        self.enters_late = config.reduces_latent_gradients
         linear = {"init": config.init_std, **shared.factory}
         # a rank sees a share of the sequence, or the gradient of its own heads alone
         partial_grad = self.sp or not self.enters_late

@@ -140,8 +140,8 @@ def test_check():
     assert fault.fix.endswith("model.attention_window=64")
 
 
-def test_key():
-    """The documented lines are those of the schema."""
-    schema = "".join(path.read_text() for path in (ROOT / "megatron5d/config").glob("*schema.py"))
-    for line in example("key").splitlines():
-        assert line in schema
+@pytest.mark.parametrize(("name", "files"), [("key", "*schema.py"), ("requirement", "checks/*.py")])
+def test_documented_lines_are_in_the_code(name, files):
+    code = "".join(path.read_text() for path in (ROOT / "megatron5d/config").glob(files))
+    for line in example(name).splitlines():
+        assert line in code

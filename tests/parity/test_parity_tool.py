@@ -262,7 +262,7 @@ def test_all_dimensions_are_equal_and_the_certificate_is_valid(monkeypatch, caps
         ([], "--world N"),
         (
             ["model=tiny", "--world", "2", "train.gbs=3", "--json"],
-            "train.gbs = 3 is not a multiple",
+            "train.gbs must be a multiple",
         ),
         (
             ["model=tiny", "--world", "2", "optim.freeze=[nosuch.*]"],

@@ -1,45 +1,49 @@
-"""All checks of a configuration, and the call that reports everything they find at once."""
+"""All checks of a configuration, and the call that reports everything that is wrong at once."""
 
 from collections.abc import Iterator
 from types import ModuleType
 
-from megatron5d.config.checks import context, files, layout, model, precision, training, values
+from megatron5d.config.checks import (
+    context,
+    files,
+    layout,
+    model,
+    precision,
+    requirements,
+    training,
+    values,
+)
 from megatron5d.config.checks.check import Check
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 
 
 def _checks_in(module: ModuleType) -> Iterator[Check]:
-    """Yields the checks of a file in its order: functions with `@check`, and tuples of checks made
-    from a table."""
+    """Yields the checks of a module in its order, tuples of checks included."""
     for value in vars(module).values():
-        yield from (
-            each
-            for each in (value if isinstance(value, tuple) else (value,))
-            if isinstance(each, Check)
-        )
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Check):
+                yield item
 
 
-# Checks of single values come first: the others may rely on each value being legal by itself.
-CHECKS = tuple(
-    each
-    for module in (values, layout, model, context, training, precision, files)
-    for each in _checks_in(module)
-)
+# Checks of single values come first, because the others may rely on legal values.
+_MODULES = (values, requirements, layout, model, context, training, precision, files)
+CHECKS = tuple(check for module in _MODULES for check in _checks_in(module))
 
 
 def run_checks(config: Config, world: int, files: bool = True) -> list[Fault]:
-    """Returns what is wrong with a configuration, in the order of CHECKS.
+    """Faults of a configuration, in the order of CHECKS.
 
     Args:
-        files: False: checks about files are left out, as for a run that is only planned.
+        world: number of ranks.
+        files: False: skip checks of files, as for a run that is only planned.
 
     Returns:
         One fault per failed check. A check that depends on an illegal value or on a failed check is
-        not run.
+        skipped.
     """
     faults: list[Fault] = []
-    illegal: set[str] = set()  # keys whose value is wrong whatever the others are
+    illegal: set[str] = set()  # keys whose value is wrong on its own
     failed: set[str] = set()
     for check in CHECKS:
         if (check.local and not files) or failed.intersection(check.needs):

@@ -14,28 +14,30 @@ Faults = Iterator[Fault]
 
 @dataclass(frozen=True)
 class Check:
-    """One way in which a configuration cannot run."""
+    """One reason for which a configuration cannot run."""
 
     id: str  # kebab-case, unique
-    # keys that it depends on; it is not run if one of them has an illegal value by itself
+    # keys that it depends on; the check is skipped if one of them is illegal by itself
     knobs: tuple[str, ...]
-    # (config, world) -> yields the fault of a configuration that cannot run, and nothing of any
-    # other
+    # (config, world) -> yields the fault of an invalid configuration; only the first one counts
     find: Callable[[Config, int], Faults]
-    needs: tuple[str, ...] = ()  # ids of checks; if one of them fails, this one is not run
-    local: bool = False
+    needs: tuple[str, ...] = ()  # ids of checks; if one of them fails, this one is skipped
+    local: bool = False  # about files or devices of this node
 
     def run(self, config: Config, world: int) -> Fault | None:
-        """Returns what is wrong with a configuration; None where it passes."""
-        found = next(self.find(config, world), None)
-        return found and replace(found, id=self.id, knobs=self.knobs, local=self.local)
+        """Fault of a configuration; None where it passes."""
+        first = next(self.find(config, world), None)
+        return first and replace(first, id=self.id, knobs=self.knobs, local=self.local)
 
 
 def check(
     *knobs: str, id: str = "", needs: Sequence[str] = (), local: bool = False
 ) -> Callable[[Callable[[Config, int], Faults]], Check]:
-    """Makes a Check of a function; without an id it is the function's name with hyphens. Arguments
-    as of Check."""
+    """Makes a Check of a function; its id is the function's name with hyphens unless given.
+
+    Args:
+        Others: as in `Check`.
+    """
 
     def decorate(find: Callable[[Config, int], Faults]) -> Check:
         return Check(id or find.__name__.replace("_", "-"), knobs, find, tuple(needs), local)
@@ -44,23 +46,26 @@ def check(
 
 
 def divides(
-    part: str, whole: str, id: str, fix: Callable[[Config, int], str] | None = None
+    divisor: str, dividend: str, id: str, fix: Callable[[Config, int], str] | None = None
 ) -> Check:
-    """Makes the check that the value of one key divides another's; without a fix it is the nearest
-    that does."""
+    """Makes the check that the value of one key divides another's.
 
-    @check(whole, part, id=id)
+    Args:
+        fix: (config, world) -> the fix; None = the nearest divisor.
+    """
+
+    @check(dividend, divisor, id=id)
     def find(c: Config, world: int) -> Faults:
-        size, of = value_of(c, part), value_of(c, whole)
-        if of % size:
-            nearby = f"{part}={nearest(size, divisors(of))}" if fix is None else fix(c, world)
-            yield fault(f"{whole} = {of} is not divisible by {part} = {size}", nearby)
+        size, total = value_of(c, divisor), value_of(c, dividend)
+        if total % size:
+            nearby = f"{divisor}={nearest(size, divisors(total))}" if fix is None else fix(c, world)
+            yield fault(f"{dividend}={total} must be divisible by {divisor} (got {size})", nearby)
 
     return find
 
 
 def check_id(knob: str, ending: str = "") -> str:
-    """Returns the id of a check of one key alone."""
+    """Id of a check of one key alone."""
     return f"{knob}{ending}".replace(".", "-").replace("_", "-")
 
 
@@ -70,29 +75,32 @@ def fault(reason: str, fix: str) -> Fault:
 
 
 def data_parallel(config: Config, world: int) -> int:
-    """Returns dp, in ranks: what tp·cp·pp leave of the world (1 where they leave nothing)."""
+    """dp, in ranks: all remaining ranks, at least 1."""
     return max(1, world // (config.parallel.tp * config.parallel.cp * config.parallel.pp))
 
 
 def nearest(value: int, legal: Iterable[int]) -> int:
-    """Returns the legal number closest to `value`, of two equally close ones the smaller; 1 where
-    none is legal."""
+    """Legal number closest to `value`, the smaller of two; 1 where none is legal."""
     return min(legal, key=lambda candidate: (abs(candidate - value), candidate), default=1)
 
 
 def divisors(value: int) -> list[int]:
-    """Returns all divisors of a positive integer, ascending."""
+    """All divisors of a positive integer, ascending."""
     small = [d for d in range(1, isqrt(max(0, value)) + 1) if value % d == 0]
     return sorted({*small, *(value // d for d in small)})
 
 
-def seq_len_fix(config: Config, of: int) -> str:
-    """Returns the sequence lengths on both sides that `of` divides, or padding up to the next."""
-    length, padded = config.train.seq_len, f"train.seq_len={-(-config.train.seq_len // of) * of}"
-    return f"train.seq_len={multiples(length, of)}, or padding: {padded} data.sample_len={sample_len(config)}"
+def seq_len_fix(config: Config, multiple: int) -> str:
+    """Nearest sequence lengths of a multiple, or padding up to the next one."""
+    length = config.train.seq_len
+    padded = f"train.seq_len={-(-length // multiple) * multiple}"
+    return (
+        f"train.seq_len={multiples(length, multiple)}, "
+        f"or padding: {padded} data.sample_len={sample_len(config)}"
+    )
 
 
-def multiples(value: int, of: int) -> str:
-    """Returns the multiples of `of` on both sides of `value`, as text."""
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
+def multiples(value: int, base: int) -> str:
+    """Multiples of `base` on both sides of `value`, as text."""
+    below = value // base * base
+    return f"{below} or {below + base}" if below else str(base)

@@ -21,8 +21,8 @@ def _model_size(c: Config) -> int:
     return c.parallel.tp * c.parallel.cp * c.parallel.pp
 
 
-def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
-    """Returns every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
+def _legal_tp_sizes(config: Config, world: int) -> list[int]:
+    """All tp that fit the world, the heads, the MLP and (with sp) the sequence."""
     model, parallel, num_kv_heads = config.model, config.parallel, max(1, config.model.num_kv_heads)
     others = max(1, parallel.cp) * max(1, parallel.pp)
     return [
@@ -35,38 +35,32 @@ def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
     ]
 
 
-def _tensor_parallel_fix(config: Config, world: int) -> str:
-    """Returns the override of the nearest legal tp."""
-    sizes = _tensor_parallel_sizes(config, world)
+def _tp_fix(config: Config, world: int) -> str:
+    """Override of the nearest legal tp."""
+    sizes = _legal_tp_sizes(config, world)
     if sizes:
         return f"parallel.tp={nearest(config.parallel.tp, sizes)}"
-    overlapped = config.parallel.sp and config.parallel.tp_overlap != "none"
-    return (
-        "parallel.tp=1"
-        + (" parallel.sp=false" if config.parallel.sp else "")
-        + (" parallel.tp_overlap=none" if overlapped else "")
-    )
+    if not config.parallel.sp:
+        return "parallel.tp=1"
+    overlap = "" if config.parallel.tp_overlap == "none" else " parallel.tp_overlap=none"
+    return f"parallel.tp=1 parallel.sp=false{overlap}"
 
 
 def _world_fix(c: Config, world: int) -> str:
-    """Returns the value of each axis with which the world would fit, and the numbers of ranks that
-    would."""
-    ways = []
+    """Size of each axis with which the world would fit, and numbers of ranks that would."""
+    fixes = []
     for name in ("tp", "cp", "pp"):
         size = getattr(c.parallel, name)
         others = _model_size(c) // size
         if size > 1 and world % others == 0:
-            legal = _tensor_parallel_sizes(c, world) if name == "tp" else divisors(world // others)
+            legal = _legal_tp_sizes(c, world) if name == "tp" else divisors(world // others)
             if legal:
-                ways.append(f"parallel.{name}={nearest(size, legal)}")
-    fits = world // _model_size(c) * _model_size(c)
-    ways.append(f"start {f'{fits} or ' if fits else ''}{fits + _model_size(c)} ranks")
-    return ", or ".join(ways)
+                fixes.append(f"parallel.{name}={nearest(size, legal)}")
+    return ", or ".join([*fixes, f"use {multiples(world, _model_size(c))} ranks"])
 
 
 def _fewer_stages(c: Config, world: int) -> str:
-    """Returns the override under which every stage has a layer: fewer chunks, and if that is not
-    enough fewer ranks."""
+    """Override with which every stage has a layer: fewer chunks, or else fewer ranks."""
     layers = c.model.num_layers
     if c.parallel.pp <= layers:
         return f"parallel.vpp={layers // c.parallel.pp}"
@@ -76,11 +70,10 @@ def _fewer_stages(c: Config, world: int) -> str:
 
 
 def _even_layout(c: Config) -> str:
-    """Returns the layout with as many layers on each stage; the first have one more where they do
-    not divide."""
+    """Layout of equally many layers; the first stages have one more if they do not divide."""
     num_stages = c.parallel.pp * c.parallel.vpp
-    each, more = divmod(c.model.num_layers, num_stages)
-    return f"[{','.join(str(each + (stage < more)) for stage in range(num_stages))}]"
+    layers, remainder = divmod(c.model.num_layers, num_stages)
+    return f"[{','.join(str(layers + (stage < remainder)) for stage in range(num_stages))}]"
 
 
 @check(*MODEL_AXES)
@@ -88,8 +81,8 @@ def world_fits(c: Config, world: int) -> Faults:
     if world % _model_size(c):
         p = c.parallel
         yield fault(
-            f"a world of {world} rank{'s' if world > 1 else ''} is not divisible by parallel.tp·cp·pp = "
-            f"{p.tp}·{p.cp}·{p.pp} = {_model_size(c)}",
+            f"the number of ranks must be divisible by parallel.tp·cp·pp = {p.tp}·{p.cp}·{p.pp} = "
+            f"{_model_size(c)} (got {world})",
             _world_fix(c, world),
         )
 
@@ -99,7 +92,8 @@ def dp_replicate_divides_dp(c: Config, world: int) -> Faults:
     dp, replicas = data_parallel(c, world), c.parallel.dp_replicate
     if dp % replicas:
         yield fault(
-            f"parallel.dp_replicate = {replicas} does not divide dp = {dp} (= {world} ranks / {_model_size(c)})",
+            f"parallel.dp_replicate must divide dp = {world} ranks / {_model_size(c)} = {dp} "
+            f"(got {replicas})",
             f"parallel.dp_replicate={nearest(replicas, divisors(dp))}",
         )
 
@@ -110,7 +104,8 @@ def experts_fold(c: Config, world: int) -> Faults:
     fold = dp * p.cp * p.tp
     if fold % (p.ep * etp):
         yield fault(
-            f"parallel.ep·etp = {p.ep}·{etp} does not divide dp·cp·tp = {dp}·{p.cp}·{p.tp} = {fold}",
+            f"parallel.ep·etp must divide dp·cp·tp = {dp}·{p.cp}·{p.tp} = {fold} "
+            f"(got {p.ep}·{etp})",
             f"parallel.ep={nearest(p.ep, divisors(fold // etp))}"
             if fold % etp == 0
             else f"parallel.etp={nearest(etp, divisors(fold))} parallel.ep=1",
@@ -122,43 +117,24 @@ def gbs_splits(c: Config, world: int) -> Faults:
     dp, mbs, gbs = data_parallel(c, world), c.train.mbs, c.train.gbs
     if gbs % (mbs * dp):
         yield fault(
-            f"train.gbs = {gbs} is not a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp} "
-            f"(dp = {world} ranks / {_model_size(c)})",
+            f"train.gbs must be a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp} (got {gbs}; "
+            f"dp = {world} ranks / {_model_size(c)})",
             f"train.gbs={multiples(gbs, mbs * dp)}",
         )
 
 
 @check("train.gbs", "train.mbs", *MODEL_AXES)
 def gbs_holds_whole_micro_batches(c: Config, world: int) -> Faults:
-    """Yields what can be said of the batch while the world does not fit, and dp is unknown."""
+    # dp is unknown while the world does not fit
     if world % _model_size(c) and c.train.gbs % c.train.mbs:
         yield fault(
-            f"train.gbs = {c.train.gbs} is not a multiple of train.mbs = {c.train.mbs}, whatever dp will be",
+            f"train.gbs must be a multiple of train.mbs={c.train.mbs}, for any dp "
+            f"(got {c.train.gbs})",
             f"train.gbs={multiples(c.train.gbs, c.train.mbs)}",
         )
 
 
-@check("parallel.sp", "parallel.tp")
-def sp_needs_tp(c: Config, world: int) -> Faults:
-    if c.parallel.sp and c.parallel.tp == 1:
-        yield fault(
-            "parallel.sp = true cuts activations along tp, and parallel.tp = 1", "parallel.sp=false"
-        )
-
-
-@check("parallel.tp_overlap", "parallel.sp")
-def overlap_needs_sp(c: Config, world: int) -> Faults:
-    if c.parallel.tp_overlap != "none" and not c.parallel.sp:
-        yield fault(
-            f"parallel.tp_overlap = {c.parallel.tp_overlap} hides what sequence parallelism gathers and scatters, and "
-            "parallel.sp = false",
-            "parallel.tp_overlap=none" + (", or parallel.sp=true" if c.parallel.tp > 1 else ""),
-        )
-
-
-HEADS_OVER_TP = divides(
-    "parallel.tp", "model.num_heads", "heads-split-over-tp", _tensor_parallel_fix
-)
+HEADS_OVER_TP = divides("parallel.tp", "model.num_heads", "heads-split-over-tp", _tp_fix)
 
 
 @check("model.num_kv_heads", "parallel.tp")
@@ -166,18 +142,18 @@ def kv_heads_split_over_tp(c: Config, world: int) -> Faults:
     heads, tp = c.model.num_kv_heads, c.parallel.tp
     if heads % tp and tp % heads:
         yield fault(
-            f"model.num_kv_heads = {heads} and parallel.tp = {tp}: neither divides the other, so KV heads can be "
-            "neither split nor replicated evenly",
-            _tensor_parallel_fix(c, world),
+            f"parallel.tp={tp} requires model.num_kv_heads that divides it, or is a multiple of it "
+            f"(got {heads})",
+            _tp_fix(c, world),
         )
 
 
-def _other_mlp(c: Config, world: int) -> str:
+def _mlp_fix(c: Config, world: int) -> str:
     size = multiples(c.model.ffn_hidden_size, c.parallel.tp)
-    return f"{_tensor_parallel_fix(c, world)}, or model.ffn_hidden_size={size}"
+    return f"{_tp_fix(c, world)}, or model.ffn_hidden_size={size}"
 
 
-MLP_OVER_TP = divides("parallel.tp", "model.ffn_hidden_size", "ffn-splits-over-tp", _other_mlp)
+MLP_OVER_TP = divides("parallel.tp", "model.ffn_hidden_size", "ffn-splits-over-tp", _mlp_fix)
 
 
 @check("train.seq_len", "parallel.sp", "parallel.tp", "parallel.cp")
@@ -185,31 +161,21 @@ def sequence_splits_over_tp(c: Config, world: int) -> Faults:
     p, length = c.parallel, c.train.seq_len
     if p.sp and p.cp == 1 and length % p.tp:
         yield fault(
-            f"train.seq_len = {length} is not divisible by parallel.tp = {p.tp}, as parallel.sp = true needs",
+            f"parallel.sp=true requires train.seq_len divisible by parallel.tp={p.tp} "
+            f"(got {length})",
             seq_len_fix(c, p.tp),
-        )
-
-
-@check("parallel.vpp", "parallel.pp")
-def vpp_needs_pp(c: Config, world: int) -> Faults:
-    if c.parallel.vpp > 1 and c.parallel.pp == 1:
-        yield fault(
-            f"parallel.vpp = {c.parallel.vpp} cuts a pipeline rank into chunks, and parallel.pp = 1",
-            "parallel.vpp=1",
         )
 
 
 @check("model.num_layers", *STAGES, "pipeline.layout", "pipeline.balance", "pipeline.schedule")
 def stages_have_layers(c: Config, world: int) -> Faults:
     pipeline, p = c.pipeline, c.parallel
-    chosen = pipeline.layout is not None or (pipeline.schedule, pipeline.balance) == (
-        "auto",
-        "auto",
-    )
-    if not chosen and pipeline.balance in ("auto", "stages") and c.model.num_layers < p.pp * p.vpp:
+    searched = (pipeline.schedule, pipeline.balance) == ("auto", "auto")
+    even = pipeline.balance in ("auto", "stages") and pipeline.layout is None and not searched
+    if even and c.model.num_layers < p.pp * p.vpp:
         yield fault(
-            f"model.num_layers = {c.model.num_layers} is fewer than the parallel.pp·vpp = "
-            f"{p.pp}·{p.vpp} = {p.pp * p.vpp} stages",
+            f"parallel.pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp} stages require as many layers "
+            f"(got model.num_layers={c.model.num_layers})",
             _fewer_stages(c, world),
         )
 
@@ -217,41 +183,23 @@ def stages_have_layers(c: Config, world: int) -> Faults:
 @check("pipeline.layout", *STAGES, "model.num_layers")
 def layout_counts_stages(c: Config, world: int) -> Faults:
     layout, pp, vpp = c.pipeline.layout, c.parallel.pp, c.parallel.vpp
-    # parallel.vpp = 1 leaves the chunks to the schedule (zb_v has two): then only pp must divide
-    # the stages
+    # parallel.vpp=1 leaves the chunks to the schedule (zb_v has two), so only pp must divide them
     if layout is not None and (len(layout) % pp if vpp == 1 else len(layout) - pp * vpp):
         yield fault(
-            f"pipeline.layout has {len(layout)} stages, parallel.pp·vpp = {pp}·{vpp} = {pp * vpp}",
+            f"pipeline.layout must have parallel.pp·vpp = {pp}·{vpp} = {pp * vpp} stages "
+            f"(got {len(layout)})",
             f"pipeline.layout={_even_layout(c)}",
         )
 
 
 @check("pipeline.layout", "model.num_layers", "model.num_mtp_layers", *STAGES)
 def layout_sums_to_layers(c: Config, world: int) -> Faults:
-    layout, layers, ahead = c.pipeline.layout, c.model.num_layers, c.model.num_mtp_layers
-    if layout is not None and not layers <= sum(layout) <= layers + ahead:
-        more = f", and {layers + ahead} with the blocks of model.num_mtp_layers" if ahead else ""
+    layout, layers, mtp_layers = c.pipeline.layout, c.model.num_layers, c.model.num_mtp_layers
+    if layout is not None and not layers <= sum(layout) <= layers + mtp_layers:
+        with_mtp = (
+            f", or {layers + mtp_layers} with those of model.num_mtp_layers" if mtp_layers else ""
+        )
         yield fault(
-            f"pipeline.layout sums to {sum(layout)} layers, model.num_layers = {layers}{more}",
+            f"pipeline.layout must sum to model.num_layers={layers}{with_mtp} (got {sum(layout)})",
             f"pipeline.layout={_even_layout(c)}",
-        )
-
-
-@check("parallel.zero3_gather", "parallel.zero")
-def zero3_gather_needs_sharded_weights(c: Config, world: int) -> Faults:
-    if c.parallel.zero3_gather == "per_step" and c.parallel.zero < 3:
-        yield fault(
-            f"parallel.zero3_gather = per_step says how long gathered weights stay, and under parallel.zero = "
-            f"{c.parallel.zero} they are never given back",
-            "parallel.zero3_gather=per_microbatch, or parallel.zero=3",
-        )
-
-
-@check("parallel.grad_reduce", "parallel.zero")
-def reduce_needs_sharded_gradients(c: Config, world: int) -> Faults:
-    if c.parallel.grad_reduce == "per_step" and c.parallel.zero < 2:
-        yield fault(
-            "parallel.grad_reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
-            f"{c.parallel.zero} does anyway",
-            "parallel.grad_reduce=per_microbatch, or parallel.zero=2",
         )

@@ -1,4 +1,4 @@
-"""Checks of single keys: ranges and choices from the schema, and the form of some lists and texts."""
+"""Checks of single keys: ranges and choices from the schema, forms of some lists and texts."""
 
 import re
 from collections.abc import Callable, Sequence

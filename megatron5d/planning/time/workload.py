@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.derived import moe_layers, quantised_matrices, window_of
+from megatron5d.config.derived import moe_layers, quantized_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
@@ -236,7 +236,7 @@ def _kinds(config: Config, stage: int, spec: StageSpec, blocks: Sequence[_Block]
 def _blocks(config: Config) -> list[_Block]:
     """Returns what each block is, those of multi-token prediction included."""
     model, mixtures = config.model, moe_layers(config.model)
-    marked, blocks = (quantised_matrices(config), _frozen_names(config)), []
+    marked, blocks = (quantized_matrices(config), _frozen_names(config)), []
     for i in range(model.num_layers + model.num_mtp_layers):
         start, name = f"layers.{i}.", "moe" if min(i, model.num_layers - 1) in mixtures else "dense"
         fp8, fixed = (

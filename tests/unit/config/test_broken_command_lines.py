@@ -94,7 +94,7 @@ def test_all_that_is_broken_is_told_at_once(capsys):
         "train.stepz",
         "model=llama4",
         "(got 'abc')",
-        "8 ranks",
+        "(got 8)",
         "train.seq_len must be",
         "data.order must be",
         "parallel.zero must be",

@@ -55,7 +55,7 @@ def test_every_fix_is_an_override_to_paste():
     for _ in range(60):
         shape, world = random_shape(dice)
         for fault in faults_of(random_run(dice, shape), world):
-            assert re.match(r"([a-z0-9_.]+=(\S+)|start \d+ ranks)( |,|;|$)", fault.fix), fault
+            assert re.match(r"([a-z0-9_.]+=(\S+)|use \d+ ranks)( |,|;|$)", fault.fix), fault
             assert ", " not in "".join(re.findall(r"\[[^]]*\]", fault.fix)), (
                 f"a shell cuts the list of {fault}"
             )

@@ -110,7 +110,7 @@ def test_only_ids_below_the_tokenizers_size(predictor):
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(tmp_path):
     checkpoint_of(Config(model=MODELS["llama"]), tmp_path)
     with pytest.raises(
-        ConfigError, match=r"model\.num_heads = 4 is not divisible by parallel\.tp = 3"
+        ConfigError, match=r"model\.num_heads=4 must be divisible by parallel\.tp \(got 3"
     ):
         Source(checkpoint=tmp_path).config(3, tp=3)
     with pytest.raises(ValueError, match="not a checkpoint|no whole|not a folder"):

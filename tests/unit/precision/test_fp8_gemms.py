@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron5d.config.derived import matrices, quantised_matrices
+from megatron5d.config.derived import matrices, quantized_matrices
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import GPT
@@ -219,7 +219,7 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     gpt = GPT(config, build_mesh(resolve(1), 0), device="meta")
     names = {spec_of(p).name.removesuffix(".weight") for p in gpt.parameters() if p.ndim >= 2}
     layers = {name for name in names if name.startswith("layers.") and not name.endswith("router")}
-    if not config.model.latents_travel:  # what tp sums before these is not rounded
+    if not config.model.reduces_latent_gradients:  # what tp sums before these is not rounded
         layers = {
             name for name in layers if not name.endswith(("attention.q_down", "attention.kv_down"))
         }
@@ -231,7 +231,7 @@ def test_every_matrix_of_the_layers_and_no_other(model):
         if fp8.is_quantized(p):
             assert isinstance(gemms, fp8.BlockwiseExpertGemms if expert else Gemms)
             chosen.add(spec_of(p).name.removesuffix(".weight"))
-    assert chosen == set(quantised_matrices(config))
+    assert chosen == set(quantized_matrices(config))
     left_out = {
         name for name in layers if name.startswith("layers.2.") or name.endswith("attention.out")
     }

@@ -216,7 +216,7 @@ REFUSED = {
         tmp / "far.npy",
     ],
     "(got float64": lambda hf, tmp: ["--tokens", tmp / "real.npy"],
-    "model.num_heads = 4 is not divisible": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--tp", 3],
+    "model.num_heads=4 must be divisible": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--tp", 3],
     "--mbs 0": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--mbs", 0],
 }
 
