@@ -1,9 +1,8 @@
-"""The command lines of pretrain.py (`parse_arguments`, `help_text`) and of the tools
-(`OptionParser`).
+"""Command lines of pretrain.py (`parse_arguments`, `help_text`) and the tools (`OptionParser`).
 
-pretrain.py takes a few flags of our own, and Hydra overrides, which load.py reads. Its `--help`
-lists flags, the options of each group, and the YAML files with every key and its unit. Tools take
-options, and positional words such as overrides anywhere between them.
+pretrain.py takes a few flags, and Hydra overrides, which load.py reads. Its `--help` lists flags,
+the options of each group, and every key with its default and unit. Tools take options, and
+positional words such as overrides anywhere between them.
 """
 
 import argparse
@@ -26,8 +25,8 @@ from megatron5d.config.schema import Config
 
 FLAGS = {
     "--help": "print this text",
-    "--cfg": "print the composed configuration as YAML and leave (`--cfg job` is the same)",
-    "--config-dir": "DIR with groups of your own, beside ours: DIR/model/mine.yaml is model=mine; may be repeated",
+    "--cfg": "print the composed configuration as YAML and exit (`--cfg job` is the same)",
+    "--config-dir": "DIR with more groups: DIR/model/mine.yaml is model=mine; may be repeated",
     "--config-name": "NAME of the YAML that composition starts from, instead of pretrain",
 }
 _SHORT = {
@@ -44,62 +43,66 @@ class Arguments:
     """A parsed command line."""
 
     overrides: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)  # of the user's own groups
+    folders: list[str] = field(default_factory=list)  # of --config-dir
     name: str = "pretrain"
     show: str | None = None  # help | cfg
     faults: list[Fault] = field(default_factory=list)
 
 
 def print_anywhere(interrupted: str = "interrupted") -> None:
-    """Prepares standard output and error for whatever they lead to, and the program for Ctrl-C.
+    """Prepares standard output and error for any terminal or pipe, and the program for Ctrl-C.
 
-    A terminal that lacks a character shows its code, instead of ending the program that prints it.
-    Where nobody reads any more (`| head`), the program ends as shells expect it. On Ctrl-C it says
-    `NAME: interrupted` in place of a traceback, and Python ends it as SIGINT does: a shell shows
-    exit code 130.
+    A terminal that lacks a character shows its code, instead of an error. If the reader of a pipe
+    has ended (`| head`), the program ends as shells expect it. On Ctrl-C it prints
+    `NAME: interrupted` instead of a traceback, and ends by SIGINT: a shell shows exit code 130.
 
     Args:
-        interrupted: what it says on Ctrl-C.
+        interrupted: message on Ctrl-C.
     """
-    sys.excepthook = partial(_told, f"{Path(sys.argv[0]).stem}: {interrupted}", sys.excepthook)
+    sys.excepthook = partial(
+        _show_exception, f"{Path(sys.argv[0]).stem}: {interrupted}", sys.excepthook
+    )
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
             raw = _Stream(stream.fileno(), "w", closefd=False)
             buffer = raw if stream.write_through else io.BufferedWriter(raw)
-            shown, lines = "backslashreplace", stream.line_buffering
-            found = io.TextIOWrapper(
-                buffer, stream.encoding, shown, None, lines, stream.write_through
+            wrapper = io.TextIOWrapper(
+                buffer,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
             )
-            setattr(sys, name, found)
-            atexit.register(_flush, found)
+            setattr(sys, name, wrapper)
+            atexit.register(_flush, wrapper)
 
 
-def _told(
-    interrupted: str, otherwise: Callable[..., None], kind: type[BaseException], *error: Any
+def _show_exception(
+    interrupted: str, show: Callable[..., None], kind: type[BaseException], *error: Any
 ) -> None:
-    """Shows an exception that nothing has caught."""
+    """Shows an uncaught exception by `show`, and an interrupt as one line."""
     if issubclass(kind, KeyboardInterrupt):
         print(interrupted, file=sys.stderr, flush=True)
     else:
-        otherwise(kind, *error)
+        show(kind, *error)
 
 
 class _Stream(io.FileIO):
-    """A standard stream that ends the program quietly once nobody reads it."""
+    """A standard stream that ends the program quietly when its pipe is closed."""
 
     def write(self, content: Any) -> int:
         try:
             return super().write(content)
         except BrokenPipeError:
-            # where what is printed on the way out goes
+            # later output, such as that of the exit handlers, is discarded
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _flush(stream: io.TextIOWrapper) -> None:
-    """Prints what is left; without it Python does so when it has chosen the exit code."""
+    """Prints the rest of the buffer, while the exit code can still be set."""
     try:
         stream.flush()
     except SystemExit as error:
@@ -107,115 +110,96 @@ def _flush(stream: io.TextIOWrapper) -> None:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Separates flags from overrides. Returns flags, overrides in their order, and a fault for each
-    unknown flag."""
-    out = Arguments()
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    """Separates flags from overrides; wrong flags become faults."""
+    arguments = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
         if not word.startswith("-"):
-            out.overrides.append(word)
+            arguments.overrides.append(word)
             continue
         flag, equals, value = word.partition("=")
         flag = _SHORT.get(flag, flag)
-        if flag == "--help":
-            out.show = "help"
-        elif flag == "--cfg":
-            out.show = out.show or "cfg"
-            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-                equals, value = "=", rest.pop(0)
-            if equals and value not in ("job", "all"):
-                out.faults.append(
-                    Fault(
-                        "flag-value", (flag,), f"{flag} {value}: it takes only job", f"{flag} job"
-                    )
-                )
-        elif flag in ("--config-dir", "--config-name"):
-            value = value if equals else (rest.pop(0) if rest and "=" not in rest[0] else "")
-            _take(out, flag, value)
-        elif flag in ("-m", "--multirun"):
-            fix = "for value in 1e-3 1e-4; do python pretrain.py optim.lr=$value log.dir=runs/lr-$value; done"
-            out.faults.append(
-                Fault(
-                    "sweep",
-                    (flag,),
-                    f"{flag}: one command is one run",
-                    f"leave it out; a sweep is {fix}",
-                )
-            )
-        else:
-            out.faults.append(_unknown_flag(flag))
-            if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-                rest.pop(0)  # the value of the unknown flag
-    return out
+        takes_value = flag not in ("--help", "-m", "--multirun") and not equals
+        if takes_value and words and not words[0].startswith("-") and "=" not in words[0]:
+            value = words.pop(0)
+        if fault := _apply(arguments, flag, value):
+            arguments.faults.append(fault)
+    return arguments
 
 
-def _take(out: Arguments, flag: str, value: str) -> None:
-    if not value:
-        out.faults.append(
-            Fault("missing-flag-value", (flag,), f"{flag} has no value", f"{flag} {FLAGS[flag]}")
-        )
+def _apply(arguments: Arguments, flag: str, value: str) -> Fault | None:
+    """Stores a flag and its value; gives the fault of a wrong one."""
+    if flag == "--help":
+        arguments.show = "help"
+    elif flag == "--cfg":
+        arguments.show = arguments.show or "cfg"
+        if value not in ("", "job", "all"):
+            return Fault("flag-value", (flag,), f"{flag} takes only job (got {value})", "--cfg job")
+    elif flag in ("-m", "--multirun"):
+        fix = "leave it out, and start one run for each value"
+        return Fault("sweep", (flag,), f"{flag}: one command is one run", fix)
+    elif flag not in FLAGS:
+        return _unknown_flag(flag)
+    elif not value:
+        fix = f"{flag} {FLAGS[flag]}"
+        return Fault("missing-flag-value", (flag,), f"{flag} has no value", fix)
     elif flag == "--config-dir":
-        out.folders.append(value)
+        arguments.folders.append(value)
     else:
-        out.name = value
+        arguments.name = value
+    return None
 
 
 def _unknown_flag(flag: str) -> Fault:
     name = flag.lstrip("-").replace("-", "_")
-    meant = closest(name, group_names(), 0.8) or closest_key(name, leaves())
-    near = closest(name, [known.lstrip("-").replace("-", "_") for known in FLAGS], 0.6)
-    if near and name != (meant or "").rpartition(".")[2]:
-        fix = f"did you mean --{near.replace('_', '-')}?"
-    elif meant:
-        fix = f"options are written key=value: {meant}=..."
+    key = closest(name, group_names(), 0.8) or closest_key(name, leaves())
+    similar = closest(flag, FLAGS, 0.7)
+    if similar and name != (key or "").rpartition(".")[2]:
+        fix = f"did you mean {similar}?"
+    elif key:
+        fix = f"options are written key=value: {key}=..."
     else:
-        fix = (
-            f"options are written key=value, such as train.gbs=8; the flags are {', '.join(FLAGS)}"
-        )
-    return Fault("unknown-flag", (meant or flag,), f"{flag} is no flag", fix)
+        fix = f"options are written key=value; the flags are {', '.join(FLAGS)}"
+    return Fault("unknown-flag", (key or flag,), f"{flag} is not a flag", fix)
 
 
 _HEAD = """\
 pretrain.py [flags] [group=option ...] [key=value ...]
 
-A group chooses a file of conf/, a key one value in it; later words win. Examples:
+A group selects a file of conf/, a key sets one value in it; later words win. Examples:
     bash launch/local.sh 16 experiment=quickstart train.steps=400
-    python pretrain.py model=llama3_8b parallel.tp=8 parallel.sp=true data.train='[0.7 /d/web, 0.3 /d/code]'
+    python pretrain.py model=llama3_8b parallel.tp=8 data.train='[0.7 /d/web, 0.3 /d/code]'
 Exit codes: 0 finished, 2 configuration refused, 75 stopped on a signal with a checkpoint saved.
 """
 
 
 def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Returns the groups of some config folders, each with the options it offers."""
-    found: dict[str, set[str]] = {}
+    """Groups of some config folders, each with its options."""
+    groups: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.glob("*/**/*.yaml"):
             group, *name = file.relative_to(folder).with_suffix("").parts
-            found.setdefault(group, set()).add("/".join(name))
-    return {group: sorted(options) for group, options in sorted(found.items())}
+            groups.setdefault(group, set()).add("/".join(name))
+    return {group: sorted(options) for group, options in sorted(groups.items())}
 
 
 def help_text(folders: Sequence[Path]) -> str:
-    """Returns the text of `--help`."""
+    """Text of `--help`."""
     groups = groups_in(folders)
-    parts = [
-        _HEAD,
-        "Flags:",
-        *(f"    {flag:14} {what}" for flag, what in FLAGS.items()),
-        "",
-        "Groups:",
-    ]
-    parts += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]
-    for group in groups:
-        if group in types_of(Config):
-            parts += ["", f"{group}:", textwrap.indent(default_file(group), "    ").rstrip()]
-    return "\n".join(parts) + "\n"
+    lines = [_HEAD, "Flags:", *(f"    {flag:14} {text}" for flag, text in FLAGS.items())]
+    lines += ["", "Groups:"]
+    lines += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]
+    for group in sorted(types_of(Config)):
+        lines += ["", f"{group}:", textwrap.indent(default_file(group), "    ").rstrip()]
+    return "\n".join(lines) + "\n"
 
 
 class OptionParser(argparse.ArgumentParser):
-    """An ArgumentParser whose positional words may be anywhere on the command line; also with
-    subcommands. Descriptions keep their line breaks."""
+    """An ArgumentParser whose positional words may be anywhere, also with subcommands.
+
+    Descriptions keep their line breaks.
+    """
 
     _words: argparse.Action | None = None
     _takes_overrides = False
@@ -240,20 +224,22 @@ class OptionParser(argparse.ArgumentParser):
         self.add_words("overrides", nargs="*", metavar="key=value", help="of the configuration")
         self._takes_overrides = True
 
-    def parse_known_args(  # type: ignore[override]  # whose overloads tell what a given namespace becomes
+    # argparse has overloads for namespaces of other types, which no tool passes
+    def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parses words after later options too, which argparse does not."""
-        found, left = super().parse_known_args(args, namespace)
+        """Parses words after later options, too, which argparse does not."""
+        parsed, later_words = super().parse_known_args(args, namespace)
         if self._words is None:
-            return found, left
-        for word in left:
+            return parsed, later_words
+        for word in later_words:
             if word.startswith("-"):
-                near = closest(word.partition("=")[0], self._option_string_actions, 0.6)
-                self.error(f"{word} is no option" + (f"; did you mean {near}?" if near else ""))
-        words = [*getattr(found, self._words.dest), *map(self._words.type or str, left)]  # type: ignore[arg-type]
-        folders = found.config_dir if self._takes_overrides else []
-        setattr(
-            found, self._words.dest, [*(f"--config-dir={folder}" for folder in folders), *words]
-        )
-        return found, []
+                similar = closest(word.partition("=")[0], self._option_string_actions, 0.6)
+                hint = f"; did you mean {similar}?" if similar else ""
+                self.error(f"{word} is not an option{hint}")
+        convert: Any = self._words.type or str
+        folders = parsed.config_dir if self._takes_overrides else []
+        words = [f"--config-dir={folder}" for folder in folders]
+        words += [*getattr(parsed, self._words.dest), *map(convert, later_words)]
+        setattr(parsed, self._words.dest, words)
+        return parsed, []

@@ -1,23 +1,24 @@
-"""Faults of a configuration, with the key, the numbers and a legal value; and the messages about
-them."""
+"""Faults of a configuration, with the keys, the values and a fix, and the messages about them."""
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
 
 REFUSED = 2  # exit code of a refused configuration
 
-# Keys of other code bases that are not spelled like ours, by ours.
-_THEIRS = {
-    "parallel.tp": "tensor tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+# Key -> its names in other code bases.
+_OTHER_NAMES = {
+    "parallel.tp": "tensor tensor_parallel tensor_parallel_size tensor_parallel_degree "
+    "tensor_model_parallel_size",
     "parallel.sp": "sequence_parallel",
     "parallel.cp": "context context_parallel context_parallel_size context_parallel_degree",
-    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
-    "parallel.ep": "expert expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
+    "pipeline_parallel_degree",
+    "parallel.ep": "expert expert_parallel expert_parallel_size expert_parallel_degree "
+    "expert_model_parallel_size",
     "parallel.etp": "expert_tensor_parallel_size",
     "parallel.zero": "zero_stage",
     "train.gbs": "batch_size global_batch_size",
@@ -43,17 +44,17 @@ _THEIRS = {
     "model.max_positions": "max_position_embeddings",
     "recompute.mode": "recompute_granularity",
 }
-ELSEWHERE = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
+ELSEWHERE = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
-# Keys of other code bases for dp, which follows from the number of ranks here.
-DATA_PARALLEL = (
+# Names of dp in other code bases; here it follows from the number of ranks.
+DATA_PARALLEL = [
     "dp",
     "dp_size",
     "data",
     "data_parallel",
     "data_parallel_size",
     "data_parallel_degree",
-)
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Fault:
     knobs: tuple[str, ...]  # config keys that it concerns
     reason: str  # what is wrong, with the numbers
     fix: str  # the nearest legal value, as an override
-    local: bool = False  # about files or devices, so that it may occur on this node only
+    local: bool = False  # about files or devices, and may occur on this node only
 
     def __str__(self) -> str:
         return f"{self.reason}\n    fix: {self.fix}  [{self.id}]"
@@ -84,45 +85,27 @@ class ConfigError(ValueError):
 
 
 class Refused(ValueError):
-    """A file that the configuration names is not what it should be; ends a run that has not begun
-    with exit code 2."""
+    """A file that the configuration names is invalid.
 
-
-def with_options(faults: Iterable[Fault], ranks: str, **options: str) -> list[Fault]:
-    """Returns faults whose fixes are written as a tool takes them, which no launcher starts with
-    overrides.
-
-    Args:
-        ranks: what stands before their number, such as `--world`.
-        options: of the tool, by the name of a key of `parallel`.
+    A run that has not begun ends with exit code 2.
     """
-
-    def written(fix: str) -> str:
-        fix = re.sub(r"\bstart ((?:\d+ or )?\d+) ranks", rf"{ranks} \1", fix)
-        return in_options(fix, {f"parallel.{name}": option for name, option in options.items()})
-
-    return [replace(fault, fix=written(fault.fix)) for fault in faults]
 
 
 def in_options(text: str, options: Mapping[str, str]) -> str:
-    """Returns a message with a tool's options in place of keys: `--pp 4` for `parallel.pp=4` or
-    `parallel.pp = 4`.
+    """Replaces keys by a tool's options in a message: `--pp 4` for `parallel.pp=4`.
 
     Args:
-        text: the message.
-        options: of the tool, by the words that they stand for.
+        options: options of the tool, by the words that they replace.
     """
-    keys = "|".join(map(re.escape, options))
-    pattern = rf"(?<![\w.])({keys})(?![\w.])( ?= ?)?"
-    return (
-        re.sub(pattern, lambda key: options[key[1]] + (" " if key[2] else ""), text)
-        if keys
-        else text
-    )
+    for word, option in options.items():
+        for assignment in (f"{word} = ", f"{word}="):
+            text = text.replace(assignment, f"{option} ")
+        text = text.replace(word, option)
+    return text
 
 
 def message(faults: Sequence[Fault]) -> str:
-    """Returns all faults as one text, in the order found."""
+    """All faults as one text, in their order."""
     count = f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"
     return "\n".join(
         [f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)]
@@ -130,15 +113,18 @@ def message(faults: Sequence[Fault]) -> str:
 
 
 def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
-    """Ends the process with exit code 2 (SystemExit); rank 0 prints the faults."""
+    """Prints the faults on rank 0, and ends the process with exit code 2."""
     if rank == 0:
         print(message(faults), file=sys.stderr, flush=True)
     raise SystemExit(REFUSED)
 
 
 def names_file(error: Exception, written: object) -> str:
-    """Returns the text of an error; to one of the system that names no file (a full disk), it adds
-    what was written."""
+    """Text of an error, with the file if the system's message names none (a full disk).
+
+    Args:
+        written: file that was being written.
+    """
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     file = written if error.filename is None else error.filename
@@ -146,20 +132,27 @@ def names_file(error: Exception, written: object) -> str:
 
 
 @contextmanager
-def names_option(option: str, done: str = "read") -> Iterator[None]:
-    """Raises ValueError in place of an OSError: it names the option whose file cannot be read, or
-    what is `done`."""
+def names_option(option: str, verb: str = "read") -> Iterator[None]:
+    """Converts an OSError to a ValueError that names the option whose file fails.
+
+    Args:
+        verb: what the file cannot be, as a participle.
+    """
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{option} cannot be {done}: {error.strerror or error}") from error
+        raise ValueError(f"{option} cannot be {verb}: {error.strerror or error}") from error
 
 
 def exit_code(
     tool: str, run: Callable[[], int | None], written: object = None, *, quiet: bool = False
 ) -> int:
-    """Runs a tool and returns its exit code: 2 for bad input, which it names unless it is
-    `quiet`."""
+    """Runs a tool; its exit code is 2 for bad input, which is printed.
+
+    Args:
+        written: file that the tool writes, as in `names_file`.
+        quiet: print nothing.
+    """
     try:
         return run() or 0
     except (ValueError, OSError) as error:
@@ -168,17 +161,18 @@ def exit_code(
         return REFUSED
 
 
-def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:
-    """Returns the legal word that was probably meant; None where no similarity (0 to 1) reaches
-    `likeness`."""
-    folded = {word.lower(): word for word in legal}
-    matches = get_close_matches(written.lower(), folded, n=1, cutoff=likeness)
-    return folded[matches[0]] if matches else None
+def closest(written: str, legal: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Legal word that was probably meant; None if no similarity (0 to 1) reaches the cutoff."""
+    by_lowercase = {word.lower(): word for word in legal}
+    matches = get_close_matches(written.lower(), by_lowercase, n=1, cutoff=cutoff)
+    return by_lowercase[matches[0]] if matches else None
 
 
 def closest_key(written: str, legal: Iterable[str]) -> str | None:
-    """Returns the key that was probably meant: another code base's name, the same name in another
-    group, or a typo."""
+    """Key that was probably meant.
+
+    Another code base's name for it, the same name in another group, or a misspelled one.
+    """
     keys = list(legal)
     name = written.rpartition(".")[2].replace("-", "_")
     if ELSEWHERE.get(name) in keys:
@@ -188,15 +182,14 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
         return closest(written, same_name) or same_name[0]
     if "." in written:
         group = written[: written.rindex(".") + 1]
-        near = closest(
-            name, [key.removeprefix(group) for key in keys if key.startswith(group)], 0.6
-        )
-        return group + near if near else closest(written, keys, 0.75)
-    matched = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
-    return next((key for key in keys if matched and key.rpartition(".")[2] == matched), None)
+        siblings = [key.removeprefix(group) for key in keys if key.startswith(group)]
+        similar = closest(name, siblings, 0.6)
+        return group + similar if similar else closest(written, keys, 0.75)
+    similar = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
+    return next((key for key in keys if similar and key.rpartition(".")[2] == similar), None)
 
 
 def alternatives(words: Iterable[object]) -> str:
-    """Returns the words as text: `a, b or c`."""
-    *most, last = [str(word) for word in words]
-    return f"{', '.join(most)} or {last}" if most else last
+    """Words as text: `a, b or c`."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} or {last}" if first else last

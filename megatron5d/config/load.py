@@ -1,8 +1,7 @@
 """Turns a command line into a checked `Config`. No other file uses Hydra.
 
 Only Hydra's composition is used: it makes no output folder, changes no working directory and sets
-up no logging. An override that cannot be read or resolved is refused with one that works when
-pasted into a shell.
+up no logging. All overrides that cannot be read or resolved are rejected together, each with a fix.
 """
 
 import re
@@ -25,101 +24,32 @@ from megatron5d.config.command_line import Arguments, groups_in, help_text, pars
 from megatron5d.config.convert import (
     RENAMED,
     convert,
+    default_of,
     described,
     from_dict,
     keys,
     kind_of,
     leaves,
+    spelled,
     to_dict,
     unknown_key,
-    value_of,
 )
 from megatron5d.config.default_files import CONF
-from megatron5d.config.errors import ConfigError, Fault, alternatives, closest, closest_key
+from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
 from megatron5d.config.schema import Config
-
-_WORDS = "options are written key=value, such as train.gbs=8"
-
-
-def unreadable(text: str, why: str) -> tuple[str, str, str]:
-    """Returns (knob, reason, fix) of an override that Hydra's grammar does not take."""
-    head, equals, value = text.partition("=")
-    key = head.strip().lstrip("+~")
-    default = value_of(Config(), key) if key in leaves() else None
-    if len(words := text.split()) > 1 and all(word.find("=") > 0 for word in words):
-        fix = f"{text}, each option a word of its own"
-    elif key not in leaves():
-        fix = unknown_key(key).fix if re.fullmatch(r"[A-Za-z_][\w.]*", key) else _WORDS
-    elif equals and value.count("${") > value.count("}"):
-        fix = shlex.quote(f"{text}}}")
-    elif equals and (home := at_home(value)) != value:
-        fix = shlex.quote(f"{key}={home}")
-    elif equals and isinstance(default, (str, list, type(None))):
-        inner = value.replace("\\", "\\\\").replace('"', '\\"')
-        quoted = f'{key}="{inner}"'
-        fix = f"{shlex.quote(quoted)}, with quotes that the shell leaves in place"
-    else:
-        number = (
-            re.search(r"-?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", value)
-            if not isinstance(default, bool)
-            else None
-        )
-        fix = f"{key}={number.group() if number else str(default).lower()}"
-    return key, f"{text!r} cannot be read: {why}", fix
-
-
-def at_home(value: str) -> str:
-    """Returns a value with the home folder in place of each `~/` at the beginning of a path, and
-    `$NAME` filled in."""
-    value = re.sub(r"(?<![^\[\s,'\"])~(?=/|$|[,\]])", lambda _: expanduser("~"), value)
-    return re.sub(r"\$[A-Za-z_]\w*", lambda found: expandvars(found.group()), value)
-
-
-def unresolved(reason: str, key: str, overrides: Sequence[str]) -> str:
-    """Returns the fix of a `${...}` that gives no value."""
-    written = next(
-        (text for text in reversed(overrides) if text.lstrip("+").startswith(f"{key}=")),
-        f"{key}=VALUE",
-    )
-    if found := re.search(r"Environment variable '([^']+)' not found", reason):
-        name = found.group(1)
-        filled = written.replace(f"${{oc.env:{name}}}", f"${{oc.env:{name},DEFAULT}}")
-        return f"{shlex.quote(filled)}, or before it: export {name}=VALUE"
-    if found := re.search(r"Interpolation key '([^']+)' not found", reason):
-        name = found.group(1)
-        meant = None if name.isupper() else closest_key(name, leaves())
-        if meant is None and "." in name:
-            return unknown_key(name).fix
-        if meant is None:
-            known = expandvars(f"${name}") != f"${name}"
-            meant = (
-                "now:%Y-%m-%d_%H-%M-%S"
-                if name == "now"
-                else f"oc.env:{name}" + ("" if known else ",DEFAULT")
-            )
-        return shlex.quote(written.replace(f"${{{name}}}", f"${{{meant}}}"))
-    return "there are ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${now:%Y-%m-%d_%H-%M-%S} and ${group.key}, in single quotes"
-
-
-def each_value(key: str, values: Sequence[str], rest: Sequence[str]) -> str:
-    """Returns the fix of a sweep: one value, and the loop that starts a run with each."""
-    name = key.rpartition(".")[2]
-    others = "".join(f" {shlex.quote(text)}" for text in rest)
-    return (
-        f"{key}={values[0]}; for all of them, a run each: for value in {' '.join(values)}; do python pretrain.py"
-        f"{others} {key}=$value log.dir=runs/{name}-$value; done (or a job array with '{key}=${{oc.env:VALUE}}')"
-    )
-
 
 ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
-"""(configuration, world) -> faults that only code of higher floors can find."""
+"""(configuration, world) -> faults that only code of higher layers can find."""
+_USAGE = "options are written key=value, each as a word of its own, such as train.gbs=8"
+_FORMS = "${group.key}, ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${now:%Y-%m-%d}, in single quotes"
 _OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
-_RESOLVED = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:%H-%M}
+_RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:%H-%M}
 _GUESSES = ("unknown-key", "unknown-flag")  # ids of faults whose knob is only a guess
-_WANDB_MODES = dict.fromkeys(
-    ("off", "no", "False", "false", "None", "none", "null"), "disabled"
-) | dict.fromkeys(("on", "yes", "True", "true"), "online")
+_WANDB_MODES = {
+    **dict.fromkeys(("off", "no", "False", "false", "None", "none", "null"), "disabled"),
+    **dict.fromkeys(("on", "yes", "True", "true"), "online"),
+}
 
 
 def load_config(
@@ -132,17 +62,17 @@ def load_config(
     checks: Sequence[Check] = (),
     files: bool = True,
 ) -> Config:
-    """Returns the typed, checked configuration of a command line.
+    """Typed, checked configuration of a command line.
 
     Args:
         argv: overrides and flags, without the program's name.
-        world: number of ranks, for the checks; None = none is run.
+        world: number of ranks, for the checks; None = skip all checks.
         rank: of this process; only rank 0 prints the text of `--help` and `--cfg`.
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for
             `model.from_hf`.
         options: checks of single values, such as whether a named schedule exists.
         checks: checks of model and layout together, each made only if these have no other fault.
-        files: False: checks about files are left out, as for a run that is only planned.
+        files: False: skip checks of files, as for a run that is only planned.
 
     Raises:
         ConfigError: has all faults, of spelling and of checks.
@@ -152,28 +82,29 @@ def load_config(
     folders = [CONF, *map(Path, arguments.folders)]
     if arguments.show == "help":
         _leave(help_text(folders), rank)
-    spelling = _Spelling(arguments, folders)
-    data = spelling.compose()
-    spelling.read_model(data, model_from_hf)
-    config = convert(data, spelling.faults)
-    faults = list(spelling.faults)
+    overrides = _Overrides(arguments, folders)
+    data = overrides.compose()
+    overrides.read_model(data, model_from_hf)
+    config = convert(data, overrides.faults)
+    faults = list(overrides.faults)
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        asked = [
+        found_by_checks = [
             *run_checks(config, world, files),
-            *(fault for option in options for fault in option(config, world)),
+            *(fault for check in options for fault in check(config, world)),
         ]
-        faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
+        faults += [
+            fault for fault in found_by_checks if not any(map(overrides.is_doubtful, fault.knobs))
+        ]
         for check in checks:
             if leave_model_legal(faults):
                 faults += check(config, world)
+    if faults and overrides.uses_resolvers:
+        # values of ${oc.env:...} and ${now:...} may differ between nodes
+        faults = [replace(fault, local=True) for fault in faults]
     if faults:
-        raise (
-            ConfigError(replace(fault, local=True) for fault in faults)
-            if spelling.resolves
-            else ConfigError(faults)
-        )
+        raise ConfigError(faults)
     return config
 
 
@@ -183,34 +114,37 @@ def leave_model_legal(faults: Sequence[Fault]) -> bool:
 
 
 def keys_given(overrides: Sequence[str]) -> set[str]:
-    """Returns the dotted keys that readable overrides give a value, those inside of a mapping too;
-    flags give none."""
-    parsed = OverridesParser.create().parse_overrides(
-        list(map(_renamed, parse_arguments(overrides).overrides))
-    )
+    """Dotted keys that readable overrides give a value, including those inside a mapping."""
+    words = [_renamed(text) for text in parse_arguments(overrides).overrides]
     return {
-        name
-        for each in parsed
-        for name in (each.key_or_group, *_nested(each.key_or_group, each._value))
+        key
+        for override in OverridesParser.create().parse_overrides(words)
+        for key in (override.key_or_group, *_keys_in(override.key_or_group, override._value))
     }
 
 
 def answer_help(argv: Sequence[str]) -> None:
-    """Prints the help and ends the process, if the command line has `--help`. Raises SystemExit: 0
-    after `--help`."""
+    """Prints the help if the command line has `--help`, and ends the process.
+
+    Raises:
+        SystemExit: 0 after `--help`.
+    """
     arguments = parse_arguments(argv)
     if arguments.show == "help":
         _leave(help_text([CONF, *map(Path, arguments.folders)]), 0)
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
+    """Whole configuration as YAML, every key resolved; `from_yaml` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def from_yaml(text: str) -> Config:
-    """Returns the configuration that `to_yaml` wrote. Raises ConfigError: an unknown key or a value
-    of the wrong type."""
+    """Configuration that `to_yaml` wrote.
+
+    Raises:
+        ConfigError: unknown keys or values of the wrong type.
+    """
     data = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     assert isinstance(data, dict)
     return from_dict({str(key): value for key, value in data.items()})
@@ -223,79 +157,71 @@ def _leave(text: str, rank: int) -> None:
     raise SystemExit(0)
 
 
-class _Spelling:
-    """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults
-    are found."""
+class _Overrides:
+    """Overrides of a command line, read one by one.
+
+    A wrong one becomes a fault and is left out, so that all faults are found.
+    """
 
     def __init__(self, arguments: Arguments, folders: list[Path]) -> None:
         self.faults = arguments.faults
         self.name = arguments.name
         self.folders = [folder for folder in folders if self._is_folder(folder)]
         self.groups = groups_in(self.folders)
-        # values that may differ between ranks
-        self.resolves = any(map(_RESOLVED.search, arguments.overrides))
+        self.uses_resolvers = any(map(_RESOLVER.search, arguments.overrides))
         self.explicit: list[str] = []  # keys that the command line gives a value
-        self.overrides = [_renamed(text.strip()) for text in arguments.overrides]
         self.accepted: list[str] = []
-        for text in filter(None, map(self._accept, self.overrides)):
-            if text == "experiment=null":
+        for text in arguments.overrides:
+            override = self._accept(_renamed(text.strip()))
+            if override == "experiment=null":
                 self.accepted = [
-                    each for each in self.accepted if not each.startswith("experiment=")
+                    text for text in self.accepted if not text.startswith("experiment=")
                 ]
-            else:
-                self.accepted.append(text)
+            elif override is not None:
+                self.accepted.append(override)
 
     def compose(self) -> dict[str, Any]:
-        """Returns the configuration that Hydra composes from the accepted overrides; empty if it
-        refuses them."""
+        """Values that Hydra composes from the accepted overrides; empty if it cannot."""
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
-        own = [f"'file://{folder}'" for folder in quoted]
-        search = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
+        search = [f"'file://{folder}'" for folder in quoted]
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
-                composed = compose(self.name, [*self.accepted, *search])
+                searchpath = [f"hydra.searchpath=[{','.join(search)}]"] if search else []
+                composed = compose(self.name, [*self.accepted, *searchpath])
             raw = OmegaConf.to_container(composed)
-            self.resolves = self.resolves or _RESOLVED.search(str(raw)) is not None
+            self.uses_resolvers = self.uses_resolvers or bool(_RESOLVER.search(str(raw)))
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            reason, key = (
-                str(error).split("Config search path")[0].split("\n")[0].strip(),
-                getattr(error, "full_key", ""),
-            )
-            fix = (
-                unresolved(reason, key, self.overrides)
-                if key
-                else "--help lists groups, options and keys"
-            )
-            self._fault("composition", "", f"{key}: {reason}" if key else reason, fix)
+            self._composition_fault(error)
             return {}
         assert isinstance(data, dict)
         self._check_texts(data, raw)
         return {str(key): value for key, value in data.items()}
 
+    def _composition_fault(self, error: Exception) -> None:
+        reason = str(error).split("Config search path")[0].split("\n")[0].strip()
+        fix = "--help lists groups, options and keys"
+        if key := getattr(error, "full_key", ""):
+            # "Interpolation key 'log.dri' not found"
+            name = [*reason.split("'"), ""][1] if "Interpolation key" in reason else ""
+            fix = unknown_key(name).fix if "." in name else f"the forms are {_FORMS}"
+            reason = f"{key}: {reason}"
+        self._fault("composition", "", reason, fix)
+
     def _check_texts(self, data: dict[Any, Any], raw: Any) -> None:
-        """Refuses texts that name a folder called ~, $NAME or None."""
+        """Rejects texts that would name a folder called ~, $NAME or None."""
         for key in leaves():
-            value, written = _found(data, key), _found(raw, key)
-            texts = [
-                text
-                for text in (value if isinstance(value, list) else [value])
-                if isinstance(text, str)
-            ]
-            if any(at_home(text) != text for text in texts):
-                home = [at_home(text) for text in texts]
-                fix = shlex.quote(
-                    f"{key}={home[0] if isinstance(value, str) else '[' + ','.join(home) + ']'}"
-                )
-                self._fault("home", key, f"{key} = {value}: no shell has filled in ~ or $NAME", fix)
+            value, written = _get(data, key), _get(raw, key)
+            texts = value if isinstance(value, list) else [value]
+            expanded = [_expanded(text) if isinstance(text, str) else text for text in texts]
+            if expanded != texts:
+                fix = f"{key}={spelled(expanded) if isinstance(value, list) else expanded[0]}"
+                reason = f"{key}={spelled(value)}: the shell did not expand ~ or $NAME"
+                self._fault("home", key, reason, shlex.quote(fix))
             for inner in re.findall(r"\$\{([\w.]+)\}", written) if isinstance(written, str) else ():
-                if inner in leaves() and _found(data, inner) is None and written != f"${{{inner}}}":
-                    self._fault(
-                        "null-in-text",
-                        key,
-                        f"{key} = {written}, and {inner} is null",
-                        f"{inner}=NAME",
-                    )
+                if inner in leaves() and _get(data, inner) is None and written != f"${{{inner}}}":
+                    reason = f"{key}={written} requires {inner} (got null)"
+                    self._fault("null-in-text", key, reason, f"{inner}=NAME")
 
     def read_model(self, data: dict[str, Any], model_from_hf: ModelFromHF | None) -> None:
         """Fills `model` from the folder of model.from_hf; values on the command line stay."""
@@ -303,179 +229,156 @@ class _Spelling:
         folder = model.get("from_hf") if isinstance(model, dict) else None
         if not isinstance(model, dict) or not isinstance(folder, str):
             return
-        assert model_from_hf is not None, (
-            "model.from_hf is set, and load_config was given no way to read it"
-        )
+        assert model_from_hf is not None, "load_config needs model_from_hf to read model.from_hf"
         try:
-            found = dict(model_from_hf(folder))
+            fields = dict(model_from_hf(folder))
         except (ValueError, OSError) as error:
             fix = "model.from_hf=DIR where DIR/config.json describes a model of a supported family"
-            knobs = ("model", "model.from_hf")
-            self.faults.append(
-                Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix, True)
-            )
+            knobs, reason = ("model", "model.from_hf"), f"model.from_hf={folder}: {error}"
+            self.faults.append(Fault("model-from-hf", knobs, reason, fix, True))
             return
-        said = {
-            key: _found(data, key)
+        explicit = {
+            key: _get(data, key)
             for key in self.explicit
             if key.startswith("model.") and key in leaves()
         }
-        model.update(found)
-        for key, value in said.items():
+        model.update(fields)
+        for key, value in explicit.items():
             _put(data, key, value)
 
-    def doubtful(self, knob: str) -> bool:
-        """Returns whether a key may have its default only through a spelling fault, so that no
-        check should read it."""
-        if any(fault.id == "composition" for fault in self.faults):
-            return True
-        guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]
-        if knob not in self.explicit and any(
-            bad in (knob, knob.partition(".")[0], "experiment") for bad in guessed
-        ):
-            return True
-        wrong = [bad for fault in self.faults if fault.id not in _GUESSES for bad in fault.knobs]
-        if any(knob == bad or knob.startswith(bad + ".") and "." in bad for bad in wrong):
-            return True
-        return knob not in self.explicit and any(
-            bad in ("", "experiment", knob.partition(".")[0]) for bad in wrong
-        )
+    def is_doubtful(self, knob: str) -> bool:
+        """Whether a key may have its value only because of a fault, so that no check reads it."""
+        group, explicit = knob.partition(".")[0], knob in self.explicit
+        for fault in self.faults:
+            if fault.id == "composition":
+                return True
+            for wrong in fault.knobs:
+                # a guessed knob of a misspelled key is fine if the command line also gives it
+                same = knob == wrong or ("." in wrong and knob.startswith(wrong + "."))
+                if same and not (explicit and fault.id in _GUESSES):
+                    return True
+                if not explicit and wrong in ("", "experiment", group):
+                    return True
+        return False
 
     def _is_folder(self, folder: Path) -> bool:
         if not folder.is_dir():
-            self._fault(
-                "config-dir",
-                "",
-                f"--config-dir {folder}: there is no such folder",
-                "--config-dir DIR",
-            )
+            reason = f"--config-dir {folder}: there is no such folder"
+            self._fault("config-dir", "", reason, "--config-dir DIR")
         return folder.is_dir()
 
-    def _fault(self, kind: str, knob: str, reason: str, fix: str) -> None:
+    def _fault(self, kind: str, knob: str, reason: str, fix: str) -> str | None:
+        """Adds a fault; gives None, in place of the override."""
         self.faults.append(Fault(kind, (knob,), reason, fix))
+        return None
 
     def _accept(self, text: str) -> str | None:
-        """Returns the override for Hydra; None if it is wrong, which is added to the faults."""
+        """Override for Hydra; None if it is wrong, which is added to the faults."""
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            self._fault("grammar", *unreadable(text, str(error).splitlines()[0]))
-            return None
-        key = override.key_or_group
+            key, fix = _readable(text)
+            reason = f"{text!r} cannot be read: {str(error).splitlines()[0]}"
+            return self._fault("grammar", key, reason, fix)
+        key, value = override.key_or_group, override._value
         if not key:
-            self._fault(
-                "grammar",
-                "",
-                f"{text!r} names no key",
-                "options are written key=value, without spaces",
-            )
-            return None
+            return self._fault("grammar", "", f"{text!r} names no key", _USAGE)
         if override.type == OverrideType.DEL:
-            self._fault(
-                "grammar",
-                key,
-                f"{text!r}: every key is there already; none is added or deleted",
-                "leave it out",
-            )
-            return None
-        if key in self.groups and not isinstance(override._value, dict):
+            return self._fixed_keys(key, text, "leave it out")
+        if key in self.groups and not isinstance(value, dict):
             return self._choice(override)
-        if key == "log.wandb" and not isinstance(override._value, dict):
+        if key == "log.wandb" and not isinstance(value, dict):
             mode = str(override.value())
-            override.key_or_group, key = "log.wandb.mode", "log.wandb.mode"
-            override.input_line = text = f"log.wandb.mode={_WANDB_MODES.get(mode, mode)}"
+            override.key_or_group = key = "log.wandb.mode"
+            text = f"{key}={_WANDB_MODES.get(mode, mode)}"
         if key.partition(".")[0] == "hydra":
-            self._fault(
-                "unknown-key",
-                key,
-                f"{text}: Hydra only composes; its own settings do nothing here",
-                "drop it",
-            )
-            return None
-        written = [key, *_nested(key, override._value)]
-        strangers = [unknown_key(name) for name in written if name not in keys()]
-        if strangers:
-            self.faults += strangers
+            reason = f"{text}: Hydra only composes, so its own settings have no effect"
+            return self._fault("unknown-key", key, reason, "leave it out")
+        written = [key, *_keys_in(key, value)]
+        unknown = [unknown_key(name) for name in written if name not in keys()]
+        if unknown:
+            self.faults += unknown
             return None
         if override.type not in (OverrideType.CHANGE, OverrideType.FORCE_ADD):
-            fix = text.lstrip("+") if "+" in text.partition("=")[0] else "leave it out"
-            self._fault(
-                "grammar",
-                key,
-                f"{text!r}: every key is there already; none is added or deleted",
-                fix,
-            )
-            return None
+            return self._fixed_keys(key, text, text.lstrip("+"))
         self.explicit += written
         return self._value(override, text.lstrip("+"))
 
+    def _fixed_keys(self, key: str, text: str, fix: str) -> str | None:
+        return self._fault("grammar", key, f"{text!r}: keys cannot be added or deleted", fix)
+
     def _choice(self, override: Override) -> str | None:
-        """Returns an override that chooses an option of a group."""
+        """Override that chooses an option of a group."""
         group, chosen = override.key_or_group, override._value
         options = self.groups[group]
-        if (chosen is None and group == "experiment") or (
-            isinstance(chosen, str) and chosen in options
-        ):
-            return "experiment=null" if chosen is None else override.input_line
-        written = (
-            str(chosen)
-            if isinstance(chosen, str)
-            else (override.input_line or "").partition("=")[2]
-        )
-        meant = closest(written, options)
-        fix = (
-            f"{group}={meant}; the options are {', '.join(options)}"
-            if meant
-            else f"{group}={alternatives(options)}"
-        )
+        if chosen is None and group == "experiment":
+            return "experiment=null"
+        if isinstance(chosen, str) and chosen in options:
+            return override.input_line
+        written = (override.input_line or "").partition("=")[2]
+        # precision=bf16, optim=muon
         key = next(
             (
                 key
                 for key in leaves()
-                if key.partition(".")[0] == group and written in described(key).choices
+                if key.startswith(f"{group}.") and written in described(key).choices
             ),
             None,
         )
-        if key is not None:  # precision=bf16, optim=muon
+        if key is not None:
             fix = f"{key}={written}"
-        self._fault(
-            "unknown-option",
-            group,
-            f"{group}={written}: there is no conf/{group}/{written}.yaml",
-            fix,
-        )
-        return None
+        elif similar := closest(written, options):
+            fix = f"{group}={similar}; the options are {', '.join(options)}"
+        else:
+            fix = f"{group}={alternatives(options)}"
+        reason = f"{group}={written}: there is no conf/{group}/{written}.yaml"
+        return self._fault("unknown-option", group, reason, fix)
 
     def _value(self, override: Override, text: str) -> str | None:
-        """Returns an override of a value. Commas make a list or are part of a text, since there are
-        no sweeps."""
-        key, written = override.key_or_group, text.partition("=")[2]
+        """Override of a value. Without sweeps, commas make a list or are part of a text."""
+        key, value = override.key_or_group, text.partition("=")[2]
         kind = kind_of(key)
         if not override.is_sweep_override():
-            # 007 is a name where a text is wanted
-            digits = isinstance(override._value, (int, float, bool))
-            return f"{key}='{written}'" if kind is str and digits else text
+            # 007 is a name where a text is expected
+            is_number = isinstance(override._value, (int, float, bool))
+            return f"{key}='{value}'" if kind is str and is_number else text
         if kind is list:
-            return f"{key}=[{written}]"
+            return f"{key}=[{value}]"
         if kind is str:
-            return f"{key}='{written}'"
-        inner = re.sub(r"^\w+\((.*)\)$", r"\1", written)
-        values = [value.strip() for value in inner.split(",")]
-        rest = [each for each in self.overrides if each.lstrip("+") != text]
-        self._fault(
-            "wrong-type", key, f"{text}: one run takes one value", each_value(key, values, rest)
-        )
-        return None
+            return f"{key}='{value}'"
+        # choice(1,2) and 1,2 have a list, range(1,2) has none
+        first = getattr(override.value(), "list", [default_of(key)])[0]
+        fix = f"{key}={spelled(first)}, and a run for each value"
+        return self._fault("wrong-type", key, f"{text}: one run takes one value", fix)
+
+
+def _readable(text: str) -> tuple[str, str]:
+    """(knob, fix) of an override that Hydra's grammar does not take."""
+    name, _, value = text.partition("=")
+    key = name.strip().lstrip("+~")
+    if key in leaves():
+        if kind_of(key) is str:
+            # Hydra takes any text in double quotes, and the shell leaves these in place
+            return key, shlex.quote(f'{key}="{_expanded(value)}"')
+        fix = f"{key}={spelled(default_of(key))}, or texts in double quotes within single ones"
+        return key, fix
+    is_name = re.fullmatch(r"[A-Za-z_][\w.]*", key) and key not in keys()
+    return key, unknown_key(key).fix if is_name else _USAGE
+
+
+def _expanded(text: str) -> str:
+    """Text with ~ at the beginning of a word and $NAME filled in, as by a shell."""
+    return " ".join(expanduser(expandvars(word)) for word in text.split(" "))
 
 
 def _renamed(text: str) -> str:
-    """Returns an override with the present name of its key."""
+    """Override with the present name of its key."""
     key, equals, value = text.partition("=")
     return f"{RENAMED.get(key.lstrip('+'), key)}{equals}{value}"
 
 
-def _found(data: Any, key: str) -> Any:
-    """Returns the value of a dotted key; None where a group has another form or is not there."""
+def _get(data: Any, key: str) -> Any:
+    """Value of a dotted key; None where a group has another form or is missing."""
     for name in key.split("."):
         data = data.get(name) if isinstance(data, Mapping) else None
     return data
@@ -488,9 +391,9 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
     data[last] = value
 
 
-def _nested(key: str, value: Any) -> list[str]:
-    """Returns the dotted keys inside a mapping given to `key`."""
+def _keys_in(key: str, value: Any) -> list[str]:
+    """Dotted keys inside a mapping given to `key`."""
     if not isinstance(value, Mapping):
         return []
-    inner = [(f"{key}.{name}", below) for name, below in value.items()]
-    return [name for dotted, below in inner for name in (dotted, *_nested(dotted, below))]
+    inner = [(f"{key}.{name}", item) for name, item in value.items()]
+    return [name for dotted, item in inner for name in (dotted, *_keys_in(dotted, item))]

@@ -17,7 +17,7 @@ from megatron5d.checkpoint.hf.import_config import read_model_config, token_sour
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import load_weights, resolve_checkpoint
 from megatron5d.config.checks import run_checks
-from megatron5d.config.errors import ConfigError, with_options
+from megatron5d.config.errors import ConfigError, in_options
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.phases.phase import MicroBatch
@@ -68,7 +68,8 @@ class Source:
             if {knob.split(".")[0] for knob in f.knobs} <= groups
         ]
         if faults:
-            raise ConfigError(with_options(faults, "torchrun --nproc-per-node", tp="--tp"))
+            option = {"parallel.tp": "--tp"}
+            raise ConfigError(replace(f, fix=in_options(f.fix, option)) for f in faults)
         return config
 
     @property

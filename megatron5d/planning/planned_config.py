@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron5d.config.errors import ConfigError, Fault, with_options
+from megatron5d.config.errors import Fault
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import schedule_faults
@@ -27,17 +27,14 @@ def planned_config(overrides: Sequence[str], world: int, files: bool = False) ->
         ValueError: no rank at all.
     """
     _check_world(world)
-    try:
-        return load_config(
-            overrides,
-            world=world,
-            model_from_hf=model_from_hf,
-            options=[schedule_faults],
-            checks=[_pipeline_faults],
-            files=files,
-        )
-    except ConfigError as error:
-        raise ConfigError(with_options(error.faults, "--world")) from None
+    return load_config(
+        overrides,
+        world=world,
+        model_from_hf=model_from_hf,
+        options=[schedule_faults],
+        checks=[_pipeline_faults],
+        files=files,
+    )
 
 
 def unplanned_config(overrides: Sequence[str], world: int) -> Config:

@@ -50,7 +50,7 @@ from megatron5d.checkpoint.load import (
 from megatron5d.checkpoint.storage import RankWriter
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.convert import changed, leaves, to_dict, value_of
-from megatron5d.config.errors import ConfigError, Fault, with_options
+from megatron5d.config.errors import ConfigError, Fault
 from megatron5d.config.json_file import read_json, write_whole
 from megatron5d.config.load import keys_given, load_config
 from megatron5d.config.schema import Config
@@ -238,7 +238,7 @@ def reshard(args: argparse.Namespace) -> int:
     config = target_config(saved_config(source.folder), args.overrides)
     world = args.world or smallest_world(config)
     if faults := faults_of(config, world):
-        raise ConfigError(with_options(faults, "--world"))
+        raise ConfigError(faults)
     with ExitStack() as stack:
         stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
         record = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}

@@ -83,7 +83,7 @@ def ramp_splits(c: Config, world: int) -> Faults:
     if consumed := resumed_progress(c).get("consumed_samples"):
         fix = (
             f"fewer data-parallel ranks until {batch_schedule(c)[-1][0]} samples are consumed "
-            f"({consumed} are), or train.gbs_ramp=null, which continues with train.gbs={c.train.gbs}"
+            f"({consumed} are), or train.gbs_ramp=null to continue with train.gbs={c.train.gbs}"
         )
     yield fault(
         "train.gbs_ramp requires batches that are multiples of train.mbs·dp = "

@@ -374,7 +374,7 @@ def test_generate_refuses(imported, capsys):
         (["--prompt", "x"], "--tokenizer PATH"),
         (["--prompt", "x", "--max-tokens", "0"], "--max-tokens 0"),
         (["--prompt", "x", "--tokenizer", "/nowhere/tok"], "/nowhere/tok"),
-        (["--prompt", "x", "--tp", "2"], "fix: --tp 1, or torchrun --nproc-per-node 2 "),
+        (["--prompt", "x", "--tp", "2"], "fix: --tp 1, or use 2 ranks "),
     ]:
         assert generate.main(["--checkpoint", str(checkpoints), *words]) == 2
         assert reason in capsys.readouterr().err

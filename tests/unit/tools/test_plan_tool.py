@@ -117,7 +117,7 @@ def test_overrides_and_options_in_any_order(capsys, tmp_path):
         main([*mixed, "--jsn", "precision.dtype=bf16"])
     assert (
         refused.value.code == 2
-        and "--jsn is no option; did you mean --json?" in capsys.readouterr().err
+        and "--jsn is not an option; did you mean --json?" in capsys.readouterr().err
     )
 
 
@@ -129,10 +129,9 @@ def test_a_run_that_cannot_be_is_refused(wrong, capsys):
     assert "the configuration is refused" in capsys.readouterr().err
 
 
-def test_the_number_of_ranks_to_plan_for_is_an_option(capsys):
-    """Which the fix names: nothing is started."""
+def test_a_fix_names_numbers_of_ranks(capsys):
     assert main(["memory", "--world", "3", "model=tiny", "parallel.tp=2"]) == 2
-    assert "parallel.tp=1, or --world 2 or 4 " in capsys.readouterr().err
+    assert "parallel.tp=1, or use 2 or 4 ranks " in capsys.readouterr().err
 
 
 def test_a_machine_that_cannot_be_is_refused(capsys):
