@@ -1,5 +1,5 @@
-"""One thread for the whole suite, and the same numbers on every machine; tests marked `alone` have
-it to themselves.
+"""One thread for the whole suite and the same numbers on every machine; tests marked `timing` run
+alone.
 
 Paths, markers and the time limit of a test are in `.pytest.ini`.
 """
@@ -19,14 +19,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
-# before torch: a forked rank must not inherit a thread pool
+ROOT = Path(__file__).parents[1]
+# before torch, because a forked rank must not inherit a thread pool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".cache" / "hypothesis")
-)
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".cache" / "hypothesis"))
 
-# while modules are imported and tests collected nothing becomes garbage, and all of it would be
-# looked at
+# imports and collection make no garbage, and looking for it would take time
 gc.disable()
 import pytest  # noqa: E402
 import tiers  # noqa: E402
@@ -37,48 +35,47 @@ torch.set_num_threads(1)
 # the same examples on every machine
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")
-# another one gives every test other random tensors
+# another seed gives every test other random tensors
 SEED = int(os.environ.get("MEGATRON5D_SEED", "0"))
-torch.manual_seed(SEED)  # of tensors made on import
+torch.manual_seed(SEED)  # for tensors made on import
 
-SHORT_FIRST = 300  # tests that a worker runs before its first long one
+SHORT_FIRST = 300  # tests that a worker runs before its first slow one
 LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25  # of Linux since 6.1
-# ranks that stand know nothing of what these do
+# fixtures that change this process, which ranks of the pool would not see
 OF_THIS_PROCESS = {"monkeypatch", "capfd", "capsys", "caplog"}
 # files that every worker has to lock
-RUNNING, NEXT = Path(__file__), Path(__file__).parents[1] / ".pytest.ini"
+RUNNING, NEXT = Path(__file__), ROOT / ".pytest.ini"
 
 
 @contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
+def _locked(path: Path, mode: int) -> Iterator[None]:
     with open(path) as file:
-        fcntl.flock(file, how)
+        fcntl.flock(file, mode)
         try:
             yield
         finally:
-            # closing is not enough: what the test has forked has the file open too
+            # closing is not enough: processes that the test has forked have the file open, too
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-# around pytest-timeout's timer: waiting is no fault of the test's
+# outside of pytest-timeout's timer, because waiting does not count
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
-    """No other worker of pytest-xdist runs a test beside one that is marked `timing`."""
+    """Lets no other worker of pytest-xdist run a test during one that is marked `timing`."""
     with ExitStack() as stack:
-        # else there is one process; or it is a test's own, inside the lock
+        # other processes have no peers, or belong to a test that holds the lock
         if hasattr(item.config, "workerinput"):
-            alone = item.get_closest_marker("timing") is not None
-            with _locked(NEXT, fcntl.LOCK_EX):  # whoever waits to be alone is not overtaken
-                stack.enter_context(_locked(RUNNING, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+            mode = fcntl.LOCK_EX if item.get_closest_marker("timing") else fcntl.LOCK_SH
+            with _locked(NEXT, fcntl.LOCK_EX):  # no test overtakes one that waits to be alone
+                stack.enter_context(_locked(RUNNING, mode))
         return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """A test's random tensors are its own, whatever ran before it, and a failure can be had
-    again."""
+    """Seeds a test's random tensors by its name, so that they do not depend on earlier tests."""
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-    # without a GPU torch would queue it for one, with the stack
+    # without a GPU torch.manual_seed would queue the seed for one, with the stack
     seed(SEED + zlib.crc32(item.nodeid.encode()))
     if pool := sys.modules.get("rank_pool"):
         patches = not OF_THIS_PROCESS.isdisjoint(item.fixturenames)
@@ -87,22 +84,22 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Those that must be alone come first: others wait for them once, and workers share what is
-    left evenly.
+    """Puts tests that run alone first, so that others wait for them once, and spreads slow ones.
 
-    Each worker of pytest-xdist begins with as many neighbours in the list. Those that run for
-    minutes are spread over the places where they begin, behind more short tests than the lonely
-    ones leave others time for: each of these would wait for a long one.
+    Each worker of pytest-xdist begins with as many neighbors in the list. The slow tests are spread
+    over the places where workers begin, behind more short tests than any worker runs before the
+    last test that runs alone: each of those would wait for a slow one.
     """
-    items[:], left_out = tiers.split(items)
-    config.hook.pytest_deselected(items=left_out)
+    items[:], deselected = tiers.split(items)
+    config.hook.pytest_deselected(items=deselected)
     items.sort(key=lambda item: item.get_closest_marker("timing") is None)
     if workers := getattr(config, "workerinput", {}).get("workercount"):
-        long = [item for item in items if item.get_closest_marker("slow")]
-        others = [item for item in items if not item.get_closest_marker("slow")]
-        for n, item in enumerate(long):
-            others.insert(n % workers * len(others) // workers + SHORT_FIRST + n // workers, item)
-        items[:] = others
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        count = len(items)
+        for n, item in enumerate(slow):
+            start = n % workers * (count + n) // workers
+            items.insert(start + SHORT_FIRST + n // workers, item)
 
 
 def _into_large_pages() -> None:
@@ -114,21 +111,18 @@ def _into_large_pages() -> None:
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with suppress(OSError), open("/proc/self/maps") as regions:
-        for line in regions.readlines():
-            found = re.match(r"(\w+)-(\w+) rw-p 0+ 00:00 0 +(\[heap\])?$", line)
-            first, last = (
-                (-(-int(found[1], 16) // LARGE_PAGE), int(found[2], 16) // LARGE_PAGE)
-                if found
-                else (0, 0)
-            )
-            if first < last:
-                # refused: nothing is lost
-                madvise(first * LARGE_PAGE, (last - first) * LARGE_PAGE, MADV_COLLAPSE)
+    with suppress(OSError), open("/proc/self/maps") as file:
+        for line in file.readlines():
+            if region := re.match(r"(\w+)-(\w+) rw-p 0+ 00:00 0 +(\[heap\])?$", line):
+                start, stop = int(region[1], 16), int(region[2], 16)
+                first, last = -(-start // LARGE_PAGE), stop // LARGE_PAGE
+                if first < last:
+                    # an error costs nothing
+                    madvise(first * LARGE_PAGE, (last - first) * LARGE_PAGE, MADV_COLLAPSE)
 
 
 def _parse_files_once(conf) -> None:
-    """Spares tests that compose configurations the YAML of the same files.
+    """Parses a YAML file once for all tests that compose configurations.
 
     Args:
         conf: the class OmegaConf.
@@ -146,58 +140,58 @@ def _parse_files_once(conf) -> None:
 
 
 def _compose_groups_once(loader) -> None:
-    """Spares tests that compose configurations of the same files most of the time.
+    """Composes the files that a command line chooses once for all tests.
 
-    Hydra still reads every override, and gives the keys their values. What a name on the command
-    line chooses is found once, unless a folder of the test's own is searched.
+    Hydra still parses every override and sets the values. Tests that search a folder of their own
+    are left out.
 
     Args:
         loader: the module hydra._internal.config_loader_impl.
     """
-    create, compose = (
-        loader.create_defaults_list,
-        loader.ConfigLoaderImpl._compose_config_from_defaults_list,
-    )
-    lists, composed = {}, {}  # by what is chosen; by the list's id
+    from hydra.core.override_parser.types import OverrideType
 
-    def create_once(repo, config_name, overrides_list, **how):
-        def is_choice(override):
-            return not override.is_sweep_override() and repo.group_exists(override.key_or_group)
+    create = loader.create_defaults_list
+    compose = loader.ConfigLoaderImpl._compose_config_from_defaults_list
+    lists = {}  # by the choices
+    composed = {}  # pickled, by the id of the list
 
-        choices = [override for override in overrides_list if is_choice(override)]
-        if any(
-            "file" in source.scheme() and source.provider != "main" for source in repo.get_sources()
-        ) or not all(
-            override.type is OverrideType.CHANGE and isinstance(override.value(), str)
-            for override in choices
-        ):
-            return create(repo, config_name, overrides_list, **how)
-        sources = tuple(source.path for source in repo.get_sources())
-        names = tuple((override.get_key_element(), override.value()) for override in choices)
-        key = sources, config_name, names, tuple(how.items())
+    def create_once(repo, config_name, overrides_list, **options):
+        choices, values = [], []
+        for override in overrides_list:
+            if not override.is_sweep_override():
+                is_choice = repo.group_exists(override.key_or_group)
+                (choices if is_choice else values).append(override)
+        sources = repo.get_sources()
+        is_plain = all(
+            choice.type is OverrideType.CHANGE and isinstance(choice.value(), str)
+            for choice in choices
+        )
+        # those of a folder that a test makes
+        is_own = any("file" in source.scheme() and source.provider != "main" for source in sources)
+        if is_own or not is_plain:
+            return create(repo, config_name, overrides_list, **options)
+        paths = tuple(source.path for source in sources)
+        names = tuple((choice.get_key_element(), choice.value()) for choice in choices)
+        key = paths, config_name, names, tuple(options.items())
         if key not in lists:
-            lists[key] = create(repo, config_name, choices, **how)
-        given = [override for override in overrides_list if not is_choice(override)]
-        kept = [override for override in given if not override.is_sweep_override()]
-        return dataclasses.replace(lists[key], config_overrides=kept)
+            lists[key] = create(repo, config_name, choices, **options)
+        return dataclasses.replace(lists[key], config_overrides=values)
 
     def compose_once(self, defaults, repo):
-        if not any(each.defaults is defaults for each in lists.values()):
+        if not any(created.defaults is defaults for created in lists.values()):
             return compose(self, defaults, repo)
         if id(defaults) not in composed:
             composed[id(defaults)] = pickle.dumps(compose(self, defaults, repo))
-        return pickle.loads(composed[id(defaults)])  # a seventh of the time of a copy
-
-    from hydra.core.override_parser.types import OverrideType
+        return pickle.loads(composed[id(defaults)])  # seven times faster than a copy
 
     loader.create_defaults_list = create_once
     loader.ConfigLoaderImpl._compose_config_from_defaults_list = compose_once
 
 
 def pytest_collection_finish():
-    """What is there by now stays: collecting garbage among it would copy, after each fork, the
-    pages it is on."""
-    # by whatever test: all join their ranks in the same way
+    """Freezes all objects made so far: collecting garbage among them would copy their pages after
+    each fork."""
+    # all tests join their ranks in the same way, whichever of them imports `ranks`
     if "megatron5d.parity.local_ranks" in sys.modules:
         import_module("ranks")
     if "omegaconf" in sys.modules:
@@ -212,7 +206,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def over_gloo(monkeypatch):
-    """Ranks are joined as in a run, where the suite's own group would hide what a test is about."""
+    """Joins ranks as in a run, for tests of what the suite's own group would hide."""
     from megatron5d.parity import local_ranks
 
     monkeypatch.setattr(local_ranks, "transport", local_ranks.Gloo)
