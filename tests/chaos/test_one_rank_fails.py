@@ -1,7 +1,7 @@
-"""What fails on one rank alone while a run starts ends it on all ranks at once, with the rank and
-the fault in words.
+"""An error of one rank while a run starts ends it on all ranks at once, and every rank names the
+rank and the error.
 
-The faults are planted one after another in the same processes: whoever had left the others in a
+All errors are planted one after another in the same processes: a rank that had left the others in a
 collective, or had taken a step that they have not, would break the next start.
 """
 
@@ -20,141 +20,112 @@ from megatron5d.topology.process import Process
 from pretrain import plan_and_train
 
 EXPERIMENT = [
-    *(
-        "model=tiny",
-        "model.vocab_size=98",
-        "train.gbs=4",
-        "train.mbs=1",
-        "train.seq_len=16",
-        "train.steps=1",
-    ),
-    *("log.progress=false", "log.memory_check=off", "checkpoint.every=1"),
+    "model=tiny",
+    "model.vocab_size=98",
+    "train.gbs=4",
+    "train.mbs=1",
+    "train.seq_len=16",
+    "train.steps=1",
+    "log.progress=false",
+    "log.memory_check=off",
+    "checkpoint.every=1",
 ]
 DENIED = PermissionError(13, "Permission denied", "/a/file")
 
 
-def method_fails(name, of, error=DENIED):
-    """A method of Path raises for files of some name."""
-    real = getattr(Path, name)
+@contextmanager
+def file_method_fails(name, file):
+    """A method of Path raises for files whose name contains `file`."""
+    method = getattr(Path, name)
 
     def planted(self, *args, **kwargs):
-        if of in self.name:
-            raise error
-        return real(self, *args, **kwargs)
+        if file in self.name:
+            raise DENIED
+        return method(self, *args, **kwargs)
 
-    return patch.object(Path, name, planted)
-
-
-@contextmanager
-def truncated(file):
-    """The file ends early, and nothing in its folder tells of its checksum."""
-    real = Path.read_bytes
-    cut = lambda self, *args, **kw: real(self, *args, **kw)[: 40 if self.name == file else None]  # noqa: E731
-    with (
-        patch.object(Path, "read_bytes", cut),
-        patch("megatron5d.checkpoint.folder.checksum_error", lambda *_: None),
-    ):
+    with patch.object(Path, name, planted):
         yield
 
 
+@contextmanager
+def truncated_run_json():
+    """run.json ends early, and no checksum shows it."""
+    read = Path.read_bytes
+
+    def cut(self):
+        return read(self)[: 40 if self.name == "run.json" else None]
+
+    checksum = patch("megatron5d.checkpoint.folder.checksum_error", lambda *_: None)
+    with patch.object(Path, "read_bytes", cut), checksum:
+        yield
+
+
+@contextmanager
 def raises(target, error=DENIED):
     def planted(*_, **__):
         raise error
 
-    return patch(target, planted)
+    with patch(target, planted):
+        yield
 
 
 SAVED, LOG, HF = "{folder}/saved", "log.jsonl={folder}/log.jsonl", "init.from_hf={folder}/hf"
-OTHER = f"init.from_checkpoint={SAVED}"
-# what fails: the rank, its fault, overrides, and what is told of it
-PLANTS = {
-    "looking at what rank 0 writes": (1, lambda: method_fails("exists", ".seen"), [], "/a/file"),
-    "writing what others look at": (0, lambda: method_fails("touch", ".seen"), [], "/a/file"),
-    "reading run.json": (
-        0,
-        lambda: method_fails("read_bytes", "run.json"),
-        [f"checkpoint.dir={SAVED}"],
-        "/a/file",
+RESUME, OTHER = f"checkpoint.dir={SAVED}", f"init.from_checkpoint={SAVED}"
+# (rank, error, arguments of the error, overrides), and the text if it is not that of DENIED
+PLANTS = [
+    (1, file_method_fails, ("exists", ".seen"), []),
+    (0, file_method_fails, ("touch", ".seen"), []),
+    (0, file_method_fails, ("read_bytes", "run.json"), [RESUME]),
+    (0, file_method_fails, ("read_bytes", "run.json"), [OTHER]),
+    (0, truncated_run_json, (), [RESUME], "run.json is damaged: "),
+    (0, raises, ("megatron5d.train.preflight.warnings.saved_after",), []),
+    (
+        *(0, raises, ("megatron5d.train.preflight.warnings.IndexedDataset",)),
+        ["data.document_mask=true", "data.eod=0"],
     ),
-    "run.json, which ends early": (
-        0,
-        lambda: truncated("run.json"),
-        [f"checkpoint.dir={SAVED}"],
-        "run.json is damaged: ",
+    (0, raises, ("megatron5d.train.monitoring.report.JsonLines",), [LOG]),
+    (
+        *(0, raises, ("megatron5d.train.monitoring.report.JsonLines", KeyError("a bug")), [LOG]),
+        "in planted(?s:.)*KeyError: 'a bug'",
     ),
-    "listing checkpoints": (
-        0,
-        lambda: raises("megatron5d.train.preflight.warnings.saved_after"),
-        [],
-        "/a/file",
+    (0, raises, ("megatron5d.planning.time.predict.expected_bubble",), ["parallel.pp=2"]),
+    (1, raises, ("megatron5d.train.data.open_samples",), []),
+    (1, raises, ("megatron5d.checkpoint.hf.safetensors_folder.safe_open",), [HF]),
+    (
+        *(0, raises, ("megatron5d.planning.schedule_search.auto_schedule.search_programs",)),
+        ["parallel.pp=2", "pipeline.schedule=auto"],
     ),
-    "looking at documents": (
-        *(0, lambda: raises("megatron5d.train.preflight.warnings.IndexedDataset")),
-        *(["data.document_mask=true", "data.eod=0"], "/a/file"),
-    ),
-    "opening the log": (
-        0,
-        lambda: raises("megatron5d.train.monitoring.report.JsonLines"),
-        [LOG],
-        "/a/file",
-    ),
-    "a mistake of ours": (
-        *(0, lambda: raises("megatron5d.train.monitoring.report.JsonLines", KeyError("ours"))),
-        *([LOG], "in planted(?s:.)*KeyError: 'ours'"),
-    ),
-    "predicting": (
-        0,
-        lambda: raises("megatron5d.planning.time.predict.expected_bubble"),
-        ["parallel.pp=2"],
-        "/a/file",
-    ),
-    "opening data": (1, lambda: raises("megatron5d.train.data.open_samples"), [], "/a/file"),
-    "reading a Hugging Face file": (
-        1,
-        lambda: raises("megatron5d.checkpoint.hf.safetensors_folder.safe_open"),
-        [HF],
-        "/a/file",
-    ),
-    "reading another run's record": (
-        0,
-        lambda: method_fails("read_bytes", "run.json"),
-        [OTHER],
-        "/a/file",
-    ),
-    "searching a schedule": (
-        *(0, lambda: raises("megatron5d.planning.schedule_search.auto_schedule.search_programs")),
-        *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
-    ),
-}
+]
 
 
-def test_a_fault_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monkeypatch):
+def test_an_error_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron5d.checkpoint.save.VISIBLE_S", 0.3)
     data = write_corpus(tmp_path / "toy", vocab_size=97)
 
-    def config_of(overrides, place, world=2):
-        overrides = [f"data.train=[{data}]", f"checkpoint.dir={place}", *overrides]
-        return load_config(
-            [each.format(folder=tmp_path) for each in [*EXPERIMENT, *overrides]], world=world
-        )
+    def config_of(overrides, folder, world=2):
+        overrides = [f"data.train=[{data}]", f"checkpoint.dir={folder}", *overrides]
+        texts = [text.format(folder=tmp_path) for text in [*EXPERIMENT, *overrides]]
+        return load_config(texts, world=world)
 
-    assert plan_and_train(config_of([], SAVED, 1), Process(0, 1, 0, torch.device("cpu"))) == 0
-    assert (
-        main(["to-hf", "--checkpoint", str(tmp_path / "saved"), "--out", str(tmp_path / "hf")]) == 0
-    )
-    configs = [config_of(plant[2], f"{{folder}}/{i}") for i, plant in enumerate(PLANTS.values())]
+    process = Process(0, 1, 0, torch.device("cpu"))
+    assert plan_and_train(config_of([], SAVED, 1), process) == 0
+    export = ["--checkpoint", str(tmp_path / "saved"), "--out", str(tmp_path / "hf")]
+    assert main(["to-hf", *export]) == 0
+    configs = [config_of(plant[3], f"{{folder}}/{i}") for i, plant in enumerate(PLANTS)]
 
-    def one(rank, world):
-        process, told = Process(rank, world, rank, torch.device("cpu")), []
-        for config, (victim, fault, *_) in zip(configs, PLANTS.values(), strict=True):
-            with fault() if rank == victim else nullcontext():
+    def on_rank(rank, world):
+        process, outcomes = Process(rank, world, rank, torch.device("cpu")), []
+        for config, (victim, plant, arguments, *_) in zip(configs, PLANTS):
+            with plant(*arguments) if rank == victim else nullcontext():
                 try:
-                    told.append(f"ended with {plan_and_train(config, process)}")
-                except Exception as error:  # noqa: BLE001 - told below
-                    told.append(f"{type(error).__name__}: {error}")
-        return told
+                    outcomes.append(f"ended with {plan_and_train(config, process)}")
+                except Exception as error:  # noqa: BLE001 - compared below
+                    outcomes.append(f"{type(error).__name__}: {error}")
+        return outcomes
 
-    for (name, (victim, *_, text)), *said in zip(PLANTS.items(), *run_ranks(one, 2), strict=True):
-        assert re.match("((OS|Permission|Value|Key)Error|Refused): ", said[victim]), (name, said)
-        other = rf"((OS|Value|Runtime)Error|Refused): rank {victim}[: ](?s:.)*{text}"
-        assert re.match(other, said[1 - victim]), (name, said)
+    for (victim, _, arguments, _, *texts), *outcomes in zip(PLANTS, *run_ranks(on_rank, 2)):
+        text = texts[0] if texts else "/a/file"
+        own, other = outcomes[victim], outcomes[1 - victim]
+        assert re.match("((OS|Permission|Value|Key)Error|Refused): ", own), (arguments, outcomes)
+        message = rf"((OS|Value|Runtime)Error|Refused): rank {victim}[: ](?s:.)*{text}"
+        assert re.match(message, other), (arguments, outcomes)
