@@ -12,8 +12,8 @@ import pytest
 from layouts import assert_parity
 from parity import test_moe_layouts as moe
 from parity import test_mtp_layouts as mtp
-from parity import test_pipeline_layouts as pipeline
 from parity_configs import config_of
+from pipeline_configs import scheduled_config
 
 
 def with_muon(config, **optim):
@@ -92,13 +92,13 @@ PIPELINES = {
 def test_pipelines(case):
     options = dict(PIPELINES[case])
     dp, schedule = options.pop("dp", 1), case.split(",")[0]
-    config = pipeline.config_of(schedule, 2, 4, dp=dp, **options)
+    config = scheduled_config(schedule, 2, 4, dp=dp, **options)
     assert_parity(with_muon(config), world=2 * dp * config.parallel.tp)
 
 
 def test_a_tied_embedding_on_both_ends():
     """Mirrored ranks hold it together; it is dealt out over both and made whole on one."""
-    config = pipeline.config_of("1f1b", 2, 4, dp=2, tied=True, zero=1)
+    config = scheduled_config("1f1b", 2, 4, dp=2, tied=True, zero=1)
     assert_parity(with_muon(config, muon_exclude=[]), world=4)
 
 

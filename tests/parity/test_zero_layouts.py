@@ -4,8 +4,8 @@ import pytest
 from layouts import assert_parity
 from parity import test_moe_layouts as moe
 from parity import test_mtp_layouts as mtp
-from parity import test_pipeline_layouts as pipeline
 from parity_configs import config_of
+from pipeline_configs import assert_schedule_parity
 
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.pipeline_parallel.registry import schedule_names
@@ -47,7 +47,7 @@ ZERO3_GATHER = {"per_microbatch": {"zero": 3}, "kept": MIXED, "per_step": PER_ST
 @pytest.mark.parametrize("zero3_gather", ZERO3_GATHER)
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_pipelines(schedule, zero3_gather):
-    pipeline.check(schedule, 2, 4, dp=2, tied=True, **ZERO3_GATHER[zero3_gather])
+    assert_schedule_parity(schedule, 2, 4, dp=2, tied=True, **ZERO3_GATHER[zero3_gather])
 
 
 # schedule -> what is beside pp = 2
@@ -64,7 +64,7 @@ COMPOSED = {
 
 @pytest.mark.parametrize("schedule", COMPOSED)
 def test_pipelines_with_more_beside(schedule):
-    pipeline.check(schedule, 2, 4, tied=True, **COMPOSED[schedule])
+    assert_schedule_parity(schedule, 2, 4, tied=True, **COMPOSED[schedule])
 
 
 @pytest.mark.parametrize("checks", ["OFF", "DETAIL"])
@@ -75,7 +75,7 @@ def test_with_and_without_torchs_checks(schedule, parallel, checks, monkeypatch,
     """torch's checks make every collective blocking; without them gathers and reductions really run
     beside others."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", checks)
-    pipeline.check(schedule, 2, 4, dp=2, tied=True, **parallel)
+    assert_schedule_parity(schedule, 2, 4, dp=2, tied=True, **parallel)
 
 
 EXPERTS = {
