@@ -1,5 +1,4 @@
-"""No tokens, no rows, no tensors: every operation gives an empty result and gradients of zero, and
-launches nothing."""
+"""No tokens, rows or tensors: results are empty, gradients zero, and nothing is launched."""
 
 import pytest
 import torch
@@ -8,31 +7,29 @@ from megatron5d import kernels
 from megatron5d.kernels import moe
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from megatron5d.kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
+from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
 from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.gemm import grouped_matmul, grouped_weight_grad
-from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from megatron5d.kernels.multi_tensor import (
+    ADAMW_COLUMNS,
+    AdamWSettings,
+    TensorTable,
+    adamw_step,
+    squared_norm,
+)
 
-
-def leaf(*shape, dtype=torch.bfloat16):
-    return torch.randn(shape).to(dtype).requires_grad_()
-
-
-def tables(tokens, half):
-    return torch.zeros(tokens, 1, half), torch.zeros(tokens, 1, half)
-
-
-DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
+ROPE = torch.zeros(0, 1, 4), torch.zeros(0, 1, 4)  # cos and sin
+OPERATIONS = {  # operation, shapes of the leaves and of its first output
     "rms_norm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), [(0, 8), (8,)], (0, 8)),
     "layer_norm": (lambda x, w, b: kernels.layer_norm(x, w, b, 1e-5), [(0, 8), (8,), (8,)], (0, 8)),
     "add_rms_norm": (
-        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5),
+        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5)[0],
         [(0, 8), (0, 8), (8,)],
         (0, 8),
     ),
     "add_layer_norm": (
-        lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5),
+        lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5)[0],
         [(0, 8), (0, 8), (8,), (8,)],
         (0, 8),
     ),
@@ -44,22 +41,22 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
         (0, 5),
     ),
     "rope": (
-        lambda q, k: kernels.apply_rope(q, k, *tables(0, 4)),
+        lambda q, k: kernels.apply_rope(q, k, *ROPE)[0],
         [(0, 2, 3, 8), (0, 2, 1, 8)],
         (0, 2, 3, 8),
     ),
     "rope of a projection": (
-        lambda x: kernels.apply_rope_to_projection(x * 1, (1, 1), *tables(0, 4)),
+        lambda x: kernels.apply_rope_to_projection(x * 1, (1, 1), *ROPE)[0],
         [(0, 2, 3, 8)],
         (0, 2, 1, 8),
     ),
     "attention": (
-        lambda q, k, v: kernels.attention(q, k, v, scale=1.0),
+        lambda q, k, v: kernels.attention(q, k, v, scale=1.0)[0],
         [(0, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
         (0, 2, 4, 16),
     ),
     "attention without keys": (
-        lambda q, k, v: kernels.attention(q, k, v, scale=1.0),
+        lambda q, k, v: kernels.attention(q, k, v, scale=1.0)[0],
         [(3, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
         (3, 2, 4, 16),
     ),
@@ -86,61 +83,51 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_differentiable(name):
-    run, shapes, want = DIFFERENTIABLE[name]
-    leaves = [leaf(*shape) for shape in shapes]
-    out = run(*leaves)
-    out = out if isinstance(out, torch.Tensor) else out[0]
-    assert out.shape == want and not out.any()
-    for x, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves, allow_unused=True)):
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_differentiable_operations(name):
+    run, shapes, shape = OPERATIONS[name]
+    leaves = [torch.randn(s).bfloat16().requires_grad_() for s in shapes]
+    y = run(*leaves)
+    assert y.shape == shape and not y.any()
+    for x, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves, allow_unused=True)):
         assert grad is None or (grad.shape == x.shape and not grad.any())
 
 
 @pytest.mark.fp8
 def test_fp8():
-    x, weight, offsets = (
-        torch.zeros(0, 256),
-        torch.randn(130, 256),
-        torch.zeros(3, dtype=torch.int64),
-    )
+    x, offsets = torch.zeros(0, 256), torch.zeros(3, dtype=torch.int64)
     rows = quantize_rows(x)
     assert rows.values.shape == (0, 256)
-    whole, whole_transposed = quantize_tensor_both_ways(x)
-    assert whole.values.shape == (0, 256) and whole_transposed.values.shape == (256, 0)
-    assert amax_of(x) == 0 and whole.scales.item() == 1
-    blocks = quantize_blocks(weight)[0]
-    assert fp8_matmul(rows, blocks).shape == (0, 130)
+    q, transposed = quantize_tensor_both_ways(x)
+    assert q.values.shape == (0, 256) and transposed.values.shape == (256, 0)
+    assert amax_of(x) == 0 and q.scales.item() == 1
     assert fp8_transpose(rows).values.shape == (256, 0)
     assert swiglu_quantized(torch.zeros(0, 512)).values.shape == (0, 256)
     for centered in (False, True):
-        assert norm_quantized(x, torch.ones(256), None, 1e-5, centered=centered)[
-            0
-        ].values.shape == (
-            0,
-            256,
-        )
-    stack = Quantized(torch.stack([blocks.values] * 2), torch.stack([blocks.scales] * 2), 128)
-    assert grouped_matmul_fp8(rows, stack, offsets).shape == (0, 130)
-    main = torch.ones(2, 130, 256)
-    grouped_weight_grad(torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main)
-    dy = fp8_transpose(quantize_rows(torch.zeros(0, 130)), offsets)
-    grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main)
-    assert bool((main == 1).all())
-    grouped_weight_grad(
-        torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main, accumulate=False
-    )
-    assert not main.any()
-    grouped_weight_grad_fp8(
-        dy, fp8_transpose(rows, offsets), offsets, main.fill_(1), accumulate=False
-    )
-    assert not main.any()
+        normal, _ = norm_quantized(x, torch.ones(256), None, 1e-5, centered=centered)
+        assert normal.values.shape == (0, 256)
+    assert fp8_matmul(rows, quantize_blocks(torch.randn(130, 256))[0]).shape == (0, 130)
+    experts, _ = quantize_blocks(torch.randn(2, 130, 256))
+    assert grouped_matmul_fp8(rows, experts, offsets).shape == (0, 130)
 
 
-def test_many_tensors_of_nothing():
-    names = ("master", "grad", "exp_avg", "exp_avg_sq")
-    settings, one = AdamWSettings(0.1, 0.9, 0.9, 1e-8, 1), torch.ones(())
-    for shapes in ([], [(0,)]):
-        table = TensorTable(**{name: [torch.zeros(s) for s in shapes] for name in names})
-        adamw_step(table, settings, one, torch.zeros(len(shapes)))
-        assert squared_norm(table).item() == 0
+@pytest.mark.fp8
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_weight_grads_of_experts(accumulate):
+    dy, x, offsets = torch.zeros(0, 130), torch.zeros(0, 256), torch.zeros(3, dtype=torch.int64)
+    fp8_operands = (fp8_transpose(quantize_rows(rows), offsets) for rows in (dy, x))
+    for weight_grad, operands in (
+        (grouped_weight_grad, (dy.bfloat16(), x.bfloat16())),
+        (grouped_weight_grad_fp8, fp8_operands),
+    ):
+        main_grad = torch.ones(2, 130, 256)
+        weight_grad(*operands, offsets, main_grad, accumulate=accumulate)
+        assert (main_grad == int(accumulate)).all()
+
+
+@pytest.mark.parametrize("shapes", [[], [(0,)]])
+def test_tables_of_tensors(shapes):
+    settings, factor = AdamWSettings(0.1, 0.9, 0.9, 1e-8, 1), torch.ones(())
+    table = TensorTable(**{name: [torch.zeros(s) for s in shapes] for name in ADAMW_COLUMNS})
+    adamw_step(table, settings, factor, torch.zeros(len(shapes)))
+    assert squared_norm(table).item() == 0
