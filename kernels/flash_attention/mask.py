@@ -44,7 +44,7 @@ def flags_of(rule: AttentionRule) -> Flags:
 
 
 class MaskData(NamedTuple):
-    """Pointers to int32 positions `[s]`, `[t]` and documents `[b, s]`, `[b, t]`, where they exist."""
+    """int32 positions `[s]`, `[t]` and documents `[b, s]`, `[b, t]` of queries and keys."""
 
     q_positions: Tensor
     q_documents: Tensor

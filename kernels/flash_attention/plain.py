@@ -1,11 +1,12 @@
-"""Attention in plain torch: the one-line truth, and a path for the CPU whose memory stays bounded.
+"""Attention in plain torch: a reference, and paths for the CPU that use bounded memory.
 
-scores = cap(scale · q kᵀ) where visible, -inf elsewhere; out = softmax(scores) v; lse =
-logsumexp(scores). Backward from out and lse (Dao, arXiv:2307.08691, algorithm 2): P = exp(scores -
-lse), delta = rowsum(dout ∘ out),
+    scores = cap(scale · q kᵀ) where visible, -inf elsewhere
+    out = softmax(scores) v,  lse = logsumexp(scores)
+Backward from out and lse (Dao, arXiv:2307.08691, algorithm 2), with P = exp(scores - lse) and
+delta = rowsum(dout ∘ out):
     dv = Pᵀ dout,   dS = P ∘ (dout vᵀ - delta),   dq = scale · dS k,   dk = scale · dSᵀ q
-Because P comes from lse alone, the same lines give one block's share of a gradient when out and lse
-are of the whole.
+Because P follows from lse alone, the same formulas give the contribution of one block of keys when
+out and lse are merged over all blocks.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ _FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Who sees whom, and how scores are shaped; tensors may be None where a default applies.
+    """Mask, scale and soft-cap of an attention, as in `flash_attention.attention`.
 
-    `documents` are of the queries, `k_documents` of the keys; positions default to 0, 1, 2, ...
+    `documents` are those of the queries, `k_documents` of the keys (None = the queries');
+    positions default to 0, 1, 2, ...
     """
 
     scale: float
@@ -37,20 +39,18 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but an aligned causal mask (or none) is asked for."""
+        """Whether the mask is an aligned causal one or none, without a soft-cap."""
         positions = self.causal and (self.q_positions is not None or self.k_positions is not None)
         return (
             self.window is None and self.softcap == 0.0 and self.documents is None and not positions
         )
 
     def visible(self, queries: slice, num_keys: int, device: torch.device) -> Tensor | None:
-        """Computes `[b|1, 1, 1, queries, t]` bool: which keys the queries of this slice see; None
-        where all see all."""
+        """Mask `[b|1, 1, 1, queries, t]` bool of a slice of queries; None if they see all keys."""
         if not self.causal and self.window is None and self.documents is None:
             return None
-        seen = torch.ones(
-            1, 1, 1, queries.stop - queries.start, num_keys, dtype=torch.bool, device=device
-        )
+        shape = (1, 1, 1, queries.stop - queries.start, num_keys)
+        mask = torch.ones(shape, dtype=torch.bool, device=device)
         q_at = torch.arange(queries.start, queries.stop, device=device)
         if self.q_positions is not None:
             q_at = self.q_positions[queries]
@@ -59,29 +59,27 @@ class AttentionRule:
         )
         distance = q_at[:, None] - k_at[None, :]
         if self.causal:
-            seen = seen & (distance >= 0)
+            mask = mask & (distance >= 0)
         if self.window is not None:
-            seen = seen & (distance.abs() < self.window)
+            mask = mask & (distance.abs() < self.window)
         if self.documents is not None:
             k_documents = self.documents if self.k_documents is None else self.k_documents
-            seen = seen & (
-                self.documents[:, None, None, queries, None] == k_documents[:, None, None, None, :]
-            )
-        return seen
+            q_documents = self.documents[:, None, None, queries, None]
+            mask = mask & (q_documents == k_documents[:, None, None, None, :])
+        return mask
 
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None = None
 ):
-    """Computes the whole score matrix at once, differentiable by plain autograd: the truth the
-    other paths are held to.
+    """Computes attention from the full score matrix, by autograd: the other paths' reference.
 
     Args:
         q: `[s, b, a, d]`.
         k: `[t, b, g, d]`.
         v: `[t, b, g, dv]`.
         rule: mask, scale and soft-cap.
-        sinks: `[a]` logits of a key that everyone sees and that has no value, or None.
+        sinks: `[a]` logits of a key that every query sees and that has no value, or None.
 
     Returns:
         out `[s, b, a, dv]`, lse `[b, a, s]` in float32 (float64 for float64).
@@ -90,15 +88,8 @@ def attention_reference(
     wide = statistics_dtype(q.dtype)
     s, b, a, _ = q.shape
     t, g = k.shape[0], k.shape[2]
-    scores = (
-        torch.einsum("sbgrd,tbgd->bgrst", q.to(wide).unflatten(2, (g, a // g)), k.to(wide))
-        * rule.scale
-    )
-    if rule.softcap:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    seen = rule.visible(slice(0, s), t, q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
+    grouped_q = q.to(wide).unflatten(2, (g, a // g))
+    scores, _ = _block_scores(grouped_q, k.to(wide), rule, slice(0, s))
     if sinks is not None:
         sink_scores = sinks.to(wide).view(1, g, a // g, 1, 1).expand(b, g, a // g, s, 1)
         scores = torch.cat((scores, sink_scores), dim=-1)
@@ -112,17 +103,16 @@ def attention_reference(
 def _block_scores(
     q: Tensor, k: Tensor, rule: AttentionRule, queries: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes masked scores `[b, g, r, block, t]` of some queries, and the capped scores over the
-    cap, if any."""
+    """Masked scores `[b, g, r, block, t]` of some queries, and tanh(score / softcap) or None."""
     scores = torch.einsum("sbgrd,tbgd->bgrst", q, k) * rule.scale
-    capped = None
+    tanh = None
     if rule.softcap:
-        capped = torch.tanh(scores / rule.softcap)
-        scores = rule.softcap * capped
-    seen = rule.visible(queries, k.shape[0], q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return scores, capped
+        tanh = torch.tanh(scores / rule.softcap)
+        scores = rule.softcap * tanh
+    mask = rule.visible(queries, k.shape[0], q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores, tanh
 
 
 def _query_blocks(s: int):
@@ -130,8 +120,8 @@ def _query_blocks(s: int):
 
 
 def chunked_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None):
-    """Computes `attention_reference`, holding the scores of `QUERY_BLOCK` queries at a time;
-    unrecorded by autograd."""
+    """Computes `attention_reference` without autograd, with the scores of `QUERY_BLOCK` queries at
+    a time."""
     wide = statistics_dtype(q.dtype)
     s, b, a, _ = q.shape
     g = k.shape[2]
@@ -164,13 +154,13 @@ def chunked_backward(
         block_q = q[queries].to(wide).unflatten(2, heads)
         block_dout = dout[queries].to(wide).unflatten(2, heads)
         delta = (block_dout * out[queries].to(wide).unflatten(2, heads)).sum(-1).permute(1, 2, 3, 0)
-        scores, capped = _block_scores(block_q, wide_k, rule, queries)
+        scores, tanh = _block_scores(block_q, wide_k, rule, queries)
         block_lse = lse[:, :, queries].to(wide).unflatten(1, heads)
         p = (scores - block_lse.where(block_lse.isfinite(), float("inf")).unsqueeze(-1)).exp_()
         dv += torch.einsum("bgrst,sbgrd->tbgd", p, block_dout)
         ds = p * (torch.einsum("sbgrd,tbgd->bgrst", block_dout, wide_v) - delta.unsqueeze(-1))
-        if capped is not None:
-            ds = ds * (1 - capped.square())
+        if tanh is not None:
+            ds = ds * (1 - tanh.square())
         ds = ds * rule.scale
         dq[queries] = torch.einsum("bgrst,tbgd->sbgrd", ds, wide_k).flatten(2, 3).to(q.dtype)
         dk += torch.einsum("bgrst,sbgrd->tbgd", ds, block_q)
@@ -178,14 +168,13 @@ def chunked_backward(
 
 
 def _heads_first(x: Tensor, dim: int) -> Tensor:
-    """Permutes `[s, b, a, d]` -> `[b, a, s, dim]`, padded with zeros: torch's CPU kernel takes one
-    head dim."""
+    """Permutes `[s, b, a, d]` -> `[b, a, s, dim]`, zero-padded to one head dim for all."""
     x = x.permute(1, 2, 0, 3)
     return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
 
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
-    """Runs torch's own CPU flash kernel: for a plain rule, in O(s) memory."""
+    """Runs torch's own CPU flash kernel, for a plain rule, in O(s) memory."""
     dim, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = _heads_first(q, dim), _heads_first(k, dim), _heads_first(v, dim)
     out, lse = _FLASH(q, k, v, 0.0, rule.causal, scale=rule.scale)
@@ -196,10 +185,9 @@ def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
 def cpu_flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule
 ):
-    """Computes the backward of `cpu_flash_forward`, from a given out and lse.
+    """Computes the backward of `cpu_flash_forward` from a given out and lse, at least in float32.
 
-    In float32 at least: in bfloat16 torch's takes up to fifteen times as long on a CPU without
-    units for it.
+    torch's bfloat16 backward takes up to fifteen times as long on a CPU without bfloat16 units.
     """
     dim, wide = max(q.shape[-1], v.shape[-1]), statistics_dtype(q.dtype)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -23,7 +23,7 @@ COUNTS = [
 ]
 """Arguments that one binary takes at any value.
 
-Triton would compile others for 1 and for multiples of 16, and always does so for integers in tuples.
+Triton would compile others for 1 and for multiples of 16, and always does so for those in tuples.
 """
 
 
