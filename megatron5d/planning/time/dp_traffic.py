@@ -1,13 +1,12 @@
-"""What data parallelism sends and an optimiser moves, of some units; n ranks share a bucket, of Ψ
-elements.
+"""Bytes that data parallelism sends and the optimizer moves, for some units of layers.
 
-Which ranks these are, data_parallel/bucketing.py says (`data_axes`). How often ZeRO-3 gathers a
-unit depends on the order of the actions: the `GatheredWeights` that trains counts it, on buckets
-without memory.
+`data_axes` of data_parallel/bucketing.py gives the ranks that share a bucket. How often ZeRO-3
+gathers a unit depends on the order of the actions: the `GatheredWeights` of training counts it, on
+buckets without memory.
 
-Under Muon a rank makes one matrix of each round orthogonal (optim/muon.py), and every round takes
-as long as its largest matrix. With `optim.offload` gradients travel to the host, which updates, and
-weights back; nothing hides that.
+With Muon a rank orthogonalizes one matrix in each round (optim/muon.py), and a round takes as long
+as its largest matrix. With `optim.offload` gradients are copied to the host, which updates, and
+weights back; nothing hides these copies.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megatron5d.topology.grid import SharedRanks
 from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
 
 Transfers = Mapping[tuple[str, str], float]
-"""(axis, operation) -> bytes that this rank sends."""
+"""(axis, collective) -> bytes that this rank sends."""
 _Sums = defaultdict[tuple[str, str], float]
 
 
@@ -41,7 +40,7 @@ class Sharding:
     Args:
         config: parallel, precision and optim.
         mesh: axes of a rank that holds the embedding.
-        shared: which pipeline ranks hold parameters together.
+        shared: pipeline ranks that share parameters.
     """
 
     def __init__(self, config: Config, mesh: Mesh, shared: SharedRanks = NO_SHARED_RANKS) -> None:
@@ -51,7 +50,7 @@ class Sharding:
         dense, expert = (data_axes(mesh, self.zero, pair, kind) for kind in (False, True))
         tied = data_axes(mesh, self.zero, "tied") if "tied" in shared else dense
         self._axes = Elements(dense, expert, tied)  # (shard, replicate) of each kind of parameters
-        # experts' or not -> the ranks that own a slice each
+        # whether of experts -> the ranks that each own a slice
         self.shards = {False: dense[0], True: expert[0]}
         self.weight = ELEMENT_BYTES[dtype]
         self.grad = 8 if dtype == "fp64" else ELEMENT_BYTES[config.precision.grad_dtype]
@@ -62,25 +61,23 @@ class Sharding:
         self.gathers_each = self.zero == 3 and parallel.zero3_gather == "per_microbatch"
         self._gathers_fp8 = self.zero == 3 and config.precision.fp8_gather
 
-    def beside(
+    def sent_in_pass(
         self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
     ) -> Transfers:
-        """Returns what is sent beside each pass of a stage.
+        """What ZeRO-2 and 3 send during each pass of a stage.
 
         Args:
             units: of the stage.
             op: the pass.
-            gathered: bytes of dense parameters, and of experts', that it gathers; None = of all
-                that the units read.
+            gathered: bytes of dense parameters and of experts that the pass gathers; None = of all
+                parameters that the units read.
         """
         sent = _Sums(float)
         if self.gathers_each and op != "W":
             if gathered is None:
-                dense, expert = self.whole_bytes(units)
-                gathered = (
-                    dense + self.weight * sum(unit.borrowed_elements() for unit in units),
-                    expert,
-                )
+                dense, expert = self.gather_bytes(units)
+                borrowed = sum(unit.borrowed_elements() for unit in units)
+                gathered = dense + self.weight * borrowed, expert
             self._add(sent, "all_gather", zip(self.shards.values(), gathered))
         if self.reduces_each and op in "BW":
             self._scatter(units, sent)
@@ -88,31 +85,25 @@ class Sharding:
             self._add(sent, "reduce_scatter", [(self.shards[False], borrowed * self.grad)])
         return sent
 
-    def whole_bytes(self, units: Iterable[Unit]) -> tuple[float, float]:
-        """Returns bytes of what the units' own dense parameters, and their experts', are gathered
-        as."""
-        units, saved = list(units), self.weight - 1 if self._gathers_fp8 else 0
-        dense = sum(
-            (unit.held.dense + unit.held.tied) * self.weight - unit.fp8.dense * saved
-            for unit in units
-        )
-        return dense, sum(
-            unit.held.expert * self.weight - unit.fp8.expert * saved for unit in units
-        )
+    def gather_bytes(self, units: Iterable[Unit]) -> tuple[float, float]:
+        """Bytes of the units' own gathered weights: dense parameters, and experts."""
+        saved = self.weight - 1 if self._gathers_fp8 else 0
+        dense = expert = 0.0
+        for unit in units:
+            dense += (unit.held.dense + unit.held.tied) * self.weight - unit.fp8.dense * saved
+            expert += unit.held.expert * self.weight - unit.fp8.expert * saved
+        return dense, expert
 
     def reduced(self, units: Iterable[Unit], *, last: bool = False) -> Transfers:
-        """Returns what the end of a step sends: reductions beside no pass, sums over replicas and
-        over copies.
+        """What the end of a step sends: reductions outside of passes, sums over replicas and copies.
 
         Args:
-            units: whose gradients.
-            last: also what is reduced beside the last pass.
+            last: include the reductions of the last pass.
         """
         units, sent = list(units), _Sums(float)
-        for axis, elements in (
-            (self.mesh[name], count) for unit in units for name, count in unit.copied.items()
-        ):
-            self._all_reduce(sent, axis, elements / self.shards[False].size)
+        for unit in units:
+            for name, elements in unit.copied.items():
+                self._all_reduce(sent, self.mesh[name], elements / self.shards[False].size)
         if last or not self.reduces_each:
             self._scatter(units, sent)
         for shard, replicate, elements in self._split(units, trained=True):
@@ -120,99 +111,87 @@ class Sharding:
         return sent
 
     def gathered(self, units: Iterable[Unit]) -> Transfers:
-        """Returns what gathering weights sends once a step, if they stay whole or are gathered
-        once."""
+        """What gathering weights sends once a step, if passes do not gather them."""
         units, sent = list(units), _Sums(float)
         if self.zero == 3 and not self.gathers_each:
-            self._add(sent, "all_gather", zip(self.shards.values(), self.whole_bytes(units)))
+            self._add(sent, "all_gather", zip(self.shards.values(), self.gather_bytes(units)))
         elif not self.gathers_each:
-            parts = [(shard, elements * self.weight) for shard, _, elements in self._split(units)]
-            self._add(sent, "all_gather", parts)
+            groups = [(shard, elements * self.weight) for shard, _, elements in self._split(units)]
+            self._add(sent, "all_gather", groups)
         return sent
 
     def owned(self, units: Iterable[Unit]) -> float:
-        """Returns the elements that this rank's optimiser updates."""
+        """Number of elements that this rank's optimizer updates."""
         return sum(elements / shard.size for shard, _, elements in self._split(units, trained=True))
 
     def owned_matrices(self, units: Iterable[Unit]) -> float:
-        """Returns the elements of this rank's matrices that Muon updates."""
-        found = [matrix for unit in units for matrix in unit.matrices]
-        return sum(matrix.elements / self.shards[matrix.expert].size for matrix in found)
+        """Number of elements of this rank that Muon updates."""
+        matrices = [matrix for unit in units for matrix in unit.matrices]
+        return sum(matrix.elements / self.shards[matrix.expert].size for matrix in matrices)
 
     def state_bytes(self, units: Iterable[Unit]) -> float:
-        """Returns bytes of weights, gradients and optimiser state that stay, without temporary
-        buffers and padding."""
+        """Bytes of resident weights, gradients and optimizer state, without padding."""
         units = list(units)
-
-        def whole(width: int, least_zero: int, trained: bool) -> float:
-            parts = self._split(units, trained=trained)
-            return sum(
-                n * width / (shard.size if self.zero >= least_zero else 1) for shard, _, n in parts
-            )
-
-        state = (
-            whole(self.weight, 3, False)
-            + whole(self.grad, 2, True)
-            + whole(self.optimizer, 1, True)
-        )
-        return state - self.owned_matrices(units) * self.moment  # Muon has one
+        total = 0.0
+        for width, zero, trained in (
+            (self.weight, 3, False),
+            (self.grad, 2, True),
+            (self.optimizer, 1, True),
+        ):
+            for shard, _, elements in self._split(units, trained=trained):
+                total += elements * width / (shard.size if self.zero >= zero else 1)
+        # Muon has one moment, AdamW two.
+        return total - self.owned_matrices(units) * self.moment
 
     def _split(
         self, units: Iterable[Unit], *, trained: bool = False
     ) -> list[tuple[Axis, Axis, int]]:
-        """Returns (ranks that own a slice each, ranks that own the same slice, elements) of what is
-        reduced alike."""
+        """(ranks that each own a slice, ranks that own the same slice, elements) by group."""
         totals = map(sum, zip(*(unit.trained if trained else unit.held for unit in units)))
         return [(*axes, count) for axes, count in zip(self._axes, totals) if count]
 
     def _scatter(self, units: Sequence[Unit], sent: _Sums) -> None:
-        """Adds what reducing the units' gradients sends."""
-        parts = [(shard, count * self.grad) for shard, _, count in self._split(units, trained=True)]
-        self._add(sent, "reduce_scatter", parts)
+        """Adds the reduce-scatter of the units' gradients."""
+        groups = [(shard, n * self.grad) for shard, _, n in self._split(units, trained=True)]
+        self._add(sent, "reduce_scatter", groups)
 
     def _all_reduce(self, sent: _Sums, axis: Axis, elements: float) -> None:
         sent[axis.name, "all_reduce"] += 2 * (axis.size - 1) / axis.size * elements * self.grad
 
-    def _add(self, sent: _Sums, operation: str, parts: Iterable[tuple[Axis, float]]) -> None:
-        """Adds what a collective sends of a number of bytes, over the ranks that own a slice
-        each."""
-        for shard, num_bytes in parts:
-            sent[shard.name, operation] += (1 - 1 / shard.size) * num_bytes
+    def _add(self, sent: _Sums, collective: str, groups: Iterable[tuple[Axis, float]]) -> None:
+        """Adds a collective over the ranks that each own a slice of a number of bytes."""
+        for shard, num_bytes in groups:
+            sent[shard.name, collective] += (1 - 1 / shard.size) * num_bytes
 
 
 Pass = tuple[str, int]
 """(op, stage)."""
 
 
-class _Part:
+class _Bucket:
     """A bucket without memory: the parameters of a unit, or one that several units read."""
 
     shards_weights, format = True, None
 
     def __init__(self, dense: float, expert: float) -> None:
-        self.bytes, self.weights, self.whole, self.gathers = (
-            (dense, expert),
-            torch.empty(0, device="meta"),
-            False,
-            0,
-        )
+        self.bytes, self.weights = (dense, expert), torch.empty(0, device="meta")
+        self.has_weights, self.num_gathers = False, 0
 
-    def holds(self, wide: bool) -> bool:
-        return self.whole
+    def is_gathered(self, in_model_dtype: bool) -> bool:
+        return self.has_weights
 
-    def start_gather(self, wide: bool = False) -> Pending:
-        self.whole, self.gathers = True, self.gathers + 1
+    def start_gather(self, in_model_dtype: bool = False) -> Pending:
+        self.has_weights, self.num_gathers = True, self.num_gathers + 1
         return Pending(self.weights)
 
     def drop_weights(self) -> None:
-        self.whole = False
+        self.has_weights = False
 
 
 def gathered_bytes(
     program: Program, rank: int, stages: Sequence[Sequence[Unit]], sharding: Sharding
 ) -> Mapping[Pass, tuple[float, float]]:
-    """Returns bytes of dense parameters and of experts that ZeRO-3 gathers beside each pass, on
-    average over a step.
+    """Bytes of dense parameters and of experts that ZeRO-3 gathers in each pass, mean of a step.
 
     Args:
         program: of a step.
@@ -220,30 +199,36 @@ def gathered_bytes(
         stages: units of every stage.
         sharding: of the layout.
     """
-    held = {stage: stages[stage] for _, stage in program.placement.stages_of(rank) if stages[stage]}
-    parts, uses = dict[Any, _Part](), dict[Any, list[Any]]()  # a unit stands for its phases
-    for stage, units in held.items():
-        for place, unit in enumerate(units):
-            dense, expert = sharding.whole_bytes([unit])
-            parts[stage, place] = _Part(dense - unit.lent_elements * sharding.weight, expert)
-            parts |= {
-                name: _Part(elements * sharding.weight, 0) for name, elements in unit.read.items()
-            }
-            uses[stage, place] = [(stage, place), *unit.read]
-    index: dict[Any, int] = {part: number for number, part in enumerate(parts)}
-    numbers: dict[Any, list[int]] = {
-        unit: [index[part] for part in read] for unit, read in uses.items()
-    }
-    buckets: list[Any] = list(parts.values())
-    weights = GatheredWeights(
-        buckets, numbers, {unit: number for number, unit in enumerate(uses)}, per_step=False
-    )
+    local = {stage: stages[stage] for _, stage in program.placement.stages_of(rank)}
+    local = {stage: units for stage, units in local.items() if units}
+    weights, buckets = _gathered_weights(local, sharding)
     orders: dict[int, list[Any]] = {
-        stage: [(stage, place) for place in range(len(own))] for stage, own in held.items()
+        stage: [(stage, index) for index in range(len(units))] for stage, units in local.items()
     }
     for order in orders.values():
         weights.register(order)
     return _gathers(program, rank, orders, weights, buckets)
+
+
+def _gathered_weights(
+    stages: Mapping[int, Sequence[Unit]], sharding: Sharding
+) -> tuple[GatheredWeights, Sequence[_Bucket]]:
+    """Gathering of the units (stage, index), which stand for their phases, and its buckets."""
+    buckets, uses = dict[Any, Any](), dict[Any, list[Any]]()
+    for stage, units in stages.items():
+        for index, unit in enumerate(units):
+            key, weight = (stage, index), sharding.weight
+            dense, expert = sharding.gather_bytes([unit])
+            buckets[key] = _Bucket(dense - unit.lent_elements * weight, expert)
+            buckets |= {name: _Bucket(elements * weight, 0) for name, elements in unit.read.items()}
+            uses[key] = [key, *unit.read]
+    indices = {key: index for index, key in enumerate(buckets)}
+    bucket_uses: dict[Any, list[int]] = {
+        unit: [indices[key] for key in keys] for unit, keys in uses.items()
+    }
+    unit_of: dict[Any, int] = {unit: number for number, unit in enumerate(uses)}
+    in_order = list(buckets.values())
+    return GatheredWeights(in_order, bucket_uses, unit_of, per_step=False), in_order
 
 
 def _gathers(
@@ -251,7 +236,7 @@ def _gathers(
     rank: int,
     orders: Mapping[int, list[Any]],
     weights: GatheredWeights,
-    parts: Sequence[_Part],
+    buckets: Sequence[_Bucket],
 ) -> Mapping[Pass, tuple[float, float]]:
     """Walks through a step as the executor does; arguments and result as in `gathered_bytes`."""
     gathered = defaultdict[Pass, list[tuple[float, float]]](list)
@@ -260,11 +245,12 @@ def _gathers(
         forward, order = action.op == "F", orders[action.stage]
         dense = expert = 0.0
         for phase in order if forward else order[::-1]:
-            before = [part.gathers for part in parts]
+            before = [bucket.num_gathers for bucket in buckets]
             weights.before(phase, forward)
             weights.after(phase, forward)
-            new = [part.bytes for part, count in zip(parts, before) if part.gathers > count]
-            dense, expert = dense + sum(d for d, _ in new), expert + sum(e for _, e in new)
+            for bucket, count in zip(buckets, before):
+                if bucket.num_gathers > count:
+                    dense, expert = dense + bucket.bytes[0], expert + bucket.bytes[1]
             yield True
         gathered[action.op, action.stage].append((dense, expert))
 
@@ -272,48 +258,50 @@ def _gathers(
         tuple(a for a in slot if a.op != "W" and a.stage in orders) for slot in program.ranks[rank]
     ]
     slots = [slot for slot in slots if slot]
-    for slot, after in zip(slots, [*slots[1:], ()]):
-        for action in after:
-            weights.prefetch(orders[action.stage][0 if action.op == "F" else -1], action.op == "F")
+    for slot, following in zip(slots, [*slots[1:], ()]):
+        for action in following:
+            order, forward = orders[action.stage], action.op == "F"
+            weights.prefetch(order[0 if forward else -1], forward)
         running = [run(action) for action in slot]
         while running:
-            running = [each for each in running if next(each, None)]
-    return {
-        each: (fmean(d for d, _ in both), fmean(e for _, e in both))
-        for each, both in gathered.items()
-    }
+            running = [steps for steps in running if next(steps, None)]
+    return _means(gathered)
 
 
 def mean_gathered(
     program: Program, stages: Sequence[Sequence[Unit]], sharding: Sharding
 ) -> Mapping[Pass, tuple[float, float]]:
-    """Returns the same of every pass of a Program, on average over the ranks that hold its
-    stage."""
-    found = defaultdict[Pass, list[tuple[float, float]]](list)
+    """`gathered_bytes` of every pass of a Program, mean over the ranks that hold its stage."""
+    gathered = defaultdict[Pass, list[tuple[float, float]]](list)
     for rank in range(program.num_ranks):
-        for each, both in gathered_bytes(program, rank, stages, sharding).items():
-            found[each].append(both)
+        for key, num_bytes in gathered_bytes(program, rank, stages, sharding).items():
+            gathered[key].append(num_bytes)
+    return _means(gathered)
+
+
+def _means(pairs: Mapping[Pass, list[tuple[float, float]]]) -> Mapping[Pass, tuple[float, float]]:
     return {
-        each: (fmean(a for a, _ in both), fmean(b for _, b in both)) for each, both in found.items()
+        key: (fmean(dense for dense, _ in values), fmean(expert for _, expert in values))
+        for key, values in pairs.items()
     }
 
 
-# Bytes that an update reads and writes an element, with masters in fp32 and weights in 16 bits.
-# AdamW, one kernel: gradient twice (its norm), master and two moments read and written, the weight
-# written.
+# Bytes per element that an update reads and writes, with masters in fp32 and weights in 16 bits.
+# AdamW in one kernel: gradient read twice (once for its norm), master and two moments read and
+# written, weight written.
 ADAMW_BYTES = 34
-# Muon, line by line: gradient's norm 4, momentum 20, direction 18, six copies on the way to the
-# whole matrix and back 24, decay 8, update 10, weight 6.
+# Muon: norm of the gradient 4, momentum 20, direction 18, six copies to the full matrix and back
+# 24, decay 8, update 10, weight 6.
 MUON_BYTES = 90
 
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices that the ranks of two axes make orthogonal side by side, one a rank, the largest
-    first.
+    """Matrices that the ranks of two axes orthogonalize at once, one per rank, largest first.
 
     Args:
-        shard, cut: ranks that share a local parameter, ranks that each have one.
+        shard: ranks that share a local parameter.
+        cut: ranks that each have a part of the matrix.
         matrices: at most as many as there are ranks.
     """
 
@@ -322,8 +310,7 @@ class Round:
     matrices: Sequence[Matrix]
 
     def sent(self, width: int) -> Transfers:
-        """Returns (axis, operation) -> bytes that the first rank sends, which has a matrix in every
-        round.
+        """Bytes that the first rank sends, which has a matrix in every round.
 
         Args:
             width: bytes of an element in a collective.
@@ -338,24 +325,26 @@ class Round:
 
 
 def rounds(units: Sequence[Unit], sharding: Sharding) -> Iterator[Round]:
-    """Yields the rounds in which Muon gathers the matrices of a rank's units."""
+    """Rounds in which Muon gathers the matrices of a rank's units."""
     for expert, name in ((False, "tp"), (True, "etp")):
         shard, cut = sharding.shards[expert], sharding.mesh[name]
         matrices = [matrix for unit in units for matrix in unit.matrices if matrix.expert is expert]
         matrices.sort(key=lambda matrix: -matrix.elements)
-        together = shard.size * cut.size
-        for start in range(0, len(matrices), together):
-            yield Round(shard, cut, matrices[start : start + together])
+        num_ranks = shard.size * cut.size
+        for start in range(0, len(matrices), num_ranks):
+            yield Round(shard, cut, matrices[start : start + num_ranks])
 
 
-def passed_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
-    """Returns the bytes that a rank's update reads and writes, without Muon's iteration."""
+def update_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
+    """Bytes that a rank's update reads and writes, without Muon's iteration."""
     muon = sharding.owned_matrices(units)
     return (sharding.owned(units) - muon) * ADAMW_BYTES + muon * MUON_BYTES
 
 
 def offload_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
-    """Returns the bytes between device and host with `optim.offload`: gradients there and weights
-    back; for Muon's matrices also what is orthogonalised, and the result."""
+    """Bytes between device and host with `optim.offload`: gradients there and weights back.
+
+    Muon's matrices add the matrix to orthogonalize, and the result.
+    """
     muon = sharding.owned_matrices(units)
     return sharding.owned(units) * (sharding.grad + sharding.weight) + muon * 2 * sharding.weight

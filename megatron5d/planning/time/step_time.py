@@ -1,22 +1,23 @@
-"""How long a step takes on a cluster: what the layers do (work.py), priced, and the Program that
-runs it, simulated.
+"""Time of a step on a cluster: prices the work of the layers (work.py), then simulates the Program.
 
-Of one pass of one stage, by kind:
+One pass of one stage takes, by kind:
 
-    gemms       each: FLOPs / (peak · gemms) + bytes / (bandwidth · memory), and a kernel: small ones reach less
-    attention   its FLOPs / (peak · attention)
-    memory      2 · bytes of all tensors made / (bandwidth · memory), and a kernel for each: written once, read once
-    tp          collectives inside the layers, less what runs under GEMMs (HIDDEN_TP)
-    cp          hops of a ring less the attention they run under; all of what is exchanged before or after it
-    host        copies of `recompute.offload` there and back, as far as they take longer than the pass itself
-    dp          ZeRO-2 and 3: what gathering weights and reducing gradients take longer than the pass itself
+    gemms       FLOPs / (peak · gemms) + bytes / (bandwidth · memory) + a launch, for each GEMM:
+                small ones reach less
+    attention   FLOPs / (peak · attention)
+    memory      2 · bytes of all tensors made / (bandwidth · memory), written once and read once,
+                and a launch for each
+    tp          collectives inside the layers, less the part that runs under GEMMs (HIDDEN_TP)
+    cp          hops of a ring, less the attention that they run under; all other exchanges
+    host        copies of `recompute.offload` in both directions, beyond the time of the pass
+    dp          ZeRO-2 and 3: gathering weights and reducing gradients, beyond the time of the pass
 
-All-to-alls of experts go to the simulator, which lets an overlapped action hide them, as messages
-do. It gives the makespan; what the busiest rank's passes leave of it is the bubble. Then comes what
-ends a step: the reduction that its last backward did not hide, the optimiser, and the gathering
-that the next forward will not hide.
+The simulator receives the experts' all-to-alls and the messages, which overlapped actions hide. It
+gives the makespan; the bubble is the part of it outside the busiest rank's passes. The end of the
+step follows: reductions that its last backward does not hide, the optimizer, and the gathering that
+the next forward does not hide.
 
-The bytes that a rank sends in a step are told, too, by axis: what the run's ledger will count.
+The bytes that a rank sends in a step are computed by axis, too, as the run's ledger counts them.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from megatron5d.planning.time.dp_traffic import (
     gathered_bytes,
     mean_gathered,
     offload_bytes,
-    passed_bytes,
     rounds,
+    update_bytes,
 )
-from megatron5d.planning.time.work import Unit, Work, message_bytes, together
+from megatron5d.planning.time.work import Unit, Work, message_bytes, total_work
 from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
 from megatron5d.train.pipeline_layout import PipelineLayout
 
 
 def pass_counts(program: Program) -> np.ndarray:
-    """Returns `[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
+    """Number of passes by rank, op and stage: `[num_ranks, len(OPS), num_stages]`."""
     table = program.table
     counts = np.zeros((program.num_ranks, len(OPS), program.num_stages), dtype=int)
     np.add.at(counts, (table.rank, table.op, table.stage), 1)
@@ -55,14 +56,14 @@ def pass_counts(program: Program) -> np.ndarray:
 
 
 def used_ops(program: Program) -> str:
-    """Returns the operations that a Program has, such as FB."""
+    """The ops of a Program, such as FB."""
     return "".join(op for op in OPS if (program.table.op == OPS.index(op)).any())
 
 
 def sent_bytes(
     messages: Sequence[int], sharding: Sharding, program: Program, stages: Sequence[Sequence[Unit]]
 ) -> tuple[Mapping[str, int], ...]:
-    """Returns, for each pipeline rank, axis -> bytes that it sends in a step.
+    """For each pipeline rank, axis -> bytes that it sends in a step.
 
     Args:
         messages: bytes that each stage sends to the next.
@@ -73,9 +74,9 @@ def sent_bytes(
     counts = pass_counts(program)
     ranks = []
     for rank in range(program.num_ranks):
-        sums = _of_passes(messages, sharding, program, stages, rank, counts[rank])
+        sums = _sent_by_passes(messages, sharding, program, stages, rank, counts[rank])
         units = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
-        muon = [each.sent(sharding.weight) for each in rounds(units, sharding)]
+        muon = [muon_round.sent(sharding.weight) for muon_round in rounds(units, sharding)]
         for sent in (sharding.reduced(units), sharding.gathered(units), *muon):
             for (axis, _), num_bytes in sent.items():
                 sums[axis] += round(num_bytes)
@@ -83,7 +84,7 @@ def sent_bytes(
     return tuple(ranks)
 
 
-def _of_passes(
+def _sent_by_passes(
     messages: Sequence[int],
     sharding: Sharding,
     program: Program,
@@ -91,35 +92,36 @@ def _of_passes(
     rank: int,
     counts: np.ndarray,
 ) -> Counter[str]:
-    """Axis -> bytes that a rank's passes send, whose `[len(OPS), num_stages]` counts are given."""
+    """Axis -> bytes that a rank's passes send, given their counts `[len(OPS), num_stages]`."""
     sums, last = Counter[str](), program.num_stages - 1
     gathered = gathered_bytes(program, rank, stages, sharding) if sharding.gathers_each else {}
     for index, stage in np.argwhere(counts).tolist():
         op, times, units = OPS[index], int(counts[index, stage]), stages[stage]
-        for (axis, _), each in together(unit.passes[op] for unit in units).sent.items():
-            sums[axis] += times * each.num_bytes
-        for (axis, _), num_bytes in sharding.beside(units, op, gathered.get((op, stage))).items():
+        for (axis, _), traffic in total_work(unit.passes[op] for unit in units).sent.items():
+            sums[axis] += times * traffic.num_bytes
+        of_pass = sharding.sent_in_pass(units, op, gathered.get((op, stage)))
+        for (axis, _), num_bytes in of_pass.items():
             sums[axis] += round(times * num_bytes)
-        neighbour = stage + 1 if op == "F" else stage - 1
-        if op != "W" and 0 <= neighbour <= last:
-            routes = [line for line in program.placement.route if line[stage] == rank]
-            away = sum(line[neighbour] != rank for line in routes)
-            sums["pp"] += messages[min(stage, neighbour)] * away * times // len(routes)
+        neighbor = stage + 1 if op == "F" else stage - 1
+        if op != "W" and 0 <= neighbor <= last:
+            routes = [route for route in program.placement.route if route[stage] == rank]
+            num_sent = sum(route[neighbor] != rank for route in routes)
+            sums["pp"] += messages[min(stage, neighbor)] * num_sent * times // len(routes)
     return sums
 
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
-EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
-# Shares of tp's bytes in flight under GEMMs, (with sp, without): a column's input is gathered under
-# dx, and its gradient is summed under dW where that runs in the same pass
+EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes of all-to-alls
+# Shares of tp's bytes that are sent under GEMMs, (with sp, without). A column-parallel layer gathers
+# its input under dx, and reduces the gradient of its input under dW, if that is in the same pass
 # (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
 
 
-_TOLD = {
+_LABELS = {
     "products": "GEMMs",
     "attention": "attention between queries, keys and values",
-    "memory": "what passes through memory: norms, activations, copies",
+    "memory": "memory-bound operations: norms, activations, copies",
     "tp": "exposed communication of tp",
     "cp": "exposed communication of cp",
     "ep": "exposed all-to-alls of ep",
@@ -127,26 +129,25 @@ _TOLD = {
     "bubble": "bubble of the pipeline",
     "dp": "exposed reductions and gathers of dp and ZeRO",
     "host": "exposed copies to the host and back",
-    "optimizer": "optimiser",
-    "muon": "Muon's iterations on whole matrices",
-    "muon_sent": "Muon's all-to-alls, to whole matrices and back",
+    "optimizer": "optimizer",
+    "muon": "Muon's iterations on full matrices",
+    "muon_sent": "Muon's all-to-alls, to full matrices and back",
 }
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step is expected to take.
+    """Predicted cost of one step.
 
     Args:
-        seconds: kind -> seconds of the busiest pipeline rank; they add up to `step_s`.
+        seconds: kind -> seconds of the busiest pipeline rank; their sum is `step_s`.
         tokens_per_s_per_gpu: of all tokens of the global batch.
-        tflops_per_gpu: of the model (model/flops.py), recomputation not counted.
-        mfu: those of the device's peak in 16 bits.
+        tflops_per_gpu: of the model (model/flops.py), without recomputation.
+        mfu: these FLOPs relative to the device's peak in 16 bits.
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
         bubble: for each pipeline rank, `idle_fractions` of the step's Program.
         program: of the step.
-        costs: seconds of its passes, and bytes of activations that a micro-batch keeps of each
-            stage.
+        costs: seconds of its passes, and bytes of activations of a micro-batch on each stage.
         simulation: of the Program under these costs.
     """
 
@@ -166,34 +167,27 @@ class StepCost:
         return sum(self.seconds.values())
 
     def record(self) -> dict[str, Any]:
-        """Returns the cost as a JSON object, in seconds and bytes."""
-        rates = {
-            name: getattr(self, name) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
-        }
+        """The cost as a JSON object, in seconds and bytes."""
+        names = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
+        rates = {name: getattr(self, name) for name in names}
         seconds, sent = dict(self.seconds), [dict(sent) for sent in self.sent]
         return {"step_time_s": self.step_s, **rates, "seconds": seconds, "sent_bytes": sent}
 
     def table(self, cluster: Cluster) -> str:
-        """Returns the time by kind on the busiest pipeline rank, and the bytes that a rank sends,
-        as text."""
+        """Time by kind on the busiest pipeline rank, and bytes that a rank sends, as text."""
         lines = [f"{'a step of':<56}{self.step_s:>9.3f} s"]
-        for kind, told in _TOLD.items():
-            if self.seconds[kind] > 0:
-                lines.append(
-                    f"  {told:<54}{self.seconds[kind]:>9.3f} s{self.seconds[kind] / self.step_s:>8.1%}"
-                )
-        most = {
-            axis: max(each.get(axis, 0) for each in self.sent)
-            for each in self.sent
-            for axis in each
-        }
-        if most:
-            sizes = ", ".join(f"{axis} {most[axis] / 1e9:,.2f}" for axis in sorted(most))
+        for kind, label in _LABELS.items():
+            if (seconds := self.seconds[kind]) > 0:
+                lines.append(f"  {label:<54}{seconds:>9.3f} s{seconds / self.step_s:>8.1%}")
+        axes = sorted({axis for sent in self.sent for axis in sent})
+        if axes:
+            most = {axis: max(sent.get(axis, 0) for sent in self.sent) for axis in axes}
+            sizes = ", ".join(f"{axis} {most[axis] / 1e9:,.2f}" for axis in axes)
             lines.append(f"GB that a rank sends in a step, at most: {sizes}")
-        lines.append(
-            f"{self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {self.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU "
-            f"{self.mfu:.1%} of {cluster.flops / 1e12:,.0f} TFLOP/s on {cluster.name}, {cluster.node} in a node"
-        )
+        rates = f"{self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        rates += f", {self.tflops_per_gpu:,.0f} TFLOP/s/GPU"
+        peak = f"{cluster.flops / 1e12:,.0f} TFLOP/s on {cluster.name}"
+        lines.append(f"{rates}, MFU {self.mfu:.1%} of {peak}, {cluster.node} in a node")
         return "\n".join(lines)
 
 
@@ -201,10 +195,10 @@ class Prices:
     """Times of the passes of one layout.
 
     Args:
-        cluster: on which.
+        cluster: hardware.
         config: of the run.
         mesh: axes of rank 0.
-        layout: of the pipeline; None = only passes of single units are asked about.
+        layout: of the pipeline; None suffices for passes of single units.
     """
 
     def __init__(
@@ -213,51 +207,46 @@ class Prices:
         self.cluster, self.config = cluster, config
         self.messages = message_bytes(config, layout.specs) if layout else []
         self.groups = {name: cluster.group(axis.ranks) for name, axis in mesh.items()}
-        self.neighbours = cluster.group(mesh["pp"].ranks[:2])
+        self.neighbors = cluster.group(mesh["pp"].ranks[:2])
         self.sharding = Sharding(config, mesh, layout.shared if layout else NO_SHARED_RANKS)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
-        """Returns seconds of GEMMs, of attention, and of what passes through memory."""
+        """Seconds of GEMMs, of attention, and of memory-bound operations."""
         cluster, share = self.cluster, self.cluster.efficiency
         memory = cluster.memory_rate * share.memory
         gemms = 0.0
-        for each in work.gemms:
-            peak = cluster.flops_8bit if each.fp8 else cluster.flops
-            gemms += share.kernel_s + each.flops / (peak * share.gemms) + each.num_bytes / memory
+        for gemm in work.gemms:
+            peak = cluster.flops_8bit if gemm.fp8 else cluster.flops
+            gemms += share.kernel_s + gemm.flops / (peak * share.gemms) + gemm.num_bytes / memory
         attention = work.core_flops / (cluster.flops * share.attention)
         return gemms, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
 
     def stage(
         self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
     ) -> tuple[dict[str, float], float]:
-        """Returns seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in
-        Sharding.beside."""
-        work = together(unit.passes[op] for unit in units)
+        """Seconds of a pass of a stage by kind, and of its all-to-alls.
+
+        Args:
+            gathered: as in `Sharding.sent_in_pass`.
+        """
+        work = total_work(unit.passes[op] for unit in units)
         gemms, attention, memory = self.compute(work)
-        taken = defaultdict[str, float](float)
+        sent_s = defaultdict[str, float](float)
         for (axis, name), sent in work.sent.items():
-            kind = (
-                "ep"
-                if axis in EXPERTS
-                else "cp"
-                if axis.startswith("cp") and axis != "cp_tp"
-                else "tp"
-            )
-            if (kind, name) == ("cp", "shift"):
-                kind = "ring"
-            taken[kind] += self.cluster.seconds(self.groups[axis], name, sent.calls, sent.num_bytes)
+            seconds = self.cluster.seconds(self.groups[axis], name, sent.calls, sent.num_bytes)
+            sent_s[_kind_of_collective(axis, name)] += seconds
         spent = {
             "products": gemms,
             "attention": attention,
             "memory": memory,
-            "tp": self._exposed_tp(op, taken["tp"], gemms),
-            "cp": taken["cp"] + max(0.0, taken["ring"] - attention),
+            "tp": self._exposed_tp(op, sent_s["tp"], gemms),
+            "cp": sent_s["cp"] + max(0.0, sent_s["ring"] - attention),
         }
-        copied = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
-        spent["host"] = max(0.0, copied - sum(spent.values()))
-        beside = self.sharding.beside(units, op, gathered)  # what ZeRO-2 and 3 send
-        spent["dp"] = max(0.0, self.transfers(beside, len(units)) - sum(spent.values()))
-        return spent, taken["ep"]
+        copies_s = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
+        spent["host"] = max(0.0, copies_s - sum(spent.values()))
+        zero_sends = self.sharding.sent_in_pass(units, op, gathered)
+        spent["dp"] = max(0.0, self.transfers(zero_sends, len(units)) - sum(spent.values()))
+        return spent, sent_s["ep"]
 
     def _exposed_tp(self, op: str, seconds: float, gemms: float) -> float:
         parallel = self.config.parallel
@@ -267,18 +256,25 @@ class Prices:
         return seconds - min(share * seconds, gemms)
 
     def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
-        """Returns seconds of collectives of data parallelism, one after the other."""
+        """Seconds of collectives of data parallelism, one after the other."""
         return sum(
             self.cluster.seconds(self.groups[axis], name, calls, num_bytes)
             for (axis, name), num_bytes in sent.items()
-            if num_bytes  # a dense model has experts' axes, and nothing to send there
+            if num_bytes  # the experts' axes of a dense model send nothing
         )
 
     def message_seconds(self) -> np.ndarray:
-        """Returns `[num_stages]` seconds of what each stage sends to the next."""
-        return np.array(
-            [self.cluster.seconds(self.neighbours, "send", 1, each) for each in self.messages]
-        )
+        """Seconds of the message from each stage to the next, `[num_stages]`."""
+        seconds = [self.cluster.seconds(self.neighbors, "send", 1, n) for n in self.messages]
+        return np.array(seconds)
+
+
+def _kind_of_collective(axis: str, name: str) -> str:
+    if axis in EXPERTS:
+        return "ep"
+    if not axis.startswith("cp") or axis == "cp_tp":
+        return "tp"
+    return "ring" if name == "shift" else "cp"
 
 
 def step_cost(
@@ -288,7 +284,7 @@ def step_cost(
     world: int,
     token_flops: float,
 ) -> StepCost:
-    """Returns the time of a step.
+    """Predicted cost of a step.
 
     Args:
         prices: of the layout.
@@ -297,90 +293,93 @@ def step_cost(
         world: number of ranks.
         token_flops: FLOPs of a step per token, as the run's own MFU counts them.
     """
-    config, cluster = prices.config, prices.cluster
-    used = used_ops(program)
+    train, cluster = prices.config.train, prices.cluster
+    spent, costs = _stage_costs(prices, program, stages)
+    simulation = simulate(program, costs)
+    busiest = int(simulation.work.argmax())
+    seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
+    seconds |= _waiting(simulation, busiest)
+    ends = []
+    for rank in range(program.num_ranks):
+        units = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
+        ends.append(_end_of_step(prices, units, *_through_rank(spent.sum(0), program, rank)))
+    for kind in ends[0]:
+        seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
+    rate = train.gbs * train.seq_len / sum(seconds.values()) / world
+    flops = rate * token_flops
+    return StepCost(
+        seconds,
+        rate,
+        flops / 1e12,
+        flops / cluster.flops,
+        sent_bytes(prices.messages, prices.sharding, program, stages),
+        tuple(idle_fractions(program, simulation)),
+        program,
+        costs,
+        simulation,
+    )
+
+
+def _stage_costs(
+    prices: Prices, program: Program, stages: Sequence[Sequence[Unit]]
+) -> tuple[np.ndarray, StageCosts]:
+    """Seconds of passes by kind `[len(KINDS), len(OPS), num_stages]`, and costs to simulate."""
     spent = np.zeros((len(KINDS), len(OPS), program.num_stages))
     a2a = np.zeros((len(OPS), program.num_stages))
-    gathered = (
-        mean_gathered(program, stages, prices.sharding) if prices.sharding.gathers_each else {}
-    )
+    gathered: Mapping[tuple[str, int], tuple[float, float]] = {}
+    if prices.sharding.gathers_each:
+        gathered = mean_gathered(program, stages, prices.sharding)
     for stage, units in enumerate(stages):
-        for op in used:
+        for op in used_ops(program):
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
     kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
-    costs = StageCosts(
-        spent.sum(0), a2a, prices.message_seconds(), kept, np.zeros(program.num_stages)
-    )
-    found = simulate(program, costs)
-    busiest = int(found.work.argmax())
-    seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
-    seconds |= _waiting(found, busiest)
-    held = [
-        [stages[stage] for _, stage in program.placement.stages_of(rank)]
-        for rank in range(program.num_ranks)
-    ]
-    ends = [
-        _end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)
-    ]
-    for kind in ends[0]:
-        seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
-    rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
-    flops = rate * token_flops
-    sent = sent_bytes(prices.messages, prices.sharding, program, stages)
-    waiting = tuple(idle_fractions(program, found))
-    return StepCost(
-        seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found
-    )
+    messages, no_stash = prices.message_seconds(), np.zeros(program.num_stages)
+    return spent, StageCosts(spent.sum(0), a2a, messages, kept, no_stash)
 
 
-def _waiting(found: Simulation, rank: int) -> dict[str, float]:
-    """Returns the part of the makespan in which a rank runs no pass."""
-    ep, p2p = float(found.exposed_a2a[rank]), float(found.exposed_p2p[rank])
-    idle = found.makespan - float(found.work[rank]) - ep - p2p
-    return {"ep": ep, "p2p": p2p, "bubble": max(0.0, idle)}  # below 0 by rounding
+def _waiting(simulation: Simulation, rank: int) -> dict[str, float]:
+    """Seconds of the makespan in which a rank runs no pass, by kind."""
+    ep, p2p = float(simulation.exposed_a2a[rank]), float(simulation.exposed_p2p[rank])
+    idle = simulation.makespan - float(simulation.work[rank]) - ep - p2p
+    return {"ep": ep, "p2p": p2p, "bubble": max(0.0, idle)}  # rounding may make it negative
 
 
-def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:
-    """Returns seconds of one micro-batch's forward, and backward, through what a rank holds."""
+def _through_rank(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward and backward through all stages of a rank."""
     stages = sorted({stage for _, stage in program.placement.stages_of(rank)})
-    whole = (
-        spent[OPS.index("B")]
-        if spent[OPS.index("B")].any()
-        else spent[[OPS.index("I"), OPS.index("W")]].sum(0)
-    )
-    return float(spent[OPS.index("F")][stages].sum()), float(whole[stages].sum())
+    backward = spent[OPS.index("B")]
+    if not backward.any():
+        backward = spent[[OPS.index("I"), OPS.index("W")]].sum(0)
+    return float(spent[OPS.index("F")][stages].sum()), float(backward[stages].sum())
 
 
-def _end(
-    prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float
+def _end_of_step(
+    prices: Prices, units: Sequence[Unit], forward: float, backward: float
 ) -> dict[str, float]:
-    """Returns seconds by kind that data parallelism and the optimiser add to a step of a rank.
+    """Seconds by kind that data parallelism and the optimizer add to a step of a rank.
 
-    Reductions start as the last backward makes gradients, whose last unit nothing follows; weights
-    are gathered in the order in which the next forward wants them.
+    Reductions start as the last backward makes gradients; that of its last unit is exposed. Weights
+    are gathered in the order in which the next forward reads them.
     """
-    units = [unit for stage in held for unit in stage]
     sharding = prices.sharding
     reduced, gathered = sharding.reduced(units), sharding.gathered(units)
-    last = max(
-        (prices.transfers(sharding.reduced([unit], last=True), 1) for unit in units), default=0.0
-    )
-    exposed = max(last, prices.transfers(reduced, len(units)) - backward)
+    last = [prices.transfers(sharding.reduced([unit], last=True), 1) for unit in units]
+    exposed = max(max(last, default=0.0), prices.transfers(reduced, len(units)) - backward)
     exposed += max(0.0, prices.transfers(gathered, len(units)) - forward)
-    return {"dp": exposed, **_update(prices, units)}
+    return {"dp": exposed, **_update_seconds(prices, units)}
 
 
-def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
-    """Seconds of the optimiser by kind: its passes, Muon's iterations and all-to-alls, and what the
-    host adds."""
+def _update_seconds(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
+    """Seconds of the optimizer by kind: memory, Muon's iterations and all-to-alls, the host."""
     cluster, sharding, share = prices.cluster, prices.sharding, prices.cluster.efficiency
-    passed = passed_bytes(units, sharding) / share.memory
-    found = {"optimizer": passed / cluster.memory_rate, "muon": 0.0, "muon_sent": 0.0, "host": 0.0}
+    num_bytes = update_bytes(units, sharding) / share.memory
+    seconds = {"optimizer": num_bytes / cluster.memory_rate}
+    seconds |= dict.fromkeys(("muon", "muon_sent", "host"), 0.0)
     if prices.config.optim.offload:
-        found["optimizer"] = passed / cluster.host_memory_rate
-        found["host"] = offload_bytes(units, sharding) / (cluster.host_rate * share.links)
-    for each in rounds(units, sharding):
-        found["muon"] += sum(prices.compute(each.matrices[0].work))
-        found["muon_sent"] += prices.transfers(each.sent(sharding.weight), 2)
-    return found
+        seconds["optimizer"] = num_bytes / cluster.host_memory_rate
+        seconds["host"] = offload_bytes(units, sharding) / (cluster.host_rate * share.links)
+    for muon_round in rounds(units, sharding):
+        seconds["muon"] += sum(prices.compute(muon_round.matrices[0].work))
+        seconds["muon_sent"] += prices.transfers(muon_round.sent(sharding.weight), 2)
+    return seconds

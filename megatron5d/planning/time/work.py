@@ -184,7 +184,7 @@ class Unit:
         )
 
 
-def together(works: Iterable[Work]) -> Work:
+def total_work(works: Iterable[Work]) -> Work:
     """Returns the work of several passes, or phases of one, done one after the other."""
     works = list(works)
     sent: dict[tuple[str, str], Traffic] = {}

@@ -43,7 +43,7 @@ from megatron5d.planning.time.work import (
     Unit,
     Work,
     count_products,
-    together,
+    total_work,
 )
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.mesh import planned_mesh
@@ -318,7 +318,7 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
         )
         counted |= own
         works = {
-            op: together(each[phase] for phase in unit if phase in each)
+            op: total_work(each[phase] for phase in unit if phase in each)
             for op, each in passes.items()
         }
         # what went there comes back, begun in another's (phases/offload.py)
@@ -451,4 +451,4 @@ def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[Phase, Work]:
     for kind, phase, *_ in work.steps:
         work.advance()
         found[phase].append(counter.take(core(phase, kind)))
-    return {phase: together(works) for phase, works in found.items()}
+    return {phase: total_work(works) for phase, works in found.items()}
