@@ -12,7 +12,7 @@ from rank_pool import run_on_pool
 
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
-from megatron5d.checkpoint.storage import Reader
+from megatron5d.checkpoint.reader import Reader
 from megatron5d.config.schema import Config
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter

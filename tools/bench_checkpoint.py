@@ -54,18 +54,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.folder import newest_checkpoint
-from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
     save_folder,
     stored_tensors,
 )
+from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, lazy_tensor, load_tensors
+from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, load_tensors
+from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.storage import Reader, read_tensors, write_rank_file
-from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools.bench.harness import Calls, least_seconds
@@ -128,7 +128,7 @@ class Bench:
             shape, tensors = (ROWS, COLUMNS), {}
             for name in self.model:
                 read_tensor = partial(stored.read, name, shape=shape)
-                tensors[WEIGHT_PREFIX + name] = lazy_tensor(
+                tensors[WEIGHT_PREFIX + name] = LazyTensor(
                     shape, {(0, 0): shape}, torch.float32, read_tensor
                 )
             self.save_ours(dict(tensors))
@@ -186,7 +186,7 @@ class Bench:
         (folder / "files.json").write_text('{"run.json": 0}')
         reader, before = Reader(folder), _bytes_read()
         for rank in range(RANKS):
-            read_tensors(reader, [local(self.loaded, rank)])
+            reader.fill([local(self.loaded, rank)])
         return (_bytes_read() - before) / self.num_bytes
 
     def run(self, repeats: int) -> dict[str, dict[str, float]]:

@@ -1,15 +1,17 @@
 """The index of a checkpoint as plain data: which file holds which rectangle of which tensor, and
 which save wrote it.
 
-`index.json` is ours. DCP's `.metadata` beside it, for other tools and in checkpoints of earlier
-versions, is a pickle, which may name any function of any module and have it called. It is read
-without creating a single object of the classes that it names: each becomes a record that keeps its
-state, and only names of DCP's own metadata are admitted.
+`index.json` is ours. DCP's `.metadata`, for other tools and in checkpoints of earlier versions, is a
+pickle, which may name any function of any module to be called. It is read without creating a single
+object of the classes that it names: each becomes a record that keeps its state, and only names of
+DCP's own metadata are accepted.
 """
 
+import gc
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +34,21 @@ class SavedTensor(NamedTuple):
     items: dict[tuple[int, ...], SavedItem]  # by offset
 
 
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Disables Python's garbage collector, which takes most of the time when a million objects are
+    created that all stay alive."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def write_index(folder: Path, save: Save, tensors: str) -> None:
-    """Writes index.json; `tensors` is the JSON of Tensors, which seldom changes from save to
+    """Writes index.json; `tensors` is the JSON of Tensors, which rarely changes from save to
     save."""
     text = (
         f'{{"format": {FORMAT}, "save": "{save.id}", "step": {save.step}, "tensors": {tensors}}}\n'
@@ -42,35 +57,42 @@ def write_index(folder: Path, save: Save, tensors: str) -> None:
 
 
 def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
-    """Returns the save and its tensors by key, from the content of index.json. Raises ValueError:
-    it is damaged, or a newer version wrote it."""
-    found = parse_json(content)
-    if found.get("format") != FORMAT:
+    """The save and its tensors by key, from the content of index.json.
+
+    Raises:
+        ValueError: it is damaged, or a newer version wrote it.
+    """
+    index = parse_json(content)
+    if index.get("format") != FORMAT:
         raise ValueError(
-            f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d"
+            f"it has format {index.get('format')!r}, this version reads {FORMAT}; upgrade "
+            "megatron5d"
         )
     try:
-        return Save(str(found["save"]), int(found["step"])), _saved_tensors(found["tensors"])
+        return Save(str(index["save"]), int(index["step"])), _saved_tensors(index["tensors"])
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise ValueError(
-            f"an entry is missing or of another kind: {type(error).__name__} {error}"
+            f"an entry is missing or has a wrong type: {type(error).__name__} {error}"
         ) from error
 
 
 def read_pickled_index(content: bytes) -> dict[str, SavedTensor]:
-    """Returns the tensors by key from the content of a `.metadata`; executes nothing that it names. Raises ValueError:
-    it is damaged, or names something that no metadata of DCP consists of."""
+    """The tensors by key, from the content of a `.metadata`; executes nothing that it names.
+
+    Raises:
+        ValueError: it is damaged, or names something that does not belong to DCP's metadata.
+    """
     try:
         return _saved_tensors(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
     except Exception as error:  # a damaged pickle may raise anything
-        if type(error) is ValueError:  # raised below, in words of ours
+        if type(error) is ValueError:  # raised below, with our message
             raise
         raise ValueError(f"it is no metadata of DCP: {type(error).__name__} {error}") from error
 
 
 def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
-    """Returns the tensors of an index. Raises ValueError: an entry makes no sense."""
-    found = {}
+    """The tensors of an index; raises ValueError if an entry makes no sense."""
+    saved = {}
     for key, (name, shape, rows) in tensors.items():
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -79,14 +101,12 @@ def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
         for offset, extent, file, start, length in rows:
             if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
                 raise ValueError(f"{key} lies in {file!r}, which is no file of the folder")
-            if (
-                not len(offset) == len(extent) == len(shape)
-                or min(start, length, *offset, *extent, 0) < 0
-            ):
-                raise ValueError(f"{key} has a part of {extent} at {offset}, bytes {start} and on")
+            same_dims = len(offset) == len(extent) == len(shape)
+            if not same_dims or min(start, length, *offset, *extent, 0) < 0:
+                raise ValueError(f"{key} has a shard of {extent} at {offset}, bytes {start} and on")
             items[tuple(offset)] = SavedItem(tuple(offset), tuple(extent), file, start, length)
-        found[key] = SavedTensor(dtype, torch.Size(shape), items)
-    return found
+        saved[key] = SavedTensor(dtype, torch.Size(shape), items)
+    return saved
 
 
 def _tensors_of(metadata: dict[str, Any]) -> Tensors:
@@ -106,32 +126,21 @@ def _tensors_of(metadata: dict[str, Any]) -> Tensors:
         properties, rows = entry.state["properties"].state, []
         dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
         for chunk in entry.state["chunks"]:
-            place = places[key, tuple(chunk.state["offsets"])]
-            where = [place["relative_path"], place["offset"], place["length"]]
-            rows.append([list(chunk.state["offsets"]), list(chunk.state["sizes"]), *where])
+            offset, extent = list(chunk.state["offsets"]), list(chunk.state["sizes"])
+            place = places[key, tuple(offset)]
+            rows.append([offset, extent, place["relative_path"], place["offset"], place["length"]])
         tensors[key] = str(dtype).removeprefix("torch."), list(entry.state["size"]), rows
     return tensors
 
 
 _DCP = "torch.distributed.checkpoint"
-_RECORDS: dict[str, Iterable[str]] = {  # by module: what becomes a record
+_RECORDS: dict[str, Iterable[str]] = {  # by module: classes and functions that become records
     f"{_DCP}.metadata": {
-        *(
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-        ),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
-    # Megatron's
-    f"{_DCP}.planner": {
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
+    f"{_DCP}.planner": {  # in Megatron's
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     },
     f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix", "SerializationFormat"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
@@ -141,13 +150,8 @@ _RECORDS: dict[str, Iterable[str]] = {  # by module: what becomes a record
 }
 _PLAIN = {
     ("torch", "Size"): tuple,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "list"): list,
-    ("builtins", "dict"): dict,
-    ("builtins", "tuple"): tuple,
-    ("builtins", "int"): int,
     ("collections", "OrderedDict"): dict,
+    **{("builtins", cls.__name__): cls for cls in (set, frozenset, list, dict, tuple, int)},
 }
 
 
@@ -159,25 +163,28 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a name of a module; called for every one before it is used.
-        Raises ValueError: it is not admitted."""
+        """The stand-in for a name of a module; pickle calls this before it uses any name.
+
+        Raises:
+            ValueError: the name is not accepted.
+        """
         if name in _RECORDS.get(module, ()):
             return self._classes.setdefault((module, name), _new_record_class(name))
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
-        if module == "torch" and isinstance(
-            found := getattr(torch, name, None), (torch.dtype, torch.layout)
-        ):
-            return found
+        constant = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(constant, (torch.dtype, torch.layout)):
+            return constant
         raise ValueError(
-            f"it names {module}.{name}, which is no part of DCP's metadata: such a file may run any code when it is "
-            "opened in another way, so load nothing of this checkpoint unless you know who wrote it"
+            f"it names {module}.{name}, which is no part of DCP's metadata: opened in another way, "
+            "such a file may run any code, so load nothing of this checkpoint unless you trust "
+            "who wrote it"
         )
 
 
 def _new_record_class(name: str) -> type:
-    """Returns a class that keeps the state from a pickle; one a file, since a pickle can set class
-    attributes."""
+    """A class that keeps the state from a pickle; a new one for each file, since a pickle can set
+    class attributes."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)

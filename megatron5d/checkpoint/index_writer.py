@@ -1,7 +1,7 @@
 """Writes the index of a checkpoint on rank 0: in our form, and in that of
 torch.distributed.checkpoint (DCP).
 
-Importing DCP takes a second or more because it imports DTensor and sympy. Only this file does so.
+Only this file imports DCP, which takes a second or more because it imports DTensor and sympy.
 """
 
 import itertools
@@ -21,17 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron5d.checkpoint.index import Tensors, write_index
-from megatron5d.checkpoint.storage import gc_disabled
+from megatron5d.checkpoint.index import Tensors, gc_disabled, write_index
 from megatron5d.checkpoint.tensor_file import Save
 
 
 class IndexWriter:
-    """The index of a checkpoint: which file holds which part of which tensor.
+    """The index of a checkpoint: which file holds which shard of which tensor.
 
-    A rank that has written the same parts to the same places as at the last save sends an empty
-    message. If all do, the last index is written again: for thousands of ranks it takes seconds to
-    build one.
+    A rank whose shards lie in the same places as at the last save sends an empty message. If all
+    ranks do, the last index is written again: for thousands of ranks it takes seconds to build.
     """
 
     def __init__(self) -> None:
@@ -42,11 +40,11 @@ class IndexWriter:
         """Writes `index.json` and `.metadata`.
 
         Args:
-            messages: what `write` returned on each rank, by rank; b"" where it was the same at the
-                last save.
+            messages: what `RankWriter.finish` returned, by rank; b"" = the same as at the last
+                save.
 
         Raises:
-            ValueError: the ranks' parts overlap, or do not fill a tensor.
+            ValueError: the ranks' shards overlap, or do not fill a tensor.
         """
         with gc_disabled():
             if any(messages) or self._built is None:
@@ -58,27 +56,23 @@ class IndexWriter:
             writer.finish(metadata, [places])
 
     def build(self, messages: list[bytes]) -> tuple[str, Metadata, list[WriteResult]]:
-        """Returns the index as text, DCP's metadata, and the places of all parts; arguments as in
-        `write`."""
-        self._messages = [
-            new or old
-            for new, old in itertools.zip_longest(messages, self._messages, fillvalue=b"")
-        ]
+        """The index as text, DCP's metadata, and the places of all shards; arguments and errors as
+        in `write`."""
+        pairs = itertools.zip_longest(messages, self._messages, fillvalue=b"")
+        self._messages = [message or last for message, last in pairs]
         tensors: Tensors = {}
         plans, places = [], []
         for message in self._messages:
             items = []
             for (key, dtype, shape), row in json.loads(zlib.decompress(message)):
                 tensors.setdefault(key, (dtype, shape, []))[2].append(row)
-                offset, extent, *where = row
-                index, properties = (
-                    MetadataIndex(key, offset),
-                    TensorProperties(dtype=getattr(torch, dtype)),
-                )
+                offset, extent, *place = row
+                index = MetadataIndex(key, offset)
                 chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(extent))
+                properties = TensorProperties(dtype=getattr(torch, dtype))
                 data = TensorWriteData(chunk, properties, torch.Size(shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                places.append(WriteResult(index, where[2], _StorageInfo(*where)))
+                places.append(WriteResult(index, place[2], _StorageInfo(*place)))
             plans.append(SavePlan(items))
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _, metadata = planner.create_global_plan(plans)

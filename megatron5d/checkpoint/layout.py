@@ -1,10 +1,10 @@
-"""The tensors of a checkpoint in global coordinates, as rectangles that one rank holds.
+"""Tensors of a checkpoint in global coordinates, as the rectangles that one rank holds.
 
-A ShardedTensor has the global shape of a tensor, and the rectangles that this rank holds of it as
-views of its memory, so every layout can load what any other has saved.
+A ShardedTensor has the global shape of a tensor and this rank's rectangles of it, as views of its
+memory. So every layout can load what any other layout saved.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
@@ -13,64 +13,102 @@ from torch import Tensor
 
 from megatron5d.topology.shard_spec import Piece, ShardSpec, rectangles, spec_of
 
-Rectangle = tuple[tuple[int, ...], Tensor]  # first index in the global tensor, local view
+Index = tuple[int, ...]
+# (name, offset, shape) -> values of that rectangle of a tensor
+ReadRectangle = Callable[[str, Index, Index], Tensor]
 
 
 class ShardedTensor:
     """The rectangles of a tensor that this rank reads or writes.
 
     Args:
-        parts: (offset in the global tensor, view of this rank's memory) pairs.
-        dtype: of the views; also given on a rank without any.
+        shape: of the global tensor.
+        shards: (offset in the global tensor, view of this rank's memory) pairs.
+        dtype: of the views; required because a rank may have none.
     """
 
     def __init__(
-        self, shape: Sequence[int], parts: Iterable[Rectangle], dtype: torch.dtype
+        self, shape: Sequence[int], shards: Iterable[tuple[Index, Tensor]], dtype: torch.dtype
     ) -> None:
-        self.shape, self.shards, self.dtype = torch.Size(shape), dict(parts), dtype
+        self.shape, self.shards, self.dtype = torch.Size(shape), dict(shards), dtype
 
     def __repr__(self) -> str:
-        return f"ShardedTensor({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.shards.items()]})"
+        extents = {offset: tuple(view.shape) for offset, view in self.shards.items()}
+        return f"ShardedTensor({tuple(self.shape)}, {extents})"
 
-    def values(self, offset: tuple[int, ...]) -> Tensor:
-        """Returns the part at an offset, to be written."""
+    def values(self, offset: Index) -> Tensor:
+        """The shard at an offset, to be written."""
         return self.shards[offset]
 
 
+class LazyTensor(ShardedTensor):
+    """A tensor to be saved whose shards are computed when they are written, so that they are never
+    all in memory.
+
+    Args:
+        shape: of the global tensor.
+        extents: shape of each shard, by its offset in the global tensor.
+        make: computes the values of the shard at an offset.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        extents: Mapping[Index, Index],
+        dtype: torch.dtype,
+        make: Callable[[Index], Tensor],
+    ) -> None:
+        views = [
+            (offset, torch.empty(extent, dtype=dtype, device="meta"))
+            for offset, extent in extents.items()
+        ]
+        super().__init__(shape, views, dtype)
+        self._make = make
+
+    def values(self, offset: Index) -> Tensor:
+        return self._make(offset)
+
+
+ParameterShards = Sequence[tuple[ShardSpec, ShardedTensor]]
+
+
 def overlap(
-    at: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]
+    offset: Sequence[int],
+    extent: Sequence[int],
+    other_offset: Sequence[int],
+    other_extent: Sequence[int],
 ) -> tuple[list[int], list[int]] | None:
-    """Returns begin and end of what two rectangles of a tensor share, of `shape` and `extent`; None
-    for nothing."""
-    begin = list(map(max, at, other))
-    end = [min(a + m, b + n) for a, m, b, n in zip(at, shape, other, extent)]
+    """Begin and end of the intersection of two rectangles of a tensor; None where it is empty."""
+    begin = list(map(max, offset, other_offset))
+    ends = zip(offset, extent, other_offset, other_extent)
+    end = [min(a + m, b + n) for a, m, b, n in ends]
     return (begin, end) if all(first < last for first, last in zip(begin, end)) else None
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which is kept for the next ones; pinned where they come
-    from a GPU."""
+    """Copies of tensors in host memory that is reused from save to save; pinned for tensors on a
+    GPU."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._copies: dict[tuple[str, Index], Tensor] = {}
 
-    def take(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Copies tensors, and returns the copies. They are valid until the next call."""
-        last, self._copies, taken = self._copies, {}, {}
+    def copy(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        """Copies tensors. The copies are valid until the next call."""
+        reusable, self._copies, copies = self._copies, {}, {}
         for key, tensor in tensors.items():
             for offset, view in tensor.shards.items():
-                copy = last.pop((key, offset), None)
+                copy = reusable.pop((key, offset), None)
                 if copy is None or (copy.shape, copy.dtype) != (view.shape, view.dtype):
                     copy = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
                 self._copies[key, offset] = copy.copy_(view.detach(), non_blocking=True)
-            parts = [(offset, self._copies[key, offset]) for offset in tensor.shards]
-            taken[key] = ShardedTensor(tensor.shape, parts, tensor.dtype)
+            shards = [(offset, self._copies[key, offset]) for offset in tensor.shards]
+            copies[key] = ShardedTensor(tensor.shape, shards, tensor.dtype)
         if any(copy.is_pinned() for copy in self._copies.values()):
             torch.cuda.current_stream().synchronize()
-        return taken
+        return copies
 
 
-class HeldSlice(Protocol):
+class SliceSegment(Protocol):
     """A segment of one parameter within a flat slice (data_parallel.bucket.Segment is one)."""
 
     @property
@@ -86,64 +124,63 @@ class HeldSlice(Protocol):
 
 
 def sharded_slice(
-    segment: HeldSlice, flat: Tensor, *, writing: bool, share: tuple[int, int] | None = None
+    segment: SliceSegment, flat: Tensor, *, writing: bool, share: tuple[int, int] | None = None
 ) -> ShardedTensor:
-    """Returns the part of a parameter that a flat slice holds, in global coordinates.
+    """What a flat slice holds of a parameter, in global coordinates.
 
     Args:
-        segment: the part of the parameter in the slice.
+        segment: the segment of the parameter within the slice.
         flat: the slice, of weights, master weights or a moment.
         writing: leave out pieces that another rank writes.
-        share: range of the slice that is wanted; None = all of it.
+        share: element range of the slice to which the result is limited; None = all of it.
     """
     low, high = (0, flat.numel()) if share is None else share
-    parts: list[Rectangle] = []
+    shards: list[tuple[Index, Tensor]] = []
     shift = segment.owned[0] - segment.local[0]
     for piece, (first, last) in segment.pieces():
         start, stop = max(first, low), min(last, high)
         if start >= stop or (writing and not piece.owner):
             continue
-        # index in the slice at which the piece begins; may be negative
+        # index in the slice at which the piece begins; negative if the slice begins within the piece
         origin = piece.flat[0] + shift
-        at = start
+        position = start
         for offset, extent in rectangles(piece.shape, start - origin, stop - origin):
-            view = flat[at : at + prod(extent)].view(extent)
-            parts.append((tuple(a + b for a, b in zip(piece.offset, offset)), view))
-            at += prod(extent)
-    return ShardedTensor(segment.spec.shape, parts, flat.dtype)
+            view = flat[position : position + prod(extent)].view(extent)
+            shards.append((tuple(a + b for a, b in zip(piece.offset, offset)), view))
+            position += prod(extent)
+    return ShardedTensor(segment.spec.shape, shards, flat.dtype)
 
 
 def sharded_parameter(parameter: Tensor) -> ShardedTensor:
-    """Returns a whole local parameter in global coordinates; rows that no piece covers are set to
-    zero.
+    """A whole local parameter in global coordinates; sets rows that no piece covers to zero.
 
     Args:
-        parameter: with a ShardSpec, also the bias of a router.
+        parameter: with a ShardSpec; a router's bias, too.
     """
     spec, values = spec_of(parameter), parameter.detach()
     if sum(piece.numel for piece in spec.pieces) < values.numel():
         values.zero_()
-    parts = [
+    shards = [
         (piece.offset, values[piece.row : piece.row + piece.shape[0]]) for piece in spec.pieces
     ]
-    return ShardedTensor(spec.shape, parts, values.dtype)
+    return ShardedTensor(spec.shape, shards, values.dtype)
 
 
 def by_key(
     kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]
 ) -> dict[str, ShardedTensor]:
-    """Returns the tensors by `{kind}.{global name}`; parts of one parameter in several slices
-    become one tensor.
+    """Tensors by `{kind}.{global name}`; shards of one parameter in several slices become one
+    tensor.
 
     Args:
-        kind: `model`, or `optim.` and a kind of the optimiser's tensors.
+        kind: `model`, or `optim.` and a kind of the optimizer's tensors.
         tensors: (spec, tensor) of every segment.
     """
-    found: dict[str, ShardedTensor] = {}
+    keyed: dict[str, ShardedTensor] = {}
     for spec, tensor in tensors:
         key = f"{kind}.{spec.name}"
-        if key in found:
-            found[key].shards.update(tensor.shards)
+        if key in keyed:
+            keyed[key].shards.update(tensor.shards)
         else:
-            found[key] = tensor
-    return found
+            keyed[key] = tensor
+    return keyed

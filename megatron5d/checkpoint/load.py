@@ -1,8 +1,8 @@
-"""Finds the checkpoint that a run starts from, and loads it into any layout: each rank reads what
-it holds.
+"""Finds the checkpoint that a run starts from, and loads it into any layout: each rank reads only
+what it holds.
 
-Weights can be had without an optimiser, too: loaded into plain parameters (`load_weights`), read by
-rectangle (`SavedWeights`), or computed as they are saved (`lazy_tensor`).
+Weights can also be read without an optimizer: into local parameters (`load_weights`) or rectangle
+by rectangle (`SavedWeights`).
 """
 
 import socket
@@ -32,41 +32,39 @@ from megatron5d.checkpoint.folder import (
 )
 from megatron5d.checkpoint.index import SavedTensor, read_pickled_index
 from megatron5d.checkpoint.layout import ShardedTensor, by_key, sharded_parameter
-from megatron5d.checkpoint.storage import Reader, read_tensors
+from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.tensor_file import DamagedFile, Save, SavedItem, TensorFile
 from megatron5d.config.errors import Refused
 from megatron5d.topology.all_ranks import first_failure, first_value, on_rank_0
 from megatron5d.topology.shard_spec import spec_of
 
-# how many tensors that do not fit are named; the configuration keys that differ say more
-LISTED = 12
+WEIGHT_PREFIX = "model."  # a weight's key in a checkpoint is this and its global name
+# mismatched tensors that a message lists; the configuration keys that differ say more
+_LISTED = 12
 
 
 def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """Returns the folder a run starts from; None = new weights.
+    """Finds the checkpoint that a run starts from; None = new weights.
 
     Args:
-        resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in
-            `whole_checkpoint`.
-        job: as in `restarted_job`. The job continues from its own saves in `directory`, whatever
-            `resume` says: with the same command it would otherwise begin at the same step again
-            after every time limit.
+        directory: of the run's own checkpoints.
+        resume: checkpoint.resume: auto (the newest complete one in `directory`, if any), none, or a
+            folder as in `resolve_checkpoint`.
+        job: id of a SLURM job that was started again. It continues from its own saves in
+            `directory`, whatever `resume` says: with the same command line it would otherwise start
+            at the same step again after every time limit.
 
     Raises:
-        ValueError: a folder was named and holds no whole checkpoint; or with auto, checkpoints are
-            there and all are damaged: to begin anew, and in time to save over them, is for the user
-            to say.
+        ValueError: a folder was named that holds no complete checkpoint; or with auto, all
+            checkpoints are damaged. Starting over, and later saving over them, is for the user to
+            decide.
     """
     own = newest_checkpoint(Path(directory)) if directory and (job or resume == "auto") else None
-    if (
-        directory
-        and resume == "auto"
-        and own is None
-        and (torn := errors_of_newer(Path(directory)))
-    ):
+    searched = directory if resume == "auto" and own is None else None
+    if searched and (errors := errors_of_newer(Path(searched))):
         raise ValueError(
-            f"checkpoint.resume = auto: {torn[0]}, and no older checkpoint in {directory} is whole either; "
-            "checkpoint.resume=none begins anew"
+            f"checkpoint.resume=auto finds no complete checkpoint in {directory}: {errors[0]}; "
+            "checkpoint.resume=none starts a new run"
         )
     if resume == "auto" or (own is not None and read_run(own).get("job") == job):
         return own
@@ -74,14 +72,16 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
 
 
 def agree_on_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """Returns `find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
+    """`find_checkpoint` with the same result on every rank; raises as `agree_on_folder`.
 
     Args:
-        directory: as in `find_checkpoint`, as is `resume`.
-        job: "" on some ranks counts as the job of the others: after a crash on one node torchrun
-            may start the ranks of the other nodes again without counting it as a restart.
+        directory, resume: as in `find_checkpoint`.
+        job: a rank without one takes that of the others: after a crash on one node torchrun may
+            start the ranks of the other nodes again without counting it as a restart.
 
-    Comm: where a directory and `resume` other than auto are given, also as `first_failure`.
+    Comm:
+        That of `agree_on_folder`; with a directory and `resume` other than auto also that of
+        `first_failure`.
     """
     if directory and resume != "auto":
         job = first_value(job or None) or ""
@@ -91,47 +91,50 @@ def agree_on_checkpoint(directory: str | None, resume: str, job: str = "") -> Pa
 
 
 def agree_on_folder(find: Callable[[], Path | None]) -> Path | None:
-    """Returns what rank 0 finds on every rank, after each rank has made sure that it sees the same
-    there.
+    """Finds a checkpoint on rank 0, and makes sure that every other rank sees the same one there.
 
     Only rank 0 looks at every file. A checkpoint may have a file for each rank, and no file system
-    serves thousands of ranks that each ask for thousands of files. The other ranks only compare the
+    serves thousands of ranks that each ask for thousands of files. The other ranks compare only the
     list of files.
 
-    Raises ValueError: on every rank, if a rank sees another checkpoint than rank 0, or cannot look
-    there. Raises
-    OSError, ValueError: on every rank, if `find` raises one on rank 0.
+    Raises:
+        ValueError: on every rank, if a rank sees another checkpoint than rank 0 or cannot look
+            there, or `find` raises it on rank 0.
+        OSError: on every rank, if `find` raises it on rank 0.
 
-    Comm: a broadcast of a path, and as `first_failure`.
+    Comm:
+        A broadcast of a path, and that of `first_failure`.
     """
 
-    def find_sealed() -> tuple[str | None, int | None]:
-        found = find()
-        return None if found is None else str(found), _seal(found)
+    def find_on_rank_0() -> tuple[str | None, int | None]:
+        folder = find()
+        return None if folder is None else str(folder), _manifest_checksum(folder)
 
-    path, seal = on_rank_0(find_sealed)
-    chosen = None if path is None else Path(path)
+    path, checksum = on_rank_0(find_on_rank_0)
+    agreed = None if path is None else Path(path)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    other = None
+    disagreement = None
     try:
-        here = chosen if rank == 0 or _seal(chosen) == seal else None
-        if rank and chosen is None:
-            here = find()
-        if here != chosen:
-            other = f"finds {here or 'none'}"
+        local = agreed if rank == 0 or _manifest_checksum(agreed) == checksum else None
+        if rank and agreed is None:
+            local = find()
+        if local != agreed:
+            disagreement = f"finds {local or 'none'}"
     except (ValueError, OSError) as error:  # raised below, on all ranks together
-        other = f"cannot look there: {error}"
-    if failed := first_failure(other and f"on {socket.gethostname()} rank {rank} {other}"):
+        disagreement = f"cannot look there: {error}"
+    if disagreement:
+        disagreement = f"on {socket.gethostname()} rank {rank} {disagreement}"
+    if failed := first_failure(disagreement):
         raise ValueError(
-            f"rank 0 continues from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
-            "checkpoints must be where all nodes see the same files"
+            f"rank 0 continues from {agreed or 'no checkpoint'}, but {failed.text}{failed.more}: "
+            "put checkpoints on a file system that all nodes share"
         )
-    return chosen
+    return agreed
 
 
-def _seal(folder: Path | None) -> int | None:
-    """Returns the CRC-32 of a checkpoint's list of files, by which two are told apart; None where
-    there is none."""
+def _manifest_checksum(folder: Path | None) -> int | None:
+    """CRC-32 of a checkpoint's list of files, which tells two checkpoints apart; None without
+    one."""
     try:
         return None if folder is None else zlib.crc32((folder / MANIFEST).read_bytes())
     except OSError:
@@ -139,42 +142,41 @@ def _seal(folder: Path | None) -> int | None:
 
 
 def resolve_checkpoint(folder: str | Path, knob: str) -> Path:
-    """Returns the checkpoint that a folder is, or the newest whole one that it holds.
+    """The checkpoint that a folder is, or the newest complete one in it.
 
     Args:
         folder: one checkpoint, or a directory of them.
-        knob: what it was given as, for the message.
+        knob: the key or option that named it, for the message.
 
     Raises:
-        ValueError: it holds no whole checkpoint.
+        ValueError: it holds no complete checkpoint.
     """
-    found = newest_checkpoint(Path(folder))
-    if found is not None:
-        return found
-    torn = errors_of_newer(Path(folder))
-    fault = torn[0] if torn else checkpoint_error(Path(folder))
-    if fault:
+    newest = newest_checkpoint(Path(folder))
+    if newest is not None:
+        return newest
+    errors = errors_of_newer(Path(folder))
+    error = errors[0] if errors else checkpoint_error(Path(folder))
+    if error:
         of_run = Path(folder, "checkpoints")
-        meant = f": {of_run}?" if of_run.is_dir() else ""
+        hint = f": {of_run}?" if of_run.is_dir() else ""
         raise ValueError(
-            f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some{meant}"
+            f"{knob} = {folder}: {error}; name the folder of a complete checkpoint, or of several"
+            f"{hint}"
         )
     return Path(folder)
 
 
 def no_checkpoint_reason(folder: str | Path, knob: str) -> str | None:
-    """Returns why `whole_checkpoint` will find nothing in an existing folder, in words; None where
-    it may find something.
+    """Reason why `resolve_checkpoint` will find nothing in an existing folder; None where it may
+    find something.
 
     Every rank calls this before the ranks have met, so it opens no file and looks for few names.
     """
     directory = Path(folder)
     try:
-        names = (
-            directory,
-            *(step_folder(directory, step) for step in reversed(named_steps(directory))),
-        )
-        if any((name / MANIFEST).is_file() for name in names):
+        steps = reversed(named_steps(directory))
+        candidates = (directory, *(step_folder(directory, step) for step in steps))
+        if any((candidate / MANIFEST).is_file() for candidate in candidates):
             return None
         resolve_checkpoint(folder, knob)
     except (ValueError, OSError) as error:
@@ -188,15 +190,15 @@ def load_tensors(
     differing: Sequence[str] = (),
     twin: Callable[[str], str | None] = lambda key: None,
 ) -> dict[str, tuple[str, torch.dtype]]:
-    """Fills the parts of `tensors` from a checkpoint, whatever layout saved it.
+    """Fills the shards of `tensors` from a checkpoint, whatever layout saved it.
 
     Args:
-        tensors: by key; their parts are written in place, in their own dtype.
+        tensors: by key; their shards are written in place, in their own dtype.
         differing: configuration keys whose values differ from the saved ones, as text for the error
             message.
         twin: gives another key under which the same values may be saved in another dtype, such as
             master weights. The twin is read if the key itself is not saved, or if it is saved in a
-            dtype narrower than both the wanted one and the twin's.
+            dtype narrower than both the tensor's and the twin's.
 
     Returns:
         By key of `tensors`: the key that was read, and the dtype in which it is saved.
@@ -206,86 +208,76 @@ def load_tensors(
             where they do.
         ValueError: on every rank, if a file is damaged or cannot be read: names it.
 
-    Comm: a broadcast of `.metadata`; twice that of `first_failure`.
+    Comm:
+        A broadcast of the index; twice that of `first_failure`.
     """
     reader = Reader(folder, alone=not dist.is_initialized())
     saved = reader.tensors()
     sources = {
         key: widest_source(key, twin(key), tensor.dtype, saved) for key, tensor in tensors.items()
     }
-    faults = [
-        f"missing in the checkpoint: {key}" for key, source in sources.items() if source is None
-    ]
-    faults += [
+
+    # compare keys and shapes, so that all ranks raise together
+    errors = [f"missing in the checkpoint: {key}" for key, source in sources.items() if not source]
+    errors += [
         f"{key}: saved {tuple(saved[source].size)}, this model has {tuple(tensors[key].shape)}"
         for key, source in sources.items()
-        if source is not None and saved[source].size != tensors[key].shape
+        if source and saved[source].size != tensors[key].shape
     ]
-    faults.sort(key=lambda fault: ("optim." in fault, fault))  # weights first
-    shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
+    errors.sort(key=lambda error: ("optim." in error, error))  # weights first
+    shown = errors[:_LISTED] + [f"and {len(errors) - _LISTED} more"] * (len(errors) > _LISTED)
     if failed := first_failure("\n  ".join(shown) or None):
         raise Refused("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
+
+    # a key may be read for itself and as another key's twin, so each gets a dict of its own
     own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
-    twins = {
-        source: tensors[key]
-        for key, source in sources.items()
-        if source is not None and source != key
-    }
-    read_tensors(reader, [part for part in (own, twins) if part])
-    return {
-        key: (source, saved[source].dtype) for key, source in sources.items() if source is not None
-    }
+    twins = {source: tensors[key] for key, source in sources.items() if source and source != key}
+    reader.fill([group for group in (own, twins) if group])
+    return {key: (source, saved[source].dtype) for key, source in sources.items() if source}
 
 
 def widest_source(
-    key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]
+    key: str, twin: str | None, dtype: torch.dtype, saved: Mapping[str, Any]
 ) -> str | None:
-    """Chooses which of two keys with the same values to read: the first wide enough, else the wider
-    one.
+    """The key to read, of two with the same values: the first that is wide enough, else the wider.
 
     Args:
-        key: the key under which the values are wanted.
+        key: the key under which the values are requested.
         twin: another key under which they may be saved; None = none.
-        wanted: dtype in which the values will be kept.
-        saved: entries of the checkpoint's metadata, by key.
+        dtype: in which the values will be kept.
+        saved: entries of the checkpoint's index, by key.
 
     Returns:
         None where neither is saved.
     """
-    found = [each for each in (key, twin) if each is not None and each in saved]
-    width = {each: saved[each].dtype.itemsize for each in found}
-    enough = (each for each in found if width[each] >= wanted.itemsize)
-    return next(enough, max(found, key=lambda each: width[each], default=None))
-
-
-WEIGHT_PREFIX = "model."  # the key of a weight in a checkpoint is this and its global name
+    width = {k: saved[k].dtype.itemsize for k in (key, twin) if k is not None and k in saved}
+    wide_enough = (k for k in width if width[k] >= dtype.itemsize)
+    return next(wide_enough, max(width, key=lambda k: width[k], default=None))
 
 
 @torch.no_grad()
 def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
-    """Fills local parameters from a whole checkpoint, whatever layout saved it. Padding rows become
-    zero.
+    """Fills local parameters from a complete checkpoint, whatever layout saved it; sets padding
+    rows to zero.
 
     Args:
         parameters: local tensors with a ShardSpec; they keep their dtype.
-        folder: a whole checkpoint; its optimiser state is not read.
+        folder: a complete checkpoint; its optimizer state is not read.
 
     Raises:
         ValueError: names or global shapes disagree.
 
-    Comm: as `load_tensors`.
+    Comm:
+        That of `load_tensors`.
     """
-    load_tensors(
-        folder, by_key("model", ((spec_of(each), sharded_parameter(each)) for each in parameters))
-    )
+    load_tensors(folder, by_key("model", ((spec_of(p), sharded_parameter(p)) for p in parameters)))
 
 
 class SavedWeights:
-    """The weights of a whole checkpoint, read a rectangle at a time by one process.
+    """The weights of a complete checkpoint, read a rectangle at a time by one process.
 
     Args:
-        wanted: dtype in which the weights will be used; None = the dtype in which the weights are
-            saved.
+        dtype: in which the weights will be used; None = the dtype in which they are saved.
         twin: as in `load_tensors`. Without it the weights themselves are read, even where masters
             are saved.
     """
@@ -293,14 +285,14 @@ class SavedWeights:
     def __init__(
         self,
         folder: Path,
-        wanted: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         twin: Callable[[str], str | None] = lambda key: None,
     ) -> None:
         self._reader = Reader(folder)
         saved = self._reader.tensors()
         self._keys = {
             key.removeprefix(WEIGHT_PREFIX): widest_source(
-                key, twin(key), wanted or entry.dtype, saved
+                key, twin(key), dtype or entry.dtype, saved
             )
             or key
             for key, entry in saved.items()
@@ -309,102 +301,60 @@ class SavedWeights:
         self.tensors = {name: saved[key] for name, key in self._keys.items()}
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it
-        is saved."""
-        entry = self.tensors[name]
-        values = torch.empty(tuple(shape), dtype=entry.dtype)
-        tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        read_tensors(self._reader, [{self._keys[name]: tensor}])
-        return values
-
-
-class LazyTensor(ShardedTensor):
-    """A tensor to be saved whose parts are computed when they are written, so that they are never
-    all in memory."""
-
-    make: Callable[[tuple[int, ...]], Tensor]
-
-    def values(self, offset: tuple[int, ...]) -> Tensor:
-        return self.make(offset)
-
-
-def lazy_tensor(
-    shape: Sequence[int],
-    parts: dict[tuple[int, ...], tuple[int, ...]],
-    dtype: torch.dtype,
-    make: Callable[[tuple[int, ...]], Tensor],
-) -> LazyTensor:
-    """Makes a LazyTensor.
-
-    Args:
-        parts: the shape of each part, by its offset in the global tensor.
-        make: computes the values of the part at an offset.
-    """
-    views = [
-        (offset, torch.empty(extent, dtype=dtype, device="meta"))
-        for offset, extent in parts.items()
-    ]
-    tensor = LazyTensor(shape, views, dtype)
-    tensor.make = make
-    return tensor
+        """Reads the rectangle of `shape` at `offset` of a weight, in the dtype in which it is
+        saved; raises as `Reader.fill`."""
+        return self._reader.read(self._keys[name], offset, shape)
 
 
 class SavedTensors:
-    """All tensors of a whole checkpoint, the optimiser's too. Raises ValueError: its index is
-    damaged; names the file."""
+    """All tensors of a complete checkpoint, including the optimizer's.
+
+    Raises:
+        ValueError: the index is damaged; names the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, Reader(folder)
         self.tensors: dict[str, SavedTensor] = self._reader.tensors()
         self.save = self._reader.save
-
-    def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it
-        is saved. Raises
-        ValueError: a file is damaged; names it and the tensor. Raises OSError: a file cannot be
-            read."""
-        saved = self.tensors[key]
-        values = torch.empty(tuple(shape), dtype=saved.dtype)
-        self._reader.fill(
-            [{key: ShardedTensor(saved.size, [(tuple(offset), values)], saved.dtype)}]
-        )
-        return values
+        self.read = self._reader.read
 
     def files(self) -> dict[str, list[tuple[str, SavedItem]]]:
-        """Returns the items of each file of tensors in the order of its bytes, each with the key of
-        its tensor."""
-        found: defaultdict[str, list[tuple[str, SavedItem]]] = defaultdict(list)
+        """Items of each file of tensors in the order of its bytes, each with the key of its
+        tensor."""
+        items: defaultdict[str, list[tuple[str, SavedItem]]] = defaultdict(list)
         for key, saved in self.tensors.items():
             for item in saved.items.values():
-                found[item.file].append((key, item))
-        return {name: sorted(found[name], key=lambda each: each[1].start) for name in sorted(found)}
+                items[item.file].append((key, item))
+        return {file: sorted(items[file], key=lambda item: item[1].start) for file in sorted(items)}
 
-    def faults_outside(self) -> list[str]:
-        """Returns what is wrong outside the files of tensors: changed, foreign or missing files."""
-        manifest, held = read_manifest(self.folder), self.files()
-        there = {path.name for path in self.folder.iterdir()}
-        faults = [
+    def errors_outside_tensors(self) -> list[str]:
+        """What is wrong outside the files of tensors: files that are changed, foreign or
+        missing."""
+        manifest, indexed = read_manifest(self.folder), self.files()
+        present = {path.name for path in self.folder.iterdir()}
+        errors = [
             f"{self.folder / name} is not a file of this checkpoint"
-            for name in there - {*manifest, MANIFEST}
+            for name in present - {*manifest, MANIFEST}
         ]
-        faults += [
-            fault
-            for name in manifest
-            if not name.endswith(TENSOR_SUFFIX) and (fault := checksum_error(self.folder, name))
-        ]
-        unheld = [name for name in manifest if name.endswith(TENSOR_SUFFIX) and name not in held]
-        faults += [f"{self.folder / name} is not in the index" for name in unheld]
+        for name in manifest:
+            if not name.endswith(TENSOR_SUFFIX):
+                errors += [error] if (error := checksum_error(self.folder, name)) else []
+            elif name not in indexed:
+                errors.append(f"{self.folder / name} is not in the index")
         for key, saved in self.tensors.items():
             if sum(prod(item.extent) for item in saved.items.values()) != prod(saved.size):
-                faults.append(
-                    f"{self.folder}: the parts of {key} are not {list(saved.size)} elements together"
+                errors.append(
+                    f"{self.folder}: the shards of {key} do not add up to {list(saved.size)} "
+                    "elements"
                 )
-        if (pickled := self.folder / METADATA).is_file():  # which other tools load, and may execute
+        # other tools load it, and may execute what it names
+        if (pickled := self.folder / METADATA).is_file():
             try:
                 read_pickled_index(pickled.read_bytes())
             except ValueError as error:
-                faults.append(f"{pickled} is refused: {error}")
-        return sorted(faults)
+                errors.append(f"{pickled} is refused: {error}")
+        return sorted(errors)
 
 
 def file_error(
@@ -414,22 +364,27 @@ def file_error(
     dtypes: Mapping[str, torch.dtype],
     finite: bool = False,
 ) -> str | None:
-    """Returns a message if a file of tensors is not what was saved; None if it is sound.
+    """Message if a file of tensors is not what was saved; None if it is intact.
 
     Args:
-        save: that wrote it; None = one of an earlier version.
+        save: that wrote the file; None = one of an earlier version.
+        items: (key, item) pairs of the file.
+        dtypes: by key.
         finite: also look for values that are not finite.
     """
     try:
         with TensorFile(path) as file:
-            if file.about.save != save:
+            if file.header.save != save:
                 return f"{path} is of another checkpoint, or its first bytes are damaged"
             for key, item in items:
                 values = torch.empty(item.extent, dtype=dtypes[key])
                 file.fill(key, dtypes[key], item, (0,) * values.dim(), values)
                 file.check_around(key, dtypes[key], item)
                 if finite and values.is_floating_point() and not bool(values.isfinite().all()):
-                    return f"{path} holds a value of {key} that is not finite, in the part at {list(item.offset)}"
+                    return (
+                        f"{path} holds a value of {key} that is not finite, in the shard at "
+                        f"{list(item.offset)}"
+                    )
     except DamagedFile as error:
         return f"{path} {error}"
     except (OSError, ValueError) as error:

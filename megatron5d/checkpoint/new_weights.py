@@ -1,102 +1,116 @@
-"""What a model has beyond the weights that it starts from: rows of a larger vocabulary, a head of
-its own, MTP blocks.
+"""Weights that a model has beyond those that it starts from: rows of a larger vocabulary, a head
+that is not tied, blocks for multi-token prediction.
 
-New rows of the embedding and the head are the mean of the old ones. A new token then gets about the
-average probability, and the loss hardly moves. Rows as in a new model give logits near 0, and where
-a trained model's other logits lie far below they take all probability. A head that was tied starts
-as the embedding, which it was. Blocks for multi-token prediction start as in a new run.
+New rows of the embedding and the head are the mean of the old ones, so a new token gets about the
+average probability and the loss hardly moves. Rows as in a new model would give logits near 0 and
+take all probability wherever a trained model's other logits lie far below. A head that was tied
+starts as the embedding. Blocks for multi-token prediction start as in a new run.
+
 Source: Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models; transformers'
     `mean_resizing`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import ParameterShards, ReadRectangle, ShardedTensor
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.init_weights import initialize_rectangle
 from megatron5d.topology.shard_spec import ShardSpec
 
-Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-Held = Sequence[tuple[ShardSpec, ShardedTensor]]
-
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
-_CHUNK = 1 << 24  # elements that are read at a time
+_CHUNK = 1 << 24  # elements of one read
 
 
 def new_weight_notes(model: ModelConfig, saved: Iterable[str], rows: int) -> list[str]:
-    """Returns a line for each kind of part that a model has and its source does not."""
-    saved, told = set(saved), []
+    """A log line for each kind of weights that a model has and its source does not.
+
+    Args:
+        saved: names of the source's tensors.
+        rows: of the source's embedding.
+    """
+    saved, notes = set(saved), []
     if rows < model.vocab_size:
-        told.append(
-            f"rows {rows} to {model.vocab_size - 1} of the vocabulary start as the mean of the {rows} old ones"
+        notes.append(
+            f"rows {rows} to {model.vocab_size - 1} of the vocabulary start as the mean of the "
+            f"{rows} old ones"
         )
     if not model.tie_embeddings and HEAD not in saved:
-        told.append("the head, which was tied, starts as the embedding")
-    if lacking := [i for i in blocks(model)[model.num_layers :] if not _of_block(i, saved)]:
-        told.append(
-            f"multi-token prediction layers {', '.join(map(str, lacking))} start as in a new run"
+        notes.append("the head, which was tied, starts as the embedding")
+    if new_blocks := _new_blocks(model, saved):
+        notes.append(
+            f"multi-token prediction layers {', '.join(map(str, new_blocks))} start as in a new run"
         )
-    return told
+    return notes
 
 
 @torch.no_grad()
 def fill_new_weights(
-    held: Held, model: ModelConfig, saved: Mapping[str, Sequence[int]], read: Read, seed: int
+    shards: ParameterShards,
+    model: ModelConfig,
+    saved: Mapping[str, Sequence[int]],
+    read: ReadRectangle,
+    seed: int,
 ) -> list[tuple[ShardSpec, ShardedTensor]]:
-    """Fills the tensors of a rank that have new parts. No communication.
+    """Fills a rank's tensors that have rows or blocks which the source lacks. No communication.
 
     Args:
-        held: what the rank holds of the model, in any dtype.
+        shards: what the rank holds of the model, in any dtype.
         saved: global shape of each of the source's tensors, by our names.
-        read: returns the rectangle of a source's tensor with a (name, offset, shape).
-        seed: of blocks that are drawn.
+        read: reads a rectangle of a source's tensor.
+        seed: of blocks that are initialized.
 
     Returns:
-        The other tensors, which the source holds whole.
+        The other tensors, which the source holds completely.
     """
-    rest, means = [], dict[str, Tensor]()
-    ahead = [i for i in blocks(model)[model.num_layers :] if not _of_block(i, saved)]
-    for spec, tensor in held:
+    in_source, means = [], dict[str, Tensor]()
+    new_blocks = _new_blocks(model, saved)
+    for spec, tensor in shards:
         source = EMBEDDING if spec.name == HEAD and HEAD not in saved else spec.name
-        if any(_of_block(i, [spec.name]) for i in ahead):
+        if any(_in_block(i, [spec.name]) for i in new_blocks):
             for offset, view in tensor.shards.items():
                 initialize_rectangle(view, offset, spec, seed)
-        elif spec.name in (EMBEDDING, HEAD) and _starts_from(spec, source, saved):
+        elif spec.name in (EMBEDDING, HEAD) and _grows(spec, source, saved):
             rows = saved[source][0]
             for (row, column), view in tensor.shards.items():
-                old = min(max(rows - row, 0), len(view))
-                if old:
-                    view[:old] = read(source, (row, column), (old, view.shape[1])).to(view.dtype)
-                if old < len(view):
+                num_old = min(max(rows - row, 0), len(view))
+                if num_old:
+                    old = read(source, (row, column), (num_old, view.shape[1]))
+                    view[:num_old] = old.to(view.dtype)
+                if num_old < len(view):
                     if source not in means:
                         means[source] = _mean(source, saved[source], read)
-                    view[old:] = means[source][column : column + view.shape[1]].to(view.dtype)
+                    columns = slice(column, column + view.shape[1])
+                    view[num_old:] = means[source][columns].to(view.dtype)
         else:
-            rest.append((spec, tensor))
-    return rest
+            in_source.append((spec, tensor))
+    return in_source
 
 
-def _of_block(i: int, names: Iterable[str]) -> bool:
+def _new_blocks(model: ModelConfig, saved: Iterable[str]) -> list[int]:
+    """Blocks for multi-token prediction that the source lacks."""
+    return [i for i in blocks(model)[model.num_layers :] if not _in_block(i, saved)]
+
+
+def _in_block(i: int, names: Iterable[str]) -> bool:
     return any(name.startswith(f"layers.{i}.") for name in names)
 
 
-def _starts_from(spec: ShardSpec, source: str, saved: Mapping[str, Sequence[int]]) -> bool:
-    """Returns whether a table has other rows than its source, all of which it keeps."""
-    if (
-        source not in saved
-        or tuple(saved[source][1:]) != spec.shape[1:]
-        or saved[source][0] > spec.shape[0]
-    ):
+def _grows(spec: ShardSpec, source: str, saved: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a table keeps all rows of its source and has more, or is another table."""
+    if source not in saved:
         return False
-    return source != spec.name or saved[source][0] < spec.shape[0]
+    rows, *columns = saved[source]
+    if tuple(columns) != spec.shape[1:] or rows > spec.shape[0]:
+        return False
+    return source != spec.name or rows < spec.shape[0]
 
 
-def _mean(source: str, shape: Sequence[int], read: Read) -> Tensor:
-    """Returns the mean of the rows, `[h]` fp64; every rank reads all of them in the same order."""
+def _mean(source: str, shape: Sequence[int], read: ReadRectangle) -> Tensor:
+    """Mean of the rows, `[h]` fp64; every rank reads all of them in the same order."""
     rows, width = shape
     total, step = torch.zeros(width, dtype=torch.float64), max(1, _CHUNK // width)
     for row in range(0, rows, step):

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN_FILE, Keep, commit, set_aside_later, step_folder
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
-from megatron5d.checkpoint.storage import write_rank_file
-from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.topology.all_ranks import first_failure, first_failure_in, on_rank_0
 from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
@@ -122,7 +121,7 @@ class Saver:
         if not self.background:
             self._write(step, tensors, run, exported)
             return
-        copies = self._copies.take(tensors)
+        copies = self._copies.copy(tensors)
         self._thread = threading.Thread(
             target=self._write_noting_errors, args=(step, copies, run, exported)
         )

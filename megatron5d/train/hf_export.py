@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
-from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
 from megatron5d.checkpoint.hf.safetensors_folder import finalize_files, stored_tensors, write_shards
-from megatron5d.checkpoint.hf.weights import hf_entries, mtp_copies
+from megatron5d.checkpoint.hf.tensor_table import Entry, hf_entries, mtp_copies
 from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import Fault

@@ -11,7 +11,7 @@ from ranks import RankFailure, run_ranks
 from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
-from megatron5d.checkpoint.storage import write_rank_file
+from megatron5d.checkpoint.tensor_file import write_rank_file
 from megatron5d.topology.lock_file import LockFile
 from megatron5d.train.guard import crash_message
 from pretrain import main
@@ -101,7 +101,7 @@ def test_nodes_that_do_not_share_the_checkpoint_folder_are_refused_at_the_start(
     with pytest.raises(RankFailure, match=message):
         run_ranks(on_node, 2, "ab")
     assert run_ranks(on_node, 1, "a") == [0]
-    message = r"rank 0 continues from own/step-00000001, and on .* rank 1 finds none"
+    message = r"rank 0 continues from own/step-00000001, but on .* rank 1 finds none"
     with pytest.raises(RankFailure, match=message):
         run_ranks(on_node, 2, "ab")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import records, train_on_ranks
 
-from megatron5d.checkpoint.hf.weights import model_config_from_hf
+from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 from megatron5d.config.load import load_config
 from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.model.flops import flops_per_token

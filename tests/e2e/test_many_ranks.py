@@ -16,8 +16,7 @@ from ranks import run_ranks
 from runs import write_corpus
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
-from megatron5d.checkpoint.storage import write_rank_file
-from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.comm.p2p import ReceiveChannel
 from megatron5d.config.load import load_config
 from megatron5d.planning.fit import target_here

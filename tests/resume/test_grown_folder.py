@@ -7,7 +7,7 @@ from hf_folders import random_model
 from runs import train_on_ranks, whole_tensors, write_corpus
 from safetensors.torch import load_file
 
-from megatron5d.checkpoint.hf.weights import model_config_from_hf
+from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 from megatron5d.config.load import load_config
 
 transformers = pytest.importorskip("transformers")

@@ -19,14 +19,8 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers
-from megatron5d.checkpoint.layout import overlap
-from megatron5d.checkpoint.load import (
-    WEIGHT_PREFIX,
-    LazyTensor,
-    SavedTensors,
-    file_error,
-    resolve_checkpoint,
-)
+from megatron5d.checkpoint.layout import LazyTensor, overlap
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, file_error, resolve_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.tools.conversion.processes import in_processes
@@ -89,7 +83,7 @@ def verify(args: argparse.Namespace) -> int:
     saved = SavedTensors(resolve_checkpoint(args.path, "PATH"))
     files = list(saved.files().items())
     dtypes = {key: tensor.dtype for key, tensor in saved.tensors.items()}
-    errors = saved.faults_outside()
+    errors = saved.errors_outside_tensors()
 
     def check(number: int) -> tuple[int, str | None]:
         name, items = files[number]

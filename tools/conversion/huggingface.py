@@ -14,13 +14,8 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.files import check_no_model_files
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
-from megatron5d.checkpoint.hf.weights import (
-    IGNORED,
-    hf_entries,
-    hf_weights,
-    prediction_layers,
-    unread_notes,
-)
+from megatron5d.checkpoint.hf.tensor_table import IGNORED, hf_entries
+from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unread_notes
 from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES

@@ -14,16 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.files import Entry
 from megatron5d.checkpoint.hf.safetensors_folder import check_names
+from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.hf.weights import lazy_weights
-from megatron5d.checkpoint.load import (
-    WEIGHT_PREFIX,
-    LazyTensor,
-    SavedTensors,
-    SavedWeights,
-    resolve_checkpoint,
-)
+from megatron5d.checkpoint.layout import LazyTensor
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, SavedWeights, resolve_checkpoint
 from megatron5d.checkpoint.megatron.names import (
     EMBEDDING,
     IGNORED,

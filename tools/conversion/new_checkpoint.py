@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
-from megatron5d.checkpoint.hf.files import Entry
-from megatron5d.checkpoint.load import (
-    WEIGHT_PREFIX,
-    LazyTensor,
-    SavedWeights,
-    lazy_tensor,
-    resolve_checkpoint,
-)
+from megatron5d.checkpoint.hf.tensor_table import Entry
+from megatron5d.checkpoint.layout import LazyTensor
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
 from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import to_dict
@@ -162,4 +157,4 @@ def _mean(name: str, sources: list[SavedWeights], factors: list[float]) -> LazyT
             total += factor * source.read(name, offset, shards[offset]).double()
         return total.to(dtype)
 
-    return lazy_tensor(saved.size, shards, dtype, make)
+    return LazyTensor(saved.size, shards, dtype, make)

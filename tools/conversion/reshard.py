@@ -39,16 +39,9 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import (
-    LazyTensor,
-    SavedTensors,
-    file_error,
-    lazy_tensor,
-    resolve_checkpoint,
-)
-from megatron5d.checkpoint.storage import RankWriter
-from megatron5d.checkpoint.tensor_file import Save, SavedItem
+from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor
+from megatron5d.checkpoint.load import SavedTensors, file_error, resolve_checkpoint
+from megatron5d.checkpoint.tensor_file import RankWriter, Save, SavedItem
 from megatron5d.config.convert import changed, leaves, to_dict, value_of
 from megatron5d.config.errors import ConfigError, Fault
 from megatron5d.config.json_file import read_json, write_whole
@@ -139,9 +132,9 @@ class Resharding:
             for key in dict.fromkeys(key for tensors in shards.values() for key in tensors):
                 by_rank = {rank: tensors[key] for rank, tensors in shards.items() if key in tensors}
                 for rank, tensor in self._lazy(key, by_rank).items():
-                    files[rank].add_tensor(key, tensor)
+                    files[rank].add(key, tensor)
             for rank, file in files.items():
-                messages[rank] = file.told()
+                messages[rank] = file.finish()
                 write_whole(self._record_file(rank), messages[rank])
         return list(messages.items())
 
@@ -172,7 +165,7 @@ class Resharding:
             return together[tuple(slice(i - o, i - o + n) for i, o, n in zip(offset, begin, shape))]
 
         return {
-            rank: lazy_tensor(entry.size, rank_shapes, entry.dtype, values)
+            rank: LazyTensor(entry.size, rank_shapes, entry.dtype, values)
             for rank, rank_shapes in shapes.items()
         }
 
@@ -233,7 +226,7 @@ def reshard(args: argparse.Namespace) -> int:
     """
     torch.set_num_threads(1)
     source = SavedTensors(resolve_checkpoint(args.source, "SRC"))
-    if errors := source.faults_outside():
+    if errors := source.errors_outside_tensors():
         raise ValueError(errors[0])
     config = target_config(saved_config(source.folder), args.overrides)
     world = args.world or smallest_world(config)

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.load import (
-    WEIGHT_PREFIX,
-    LazyTensor,
-    SavedWeights,
-    lazy_tensor,
-    resolve_checkpoint,
-)
+from megatron5d.checkpoint.layout import LazyTensor
+from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
@@ -138,7 +133,7 @@ class Upcycling:
         entry = self.saved.tensors[name]
         shape = tuple(entry.size)
         whole = {(0,) * len(shape): shape}
-        return lazy_tensor(
+        return LazyTensor(
             shape, whole, entry.dtype, lambda offset: self.saved.read(name, offset, shape)
         )
 
@@ -166,7 +161,7 @@ class Upcycling:
             return weight.reshape(1, *shape).contiguous()
 
         shards: Shards = {(e, 0, 0): (1, *shape) for e in range(num_experts)}
-        return lazy_tensor((num_experts, *shape), shards, entry.dtype, expert)
+        return LazyTensor((num_experts, *shape), shards, entry.dtype, expert)
 
     def _router(self, i: int) -> LazyTensor:
         """Router `[E, h]`: a random row for each copy, the same for all of its slices."""
@@ -180,7 +175,7 @@ class Upcycling:
             copies = _normal(self.seed, name, (shape[0] // self.slices, shape[1]))
             return (self.sparse.init_std * copies).repeat_interleave(self.slices, 0).to(dtype)
 
-        return lazy_tensor(shape, {(0, 0): shape}, dtype, rows)
+        return LazyTensor(shape, {(0, 0): shape}, dtype, rows)
 
 
 def _normal(seed: int, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:

@@ -1,177 +1,107 @@
-"""The Hugging Face families that we read and write, as data: defaults, other spellings, options
-that must be as ours.
+"""The Hugging Face families that can be read and written, as data.
 
-What a config.json leaves out has the default of the family's own configuration class, as
-transformers would fill it in.
+A setting that config.json omits has the default of the family's own configuration class, which is
+also what transformers fills in.
 """
 
 from typing import Any
 
+# Llama except for biases, windows, norms and packing
 DENSE = (
-    "llama",
-    "mistral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "olmo2",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
+    *("llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text"),
     "seed_oss",
-)  # Llama but for biases, windows, norms, packing
+)
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # with multi-head latent attention
+LIKE_DEEPSEEK = (*LATENT, "glm4_moe", "dots1", "hy_v3")  # in experts and routers
+SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", *LIKE_DEEPSEEK)
 PARTLY_ROTATED = ("glm4_moe", "gpt_neox")
 QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "dots1", "hy_v3", "gemma3_text")
 GEMMA = ("gemma", "gemma2", "gemma3_text")
-# families whose layers may differ in what they see
+# each layer has a sliding window or none
 WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1", "gemma2", "gemma3_text", "gpt_oss")
-_DECODER_DEFAULTS: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
+
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    "rms_norm_eps",
+)
+_SIZES = {
+    "llama": (32000, 4096, 11008, 32, 32, None, None, 2048, 1e-6),
+    "mistral": (32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-6),
+    "phi3": (32064, 3072, 8192, 32, 32, None, None, 4096, 1e-5),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32, None, 32768, 1e-6),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32, 128, 32768, 1e-6),
+    "seed_oss": (155136, 4096, 27648, 64, 80, 8, 128, 524288, 1e-6),
+    "olmo2": (50304, 4096, 11008, 32, 32, None, None, 2048, 1e-5),
+    "gemma": (256000, 3072, 24576, 28, 16, 16, 256, 8192, 1e-6),
+    "gemma2": (256000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6),
+    "gemma3_text": (262208, 2304, 9216, 26, 8, 4, 256, 131072, 1e-6),
+    "gpt_oss": (201088, 2880, 2880, 36, 64, 8, 64, 131072, 1e-5),
+    "mixtral": (32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-5),
+    "qwen3_moe": (151936, 2048, 6144, 24, 32, 4, None, 32768, 1e-6),
+    "qwen2_moe": (151936, 2048, 5632, 24, 16, 16, None, 32768, 1e-6),
+    "glm4_moe": (151552, 4096, 10944, 46, 96, 8, None, 131072, 1e-5),
+    "dots1": (152064, 4608, 10944, 62, 32, 32, None, 2048, 1e-6),
+    "hy_v3": (120832, 4096, 13312, 80, 64, 8, 128, 131072, 1e-5),
+    "deepseek_v2": (102400, 4096, 11008, 32, 32, None, None, 2048, 1e-6),
+    "deepseek_v3": (129280, 7168, 18432, 61, 128, 128, None, 4096, 1e-6),
+    "glm4_moe_lite": (154880, 2048, 10240, 47, 20, 20, None, 202752, 1e-5),
 }
-_QWEN_DEFAULTS: dict[str, Any] = _DECODER_DEFAULTS | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
+_EXPERT_KEYS = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+)
+_EXPERTS = {
+    "glm4_moe": (128, 1, 8, 1408, 1, True, 1.0, 1, 1),
+    "dots1": (None, None, None, 1408, 0, False, 1.0, 1, 1),
+    "hy_v3": (192, 1, 8, 1536, 1, True, 2.826, 1, 1),
+    "deepseek_v2": (64, 2, None, 1407, 0, False, 1.0, None, None),
+    "deepseek_v3": (256, 1, 8, 2048, 3, True, 2.5, 8, 4),
+    "glm4_moe_lite": (64, 1, 4, 1536, 1, True, 1.8, 1, 1),
 }
-_LATENT_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENTS = {
+    "deepseek_v2": (1536, 512, 128, 64, 128),
+    "deepseek_v3": (1536, 512, 128, 64, 128),
+    "glm4_moe_lite": (768, 512, 192, 64, 256),
 }
-_GEMMA_DEFAULTS: dict[str, Any] = _DECODER_DEFAULTS | {
-    "vocab_size": 256000,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "mlp_bias": False,
+_WINDOW: dict[str, Any] = {"sliding_window": 4096, "layer_types": None}
+_QWEN_WINDOW = _WINDOW | {"use_sliding_window": False, "max_window_layers": 28}
+_QWEN3_EXPERTS: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+}
+_GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
 }
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "mlp_bias": False,
-    },
-    "mistral": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "sliding_window": 4096,
-    },
-    "phi3": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 4096,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
-    "qwen2": _QWEN_DEFAULTS | {"head_dim": None},
-    "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
-    "seed_oss": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 155136,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 524288,
-        "mlp_bias": False,
-        "attention_bias": True,
-        "attention_out_bias": False,
-    },
-    "olmo2": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 50304,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-    },
-    "gemma": _GEMMA_DEFAULTS
-    | {
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "gemma2": _GEMMA_DEFAULTS
-    | {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "layer_types": None,
+_MTP = {"rope_interleave": True, "num_nextn_predict_layers": 1}
+_OTHER: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "phi3": {"sliding_window": None},
+    "qwen2": _QWEN_WINDOW,
+    "qwen3": _QWEN_WINDOW,
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "gemma": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {
+        **_GEMMA,
+        **_WINDOW,
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    "gemma3_text": _GEMMA_DEFAULTS
-    | {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
+    "gemma3_text": {
+        **_GEMMA,
+        **_WINDOW,
         "sliding_window_pattern": 6,
-        "layer_types": None,
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
         "default_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
-    "gpt_oss": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
+    "gpt_oss": {
         "mlp_bias": True,
-        "rms_norm_eps": 1e-5,
         "default_theta": 150000.0,
         "attention_bias": True,
         "sliding_window": 128,
@@ -181,197 +111,63 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    "mixtral": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
+    "mixtral": {
         "default_theta": 1e6,
         "sliding_window": None,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "qwen3_moe": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "max_position_embeddings": 32768,
-        "mlp_bias": False,
+    "qwen3_moe": {
+        **_QWEN3_EXPERTS,
         "use_sliding_window": False,
         "sliding_window": 4096,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
         "num_local_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
     },
-    "qwen2_moe": _QWEN_DEFAULTS
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": None,
+    "qwen2_moe": {
+        **_QWEN_WINDOW,
+        **_QWEN3_EXPERTS,
         "qkv_bias": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
         "num_local_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
-        "norm_topk_prob": False,
     },
-    "glm4_moe": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 151552,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
+    "glm4_moe": {
         "use_qk_norm": False,
         "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,
     },
-    "dots1": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 152064,
-        "hidden_size": 4608,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "mlp_bias": False,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": None,
-        "n_shared_experts": None,
-        "num_experts_per_tok": None,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "layer_types": None,
-    },
-    "hy_v3": _DECODER_DEFAULTS
-    | {
-        "vocab_size": 120832,
-        "intermediate_size": 13312,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
+    "dots1": {**_WINDOW, "max_window_layers": 62},
+    "hy_v3": {
         "initializer_range": 0.006,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
         "default_theta": 11158840.0,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 192,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1,
         "mlp_layer_types": None,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.826,
-        "n_group": 1,
-        "topk_group": 1,
     },
-    "deepseek_v2": _DECODER_DEFAULTS
-    | _LATENT_DEFAULTS
-    | {
-        "vocab_size": 102400,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
+    "deepseek_v2": {"topk_method": "greedy"},
+    "deepseek_v3": _MTP,
+    "glm4_moe_lite": {**_MTP, "mlp_layer_types": None},
+}
+
+
+def _defaults(family: str) -> dict[str, Any]:
+    """Defaults of a family of decoders like Llama."""
+    return {
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
         "mlp_bias": False,
-        "moe_intermediate_size": 1407,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": None,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "greedy",
-        "n_group": None,
-        "topk_group": None,
-    },
-    "deepseek_v3": _DECODER_DEFAULTS
-    | _LATENT_DEFAULTS
-    | {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 4096,
-        "mlp_bias": False,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 1,
-    },
-    "glm4_moe_lite": _DECODER_DEFAULTS
-    | _LATENT_DEFAULTS
-    | {
-        "vocab_size": 154880,
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "max_position_embeddings": 202752,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 64,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-        "mlp_layer_types": None,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.8,
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 1,
-    },
+        **dict(zip(_SIZE_KEYS, _SIZES[family])),
+        **dict(zip(_EXPERT_KEYS, _EXPERTS.get(family, ()))),
+        **dict(zip(LATENT_KEYS, _LATENTS.get(family, ()))),
+        **_OTHER.get(family, {}),
+    }
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    **{family: _defaults(family) for family in _SIZES},
     "gpt_neox": {
         "vocab_size": 50432,
         "hidden_size": 6144,
@@ -401,41 +197,33 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# the rotary settings of a gpt-oss folder that has none
+# rotary settings of a gpt-oss folder that has none
 GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
     "original_max_position_embeddings": 4096,
     "truncate": False,
 }
-RENAMED = {"kimi_k2": "deepseek_v3"}  # model_types whose own code is that of another family
-# Other spellings that transformers reads.
-ALIASES = {
+RENAMED = {"kimi_k2": "deepseek_v3"}  # a model_type whose code is that of another family
+_EXPERT_ALIASES = {
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+# other spellings that transformers reads
+ALIASES: dict[str, dict[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     },
-    "mixtral": {"num_experts": "num_local_experts"},
-    "gpt_oss": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_experts": "num_local_experts"},
-    "qwen2_moe": {"num_experts": "num_local_experts"},
-    "glm4_moe": {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    },
+    **dict.fromkeys(
+        ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe"), {"num_experts": "num_local_experts"}
+    ),
+    **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite"), _EXPERT_ALIASES),
     "dots1": {"num_local_experts": "n_routed_experts"},
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    },
-    "glm4_moe_lite": {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    },
     "hy_v3": {
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",
@@ -443,7 +231,7 @@ ALIASES = {
         "router_scaling_factor": "routed_scaling_factor",
     },
 }
-_SAME = {
+_SAME_VALUE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
@@ -454,10 +242,10 @@ _SAME = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-# Fields of ours and settings of the same value.
-SAME = dict.fromkeys(DEFAULTS, _SAME) | {
-    "gpt_neox": _SAME | {"norm_eps": "layer_norm_eps"},
-    "gpt2": _SAME
+# fields of ModelConfig -> settings with the same value
+SAME_VALUE = dict.fromkeys(DEFAULTS, _SAME_VALUE) | {
+    "gpt_neox": _SAME_VALUE | {"norm_eps": "layer_norm_eps"},
+    "gpt2": _SAME_VALUE
     | {
         "num_layers": "n_layer",
         "hidden_size": "n_embd",
@@ -469,42 +257,36 @@ SAME = dict.fromkeys(DEFAULTS, _SAME) | {
 }
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
-# Options that change the function: the values that our model computes; absent is always fine.
-_DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1.0),
-}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
+_LLAMA = _SILU | {"partial_rotary_factor": (None, 1.0)}
+_NO_MLP_BIAS = _LLAMA | {"mlp_bias": (False,)}
+_NO_BIAS = _NO_MLP_BIAS | {"attention_bias": (False,)}
+_LATENT = _NO_BIAS | {"moe_layer_freq": (1,)}
+_DEEPSEEK_V3 = _LATENT | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "mlp_bias": (False,),
 }
-_LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
-    "mlp_bias": (False,),
-    "attention_bias": (False,),
-    "moe_layer_freq": (1,),
-}
-_V3_COMPUTED = _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": _DECODER_COMPUTED,
-    "mistral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
-    "phi3": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
-    # attention_bias is not asked: q, k and v have biases always
-    "qwen2": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "qwen3": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "mixtral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
-    "qwen3_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "deepseek_v2": _LATENT_COMPUTED
-    | {
+# Settings that change the function, with the values that our model computes; a setting that is
+# absent is always supported.
+SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("llama", "seed_oss"), _LLAMA),
+    **dict.fromkeys(("mistral", "phi3", "mixtral"), _NO_BIAS),
+    # qwen2 reads no attention_bias: q, k and v always have biases
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "olmo2", "qwen2_moe", "dots1"), _NO_MLP_BIAS),
+    "deepseek_v2": {
+        **_LATENT,
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
-        # transformers never divides; DeepSeek's own code does, and then does not scale
+        # transformers never divides by the sum; DeepSeek's code does, and then does not scale
         "norm_topk_prob": (False,),
     },
-    "deepseek_v3": _V3_COMPUTED,
-    # transformers goes by mlp_layer_types alone, where DeepSeek has first_k_dense_replace
-    "glm4_moe_lite": _V3_COMPUTED | {"first_k_dense_replace": (1,)},
-    "olmo2": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "gemma": {  # transformers reads hidden_act alone, and its gelu as the tanh form
+    "deepseek_v3": _DEEPSEEK_V3,
+    # transformers reads only mlp_layer_types in place of first_k_dense_replace
+    "glm4_moe_lite": _DEEPSEEK_V3 | {"first_k_dense_replace": (1,)},
+    "hy_v3": _NO_MLP_BIAS | {"first_k_dense_replace": (1,)},
+    # transformers reads only hidden_act, and computes its "gelu" with tanh
+    "gemma": {
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         **_CAUSAL,
@@ -512,16 +294,16 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma2": {"hidden_activation": ("gelu_pytorch_tanh",), **_CAUSAL},
     "gemma3_text": {
         "hidden_activation": ("gelu_pytorch_tanh",),
-        "attn_logit_softcapping": (None,),  # transformers reads it and does not apply it
+        "attn_logit_softcapping": (None,),  # transformers reads it without applying it
         **_CAUSAL,
     },
-    "gpt_oss": _DECODER_COMPUTED
-    | {"mlp_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-    "qwen2_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "glm4_moe": {"hidden_act": ("silu", "swish"), "mlp_bias": (False,)},
-    "seed_oss": _DECODER_COMPUTED,
-    "dots1": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "hy_v3": _DECODER_COMPUTED | {"mlp_bias": (False,), "first_k_dense_replace": (1,)},
+    "gpt_oss": {
+        **_LLAMA,
+        "mlp_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+    },
+    "glm4_moe": _SILU | {"mlp_bias": (False,)},
     "gpt_neox": {"hidden_act": tuple(GELU)},
     "gpt2": {
         "activation_function": tuple(GELU),

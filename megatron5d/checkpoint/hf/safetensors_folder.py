@@ -1,9 +1,8 @@
-"""Safetensors folders as Hugging Face has them: read rectangle by rectangle, written one file at a
-time.
+"""Hugging Face's folders of safetensors: read rectangle by rectangle, written one file at a time.
 
-A table of entries says which rows of our tensors are which tensor on disk; tensors missing in the
-folder or the table are errors. FP8 weights as DeepSeek publishes V3 (`w`, and `w_scale_inv` for
-128×128 blocks) are read as their values.
+A table of entries says which rows of our tensors are which stored tensor; tensors missing in the
+folder or in the table are errors. FP8 weights as DeepSeek publishes V3 (`w`, and `w_scale_inv` for
+128×128 blocks) are dequantized as they are read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +25,20 @@ from megatron5d.checkpoint.hf.files import (
     INDEX,
     SINGLE,
     WEIGHTS,
-    Entry,
     check_no_model_files,
     weight_files,
     wrong_kind,
 )
-from megatron5d.checkpoint.layout import ShardedTensor, overlap
+from megatron5d.checkpoint.hf.tensor_table import Entry
+from megatron5d.checkpoint.layout import Index, ParameterShards, ReadRectangle, overlap
 from megatron5d.topology.shard_spec import ShardSpec
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FP8_DTYPE = "F8_E4M3"
-SCALES = "_scale_inv"  # behind the name of an FP8 tensor: what its blocks are multiplied by
+SCALES = "_scale_inv"  # suffix of the tensor with the factors of an FP8 tensor's blocks
 BLOCK = 128  # rows and columns of such a block
-_LISTED = 40  # how many names of one kind of fault a message lists
+_LISTED = 40  # names of one kind that an error message lists
+_SHARD = "part-{:05d}-{:05d}.safetensors.tmp"  # rank, number
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of one folder, of one file or several. A context manager: the files are open
+    """The tensors of a folder with one file or several. A context manager: the files are open
     within it.
 
     Args:
@@ -68,27 +68,27 @@ class SafetensorsFolder:
         self._handles: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
         self.scales: dict[str, StoredTensor] = {}  # of the FP8 tensors, by their names
-        # tensors in files where the index does not place them
-        self._stray: list[tuple[str, str]] = []
-        for file, listed in weight_files(self.folder).items():
+        unindexed: list[tuple[str, str]] = []  # (tensor, file) pairs that are not in the index
+        for file, indexed in weight_files(self.folder).items():
             handle = self._handle(file)
-            names = set(handle.keys())
-            if lacking := sorted(set(listed or ()) - names):
+            stored = set(handle.keys())
+            names = stored if indexed is None else indexed
+            if missing := sorted(set(names) - stored):
                 raise ValueError(
-                    f"{self.folder / INDEX} places {lacking[0]} in {file}, which does not hold it"
+                    f"{self.folder / INDEX} places {missing[0]} in {file}, which does not hold it"
                 )
-            # a copy elsewhere than the index says is a stale one
-            for name in names if listed is None else listed:
+            for name in names:
                 view = handle.get_slice(name)
                 self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
-            self._stray += [
-                (name, file) for name in sorted(names - set(names if listed is None else listed))
-            ]
-        if unlisted := [(name, file) for name, file in self._stray if name not in self.tensors]:
-            name, file = unlisted[0]
+            unindexed += [(name, file) for name in sorted(stored - set(names))]
+        # a tensor that the index places elsewhere is a stale copy, which is never read
+        unindexed = [(name, file) for name, file in unindexed if name not in self.tensors]
+        if unindexed:
+            name, file = unindexed[0]
             raise ValueError(
-                f"{self.folder / file} holds {name}, which {INDEX} does not name ({len(unlisted)} such tensors): files "
-                "of several saves are mixed; copy the folder again"
+                f"{self.folder / file} holds {name}, which {INDEX} does not name "
+                f"({len(unindexed)} such tensors): files of several saves are mixed; copy the "
+                "folder again"
             )
         for name in [name for name, tensor in self.tensors.items() if tensor.dtype == FP8_DTYPE]:
             if name + SCALES in self.tensors:
@@ -108,39 +108,36 @@ class SafetensorsFolder:
             try:
                 self._handles[file] = self._open.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
-                known = wrong_kind(path)
-                raise ValueError(
-                    f"{path} is {known or f'not a whole safetensors file: {error}'}"
-                ) from error
+                kind = wrong_kind(path) or f"not a complete safetensors file: {error}"
+                raise ValueError(f"{path} is {kind}") from error
         return self._handles[file]
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Reads the rectangle of `shape` at `offset` of one stored tensor.
 
         Returns:
-            In its stored dtype; an FP8 tensor with scales is dequantised to fp32.
+            In its stored dtype; an FP8 tensor with scales is dequantized to fp32.
         """
         stops = [start + extent for start, extent in zip(offset, shape)]
-        values = self._slices(self.tensors[name].file, name, offset, stops)
+        values = self._read_slice(self.tensors[name].file, name, offset, stops)
         if name not in self.scales:
             return values
         first, last = [start // BLOCK for start in offset], [-(-stop // BLOCK) for stop in stops]
-        scales = self._slices(self.scales[name].file, name + SCALES, first, last).float()
+        scales = self._read_slice(self.scales[name].file, name + SCALES, first, last).float()
         for dim, (start, extent) in enumerate(zip(offset, shape)):
             scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, extent)
         return values.float() * scales
 
-    def _slices(
+    def _read_slice(
         self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]
     ) -> torch.Tensor:
-        return self._handle(file).get_slice(name)[
-            tuple(slice(*ends) for ends in zip(starts, stops))
-        ]
+        index = tuple(slice(*ends) for ends in zip(starts, stops))
+        return self._handle(file).get_slice(name)[index]
 
 
 @torch.no_grad()
 def load_shards(
-    held: Sequence[tuple[ShardSpec, ShardedTensor]],
+    shards: ParameterShards,
     entries: Sequence[Entry],
     folder: str | Path,
     ignored: Sequence[str] = (),
@@ -148,12 +145,12 @@ def load_shards(
     """Fills what this rank holds of a model from a folder. No communication.
 
     Args:
-        held: parameters, or slices of them; values are cast to their dtype.
-        entries: the table of the whole model, so that all ranks find the same faults.
+        shards: parameters, or slices of them; values are cast to their dtype.
+        entries: the table of the whole model, so that all ranks find the same errors.
         ignored: regular expressions for stored names that are not weights (masks, rotary tables).
 
     Raises:
-        ValueError: tensors are missing, unexpected, quantised or of another shape; lists all of
+        ValueError: tensors are missing, unexpected, quantized or of another shape; lists all of
             them.
         OSError: a file cannot be opened.
     """
@@ -162,8 +159,8 @@ def load_shards(
         table[entry.name].append(entry)
     with SafetensorsFolder(folder) as stored:
         check_names(stored, entries, ignored)
-        _check_parameters([spec for spec, _ in held], table)
-        for spec, tensor in held:
+        _check_parameters([spec for spec, _ in shards], table)
+        for spec, tensor in shards:
             for offset, view in tensor.shards.items():
                 written = sum(_fill(view, offset, entry, stored) for entry in table[spec.name])
                 assert written == view.numel(), (
@@ -172,7 +169,7 @@ def load_shards(
 
 
 class Stored(Protocol):
-    """Tensors on disk, in whatever format."""
+    """Stored tensors in any format."""
 
     folder: Path
     tensors: dict[str, StoredTensor]
@@ -183,148 +180,140 @@ class Stored(Protocol):
 
 def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
     """Compares the table with the folder; arguments and errors as in `load_shards`."""
-    wanted = {entry.stored_name: entry for entry in entries}
-    missing = [name for name in wanted if name not in stored.tensors]
+    expected = {entry.stored_name: entry.stored_shape for entry in entries}
+    missing = [name for name in expected if name not in stored.tensors]
     unexpected = [
         name
         for name in stored.tensors
-        if name not in wanted and not any(re.search(text, name) for text in ignored)
+        if name not in expected and not any(re.search(text, name) for text in ignored)
     ]
     shapes, dtypes = [], []
-    for name in (name for name in wanted if name in stored.tensors):
-        tensor, shape = stored.tensors[name], wanted[name].stored_shape
+    for name, shape in expected.items():
+        if name not in stored.tensors:
+            continue
+        tensor = stored.tensors[name]
         if tensor.shape != shape:
             shapes.append(
                 f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration"
             )
         if name in stored.scales:
-            shapes += _misshapen_scales(name, stored)
+            scales = list(stored.scales[name].shape)
+            blocks = [-(-size // BLOCK) for size in tensor.shape]
+            if scales != blocks:
+                shapes.append(
+                    f"{name}{SCALES}: {scales} on disk, {blocks} by the {BLOCK}×{BLOCK} blocks of "
+                    f"{list(tensor.shape)}"
+                )
         elif tensor.dtype not in DTYPES:
             readable = f"{', '.join(DTYPES)}, and {FP8_DTYPE} beside {name}{SCALES}"
             dtypes.append(f"{name}: {tensor.dtype}, readable are {readable}")
-    troubles = {
+    errors = {
         "missing": missing,
         "unexpected": unexpected,
         "of another shape": shapes,
         "of another dtype": dtypes,
     }
-    if any(troubles.values()):
-        raise ValueError(
-            f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}"
-        )
-
-
-def _misshapen_scales(name: str, stored: Stored) -> list[str]:
-    """Returns a line if there is not one scale for each block of an FP8 tensor."""
-    found, shape = stored.scales[name].shape, stored.tensors[name].shape
-    wanted = [-(-size // BLOCK) for size in shape]
-    told = f"{name}{SCALES}: {list(found)} on disk, {wanted} by the {BLOCK}×{BLOCK} blocks of {list(shape)}"
-    return [] if list(found) == wanted else [told]
+    if any(errors.values()):
+        lists = "".join(_listing(kind, lines) for kind, lines in errors.items())
+        raise ValueError(f"{stored.folder} does not fit the model:{lists}")
 
 
 def unsupported_quantization(config: dict[str, Any]) -> list[str]:
-    """Returns what a config.json says that is not as in the FP8 releases that are read; null is a
-    folder without."""
-    given = config.get("quantization_config")
-    if given is None:
+    """Settings of a config.json's quantization that differ from those of the FP8 releases that are
+    read; null means a folder that is not quantized."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return []
-    if not isinstance(given, dict):
-        return [f"quantization_config = {given!r}: only an object of settings is supported"]
-    if given.get("quant_method") == "mxfp4":
+    if not isinstance(quantization, dict):
+        return [f"quantization_config = {quantization!r}: only an object is supported"]
+    if quantization.get("quant_method") == "mxfp4":
         return [
-            "quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
-            "model with transformers' Mxfp4Config(dequantize=True) and save it"
+            "quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are "
+            "supported; load the model with transformers' Mxfp4Config(dequantize=True) and save it"
         ]
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    found = {"fmt": "e4m3"} | given
+    supported = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    settings = {"fmt": "e4m3"} | quantization
     return [
-        f"quantization_config.{key} = {found.get(key)!r}: only {value!r} is supported"
-        for key, value in wanted.items()
-        if found.get(key) != value
+        f"quantization_config.{key} = {settings.get(key)!r}: only {value!r} is supported"
+        for key, value in supported.items()
+        if settings.get(key) != value
     ]
 
 
-def _listing(what: str, names: list[str]) -> str:
+def _listing(kind: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f"\n    ... and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"\n  {len(names)} {what}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
+    return f"\n  {len(names)} {kind}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
     """Makes sure that the entries of each parameter cover its rows without gaps or overlaps."""
-    troubles = []
+    errors = []
     for spec in specs:
         stacked = any(entry.expert is not None for entry in table[spec.name])
         per_expert = spec.shape[1] if stacked else 0  # rows are counted through all experts
-        reached = 0
+        covered = 0
         for entry in sorted(table[spec.name], key=lambda entry: entry.model_offset):
             start, stop = (row + per_expert * (entry.expert or 0) for row in entry.rows)
-            shape = (
-                (1, stop - start, *spec.shape[2:]) if stacked else (stop - start, *spec.shape[1:])
-            )
-            if start != reached or entry.model_shape != shape:
-                troubles.append(
-                    f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {reached}"
+            inner = (stop - start, *spec.shape[1 + stacked :])
+            if start != covered or entry.model_shape != ((1, *inner) if stacked else inner):
+                errors.append(
+                    f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {covered}"
                 )
-            reached = stop
-        if reached != (spec.shape[0] * per_expert if stacked else spec.shape[0]):
-            troubles.append(
-                f"{spec.name} {list(spec.shape)}: the folder's family gives it {reached} rows"
+            covered = stop
+        if covered != spec.shape[0] * (per_expert if stacked else 1):
+            errors.append(
+                f"{spec.name} {list(spec.shape)}: the folder's family gives it {covered} rows"
             )
-    if troubles:
+    if errors:
         raise ValueError(
-            f"the model is not one that this Hugging Face family can hold:{_listing('parts', troubles)}"
+            "the model is not one that this Hugging Face family can hold:"
+            f"{_listing('parameters', errors)}"
         )
 
 
-def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
-    """Copies the intersection of a stored tensor and a local rectangle; returns its number of
-    elements."""
+def _fill(view: torch.Tensor, at: Index, entry: Entry, stored: SafetensorsFolder) -> int:
+    """Copies the intersection of a stored tensor and the local rectangle at `at`; returns its
+    number of elements."""
     shared = overlap(at, view.shape, entry.model_offset, entry.model_shape)
     if shared is None:
         return 0
     begin, end = shared
-    place = tuple(slice(a - b, c - b) for a, c, b in zip(begin, end, at))
-    offset = tuple(a - b for a, b in zip(begin, entry.model_offset))
-    shape = tuple(c - a for a, c in zip(begin, end))
+    target = view[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, at))]
+    offset = tuple(a - o for a, o in zip(begin, entry.model_offset))
+    shape = tuple(b - a for a, b in zip(begin, end))
     if entry.expert is not None:
-        offset, shape = offset[1:], shape[1:]
-    # rows are scattered on disk: all of them, or of the experts here
+        offset, shape, target = offset[1:], shape[1:], target[0]
+
     if entry.heads is not None or entry.interleaved:
+        # rows are scattered in storage: read all of them, or all of the local experts
         first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.stored_shape[0])
-        whole = stored.read(
-            entry.stored_name,
-            (first, *(0 for _ in entry.stored_shape[1:])),
-            (count, *entry.stored_shape[1:]),
-        )
-        places = zip((offset[0] - first, *offset[1:]), shape)
-        values = entry.from_stored(whole)[tuple(slice(o, o + n) for o, n in places)]
+        inner = entry.stored_shape[1:]
+        stack = stored.read(entry.stored_name, (first, *(0 for _ in inner)), (count, *inner))
+        starts = (offset[0] - first, *offset[1:])
+        index = tuple(slice(start, start + size) for start, size in zip(starts, shape))
+        values = entry.from_stored(stack)[index]
     elif entry.transposed:
-        swapped = [(*dims[:-2], dims[-1], dims[-2]) for dims in (offset, shape)]
-        values = entry.from_stored(stored.read(entry.stored_name, *swapped))
+        offset, shape = ((*dims[:-2], dims[-1], dims[-2]) for dims in (offset, shape))
+        values = entry.from_stored(stored.read(entry.stored_name, offset, shape))
     else:
         values = stored.read(entry.stored_name, offset, shape)
-    view[place].copy_(values if entry.expert is None else values.unsqueeze(0))
+    target.copy_(values)
     return values.numel()
 
 
-_PART = "part-{:05d}-{:05d}.safetensors.tmp"  # rank, number
-
-
 def stored_tensors(
-    entries: Iterable[Entry],
-    read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
-    dtype: torch.dtype,
+    entries: Iterable[Entry], read: ReadRectangle, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor in the form in which it is stored, computed when it is asked for.
+    """Yields each tensor in its stored form, computed when the iterator reaches it.
 
     Args:
-        read: returns the rectangle of our tensor with a (global name, offset, shape).
+        read: reads a rectangle of our tensor.
         dtype: to which the tensors are cast; those of `wide` entries to no less than fp32.
 
-    Returns:
-        (name on disk, tensor) pairs in the order of the table.
+    Yields:
+        (stored name, tensor) pairs in the order of the table.
 
     Raises:
         ValueError: a finite value becomes infinite (fp16 ends at 65,504).
@@ -334,8 +323,8 @@ def stored_tensors(
         tensor = exact.to(entry.dtype(dtype))
         if dtype == torch.float16 and (tensor.isinf() & exact.isfinite()).any():
             raise ValueError(
-                f"{entry.stored_name} reaches {exact.abs().max():.4g}, and fp16 ends at {torch.finfo(dtype).max:.0f}: "
-                "write it with --dtype bf16"
+                f"{entry.stored_name} reaches {exact.abs().max():.4g}, but fp16 ends at "
+                f"{torch.finfo(dtype).max:.0f}; write it with --dtype bf16"
             )
         if entry.expert is not None:
             tensor = tensor.squeeze(0)
@@ -345,12 +334,11 @@ def stored_tensors(
 def save_folder(
     folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5 << 30
 ) -> int:
-    """Writes tensors in the order given, starting a new file before one would grow beyond the
-    limit.
+    """Writes tensors in the given order, starting a new file before one would exceed the limit.
 
     Args:
-        folder: created if it does not exist, for without weights.
-        tensors: (name on disk, tensor) pairs, taken one by one; contiguous or not.
+        folder: created if it does not exist; must not hold weights.
+        tensors: (stored name, tensor) pairs, taken one by one; contiguous or not.
         max_shard_bytes: size limit of one file; a larger tensor gets a file of its own.
 
     Returns:
@@ -363,35 +351,38 @@ def save_folder(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     check_no_model_files(folder, WEIGHTS)
-    for half in folder.glob("part-*.safetensors.tmp"):  # of an export that was interrupted
-        half.unlink()
-    parts, total_bytes = write_shards(folder, tensors, max_shard_bytes)
-    finalize_files(folder, parts, total_bytes)
+    for unfinished in folder.glob("part-*.safetensors.tmp"):  # of an interrupted export
+        unfinished.unlink()
+    shards, total_bytes = write_shards(folder, tensors, max_shard_bytes)
+    finalize_files(folder, shards, total_bytes)
     return total_bytes
 
 
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, rank: int = 0
 ) -> tuple[list[tuple[str, list[str]]], int]:
-    """Writes one rank's files of a folder; arguments and errors as in `save_folder`. Returns the
-    name of each file, which is not its last one, and of the tensors in it; total size of these, in
-    bytes."""
-    parts: list[tuple[str, list[str]]] = []
+    """Writes one rank's files of a folder; arguments and errors as in `save_folder`.
+
+    Returns:
+        The temporary name of each file with the names of its tensors; and the total size of these,
+        in bytes.
+    """
+    shards: list[tuple[str, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = pending_bytes = 0
 
     def flush() -> None:
-        part = folder / _PART.format(rank, len(parts))
+        shard = folder / _SHARD.format(rank, len(shards))
         try:
-            part.touch()
-            # by the user's umask; safetensors makes a file that only its owner reads
-            mode = part.stat().st_mode
-            save_file(pending, part, metadata={"format": "pt"})
-            part.chmod(mode)
+            shard.touch()
+            # by the user's umask; safetensors makes files that only their owner can read
+            mode = shard.stat().st_mode
+            save_file(pending, shard, metadata={"format": "pt"})
+            shard.chmod(mode)
         except SafetensorError as error:
-            part.unlink(missing_ok=True)
-            raise OSError(f"{part} cannot be written: {error}") from error
-        parts.append((part.name, list(pending)))
+            shard.unlink(missing_ok=True)
+            raise OSError(f"{shard} cannot be written: {error}") from error
+        shards.append((shard.name, list(pending)))
         pending.clear()
 
     for name, tensor in tensors:
@@ -402,19 +393,19 @@ def write_shards(
         pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
-    return parts, total_bytes
+    return shards, total_bytes
 
 
-def finalize_files(folder: Path, parts: Sequence[tuple[str, list[str]]], total_bytes: int) -> None:
-    """Renames the files of all ranks to their final names, which contain their number, and then
-    writes the index."""
-    if len(parts) == 1:
-        os.replace(folder / parts[0][0], folder / SINGLE)
+def finalize_files(folder: Path, shards: Sequence[tuple[str, list[str]]], total_bytes: int) -> None:
+    """Renames the files of all ranks to their final names, which contain the number of files, and
+    then writes the index."""
+    if len(shards) == 1:
+        os.replace(folder / shards[0][0], folder / SINGLE)
         return
     weight_map = {}
-    for i, (part, names) in enumerate(parts):
-        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        os.replace(folder / part, folder / file)
+    for i, (shard, names) in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / shard, folder / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {
         "metadata": {"total_size": total_bytes},

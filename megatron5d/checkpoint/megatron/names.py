@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.hf.files import Entry
+from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.config.convert import from_dict
 from megatron5d.config.derived import is_moe, moe_layers
 from megatron5d.config.errors import ConfigError

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +27,8 @@ from torch import Tensor
 from megatron5d.checkpoint.folder import METADATA
 from megatron5d.checkpoint.hf.safetensors_folder import StoredTensor
 from megatron5d.checkpoint.index import SavedTensor
-from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, from_megatron_rows, layer_name
-from megatron5d.checkpoint.storage import Reader, read_tensors
+from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.json_file import read_json
 from megatron5d.config.schema import ModelConfig
@@ -174,7 +174,7 @@ _HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")
 class _Reader(Reader):
     """Reads tensors of a folder in which files.json and index.json are not there."""
 
-    def _content(self) -> bytes:
+    def _index_content(self) -> bytes:
         return METADATA.encode() + b"\n" + (self._folder / METADATA).read_bytes()
 
     def advice(self) -> str:
@@ -205,12 +205,7 @@ def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, 
 
 
 def _stored(reader: Reader, key: str, saved: SavedTensor) -> Source:
-    def values(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        found = torch.empty(shape, dtype=saved.dtype)
-        read_tensors(reader, [{key: ShardedTensor(saved.size, [(offset, found)], saved.dtype)}])
-        return found
-
-    return Source(tuple(saved.size), saved.dtype, values)
+    return Source(tuple(saved.size), saved.dtype, partial(reader.read, key))
 
 
 def _add_layers(sources: dict[str, Source], key: str, source: Source) -> None:

@@ -17,14 +17,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron5d.checkpoint.hf.files import Entry
+from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import LazyTensor, lazy_tensor
+from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor
 from megatron5d.checkpoint.megatron.names import FUSED, megatron_entries, to_megatron_rows
 from megatron5d.checkpoint.megatron.reader import BACKEND, COMMON, TRACKER
-from megatron5d.checkpoint.storage import write_rank_file
-from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.config.derived import is_moe, moe_layers
 from megatron5d.config.schema import ModelConfig
 
@@ -150,7 +148,7 @@ def _lazy(
 
     zeros, ones = (0,) * len(first.stored_shape), (1,) * depth
     shape = (*(1 + max(index[dim] for index in at) for dim in range(depth)), *first.stored_shape)
-    return lazy_tensor(
+    return LazyTensor(
         shape, {(*index, *zeros): (*ones, *first.stored_shape) for index in at}, kind, make
     )
 

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from megatron5d.checkpoint.folder import checkpoint_error, newest_checkpoint, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedWeights, load_tensors
+from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.storage import Reader
 from megatron5d.checkpoint.tensor_file import TensorFile
 
 VALUES = {"model.a": torch.randn(6, 4, dtype=torch.float64), "model.b": torch.randn(10)}
@@ -126,7 +126,7 @@ def test_wherever_a_tensors_file_changed_no_wrong_value_is_read(place):
         assert any(f"{file} {one}" in message for one in told)
         assert f"checkpoint.resume={first}" in message
     assert {
-        key for key in VALUES if any(f"part of {key}, are not" in message for message in messages)
+        key for key in VALUES if any(f"shard of {key}, are not" in message for message in messages)
     } == set(VALUES)
 
 
@@ -176,7 +176,7 @@ def test_parts_of_equal_size_do_not_pass_for_each_other(tmp_path):
     first, second = (slice(item.start, item.start + item.length) for item in items)
     content[first], content[second] = content[second], content[first]
     (folder / items[0].file).write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: bytes .* part of a, are not"):
+    with pytest.raises(ValueError, match="is damaged: bytes .* shard of a, are not"):
         load_tensors(folder, {"a": ShardedTensor(one.shape, [((0, 0), one)], one.dtype)})
 
 
@@ -215,7 +215,7 @@ def test_a_part_of_a_tensor_is_checked_with_the_item_it_lies_in(place):
     assert torch.equal(weights.read("a", (1, 0), (2, 4)), VALUES["model.a"][1:3]), (
         "its item is sound"
     )
-    with pytest.raises(ValueError, match="is damaged: bytes .* part of model.a, are not"):
+    with pytest.raises(ValueError, match="is damaged: bytes .* shard of model.a, are not"):
         weights.read("a", (4, 0), (1, 4))
 
 
@@ -225,7 +225,7 @@ def test_what_is_sound_is_not_called_damaged(place, monkeypatch):
 
     monkeypatch.setattr(TensorFile, "_read_blocks", no_memory)
     with pytest.raises(
-        ValueError, match="cannot be read: bytes .* part of model.*: can't allocate memory"
+        ValueError, match="cannot be read: bytes .* shard of model.*: can't allocate memory"
     ) as told:
         loaded(step_folder(place, 2))
     assert "damaged" not in str(told.value)
@@ -262,7 +262,7 @@ def test_files_without_tensors(place):
         assert newest_checkpoint(place) == first, "a run starts from the one before"
         file.write_bytes(content)
     flip(first / "index.json", 0)
-    with pytest.raises(ValueError, match="There is no whole checkpoint before it"):
+    with pytest.raises(ValueError, match="There is no complete checkpoint before it"):
         loaded(first)
 
 
@@ -292,10 +292,12 @@ def test_damage_is_told_where_the_folder_cannot_be_searched_for_an_earlier_one(p
     """As what it is, a fault of the checkpoint: rank 0 tells the other ranks no other."""
     flip(step_folder(place, 2) / "index.json", 40)
     monkeypatch.setattr(
-        "megatron5d.checkpoint.storage.checkpoint_before",
+        "megatron5d.checkpoint.reader.checkpoint_before",
         lambda _: exec("raise OSError('not listed')"),
     )
-    with pytest.raises(ValueError, match=r"index\.json.*before it cannot be told: not listed"):
+    with pytest.raises(
+        ValueError, match=r"index\.json.*cannot be searched for an earlier checkpoint: not listed"
+    ):
         loaded(step_folder(place, 2))
 
 

@@ -326,7 +326,7 @@ def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
     with pytest.raises(ValueError, match="step-00000002/__0_0.distcp has 1 bytes"):
         find_checkpoint(None, str(tmp_path))
     with pytest.raises(
-        ValueError, match=r"step-00000002.* has 1 bytes .*checkpoint.resume=none begins anew"
+        ValueError, match=r"step-00000002.* has 1 bytes .*checkpoint.resume=none starts a new run"
     ):
         find_checkpoint(str(tmp_path), "auto")
     assert find_checkpoint(str(tmp_path), "none") is None
@@ -336,7 +336,7 @@ def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
 
 def test_of_a_runs_folder_the_one_with_its_checkpoints_is_named(tmp_path):
     save(tmp_path / "checkpoints", 1)
-    with pytest.raises(ValueError, match=f"or of some: {tmp_path}/checkpoints\\?"):
+    with pytest.raises(ValueError, match=f"or of several: {tmp_path}/checkpoints\\?"):
         resolve_checkpoint(tmp_path, "--checkpoint")
 
 
@@ -427,7 +427,7 @@ def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
             "megatron5d.checkpoint.load.MANIFEST", "files.json" if rank == 0 else "run.json"
         )
         with pytest.raises(
-            ValueError, match="rank 0 continues from .*step-00000001, and on .* rank 1 finds none"
+            ValueError, match="rank 0 continues from .*step-00000001, but on .* rank 1 finds none"
         ):
             agree_on_checkpoint(str(tmp_path), "auto")
 

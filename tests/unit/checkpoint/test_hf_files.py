@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.hf.files import INDEX, SINGLE, Entry
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
     load_shards,
     save_folder,
     stored_tensors,
 )
+from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.layout import sharded_parameter
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, spec_of
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron5d.checkpoint.hf.files import INDEX, SINGLE, Entry
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE
 from megatron5d.checkpoint.hf.import_config import end_tokens, read_hf_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, stored_tensors
+from megatron5d.checkpoint.hf.tensor_table import Entry
 
 
 def numbered(size):
@@ -32,7 +33,7 @@ WRONG = {
 def test_usual_wrong_files_are_called_by_their_names(tmp_path, name, word):
     (tmp_path / name).write_text(WRONG[word])
     if name == SINGLE and word == "deeper":
-        word = "not a whole safetensors file"
+        word = "not a complete safetensors file"
     read = {"config.json": read_hf_config, "generation_config.json": end_tokens}.get(
         name, SafetensorsFolder
     )
@@ -103,7 +104,7 @@ def test_a_config_of_endless_layers_is_refused_at_once(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family, key: 10**12}))
         with pytest.raises(
-            ValueError, match=r"= 1000000000000.* is more than the 1,000,000 layers and experts"
+            ValueError, match=r"= 1000000000000.* exceeds the limit of 1,000,000 layers and experts"
         ):
             read_hf_config(tmp_path)
 
@@ -116,5 +117,5 @@ def test_fp16_is_refused_where_a_weight_would_become_infinite():
         == torch.float16
     )
     table["w"][0] = 7e4
-    with pytest.raises(ValueError, match="w reaches 7e.04, and fp16 ends at 65504"):
+    with pytest.raises(ValueError, match="w reaches 7e.04, but fp16 ends at 65504"):
         list(stored_tensors(entries, lambda *_: table["w"], torch.float16))

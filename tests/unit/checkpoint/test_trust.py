@@ -134,10 +134,10 @@ def test_metadata_beside_our_index_is_not_opened(place):
 
 def test_verifying_reports_metadata_that_other_tools_would_execute(place):
     folder = place / "step-00000024"
-    assert SavedTensors(folder).faults_outside() == []
+    assert SavedTensors(folder).errors_outside_tensors() == []
     (folder / ".metadata").write_bytes(pickle.dumps(Calls(exec, "raise SystemExit")))
     write_manifest(folder)
-    (fault,) = SavedTensors(folder).faults_outside()
+    (fault,) = SavedTensors(folder).errors_outside_tensors()
     assert ".metadata is refused: it names builtins.exec" in fault
 
 
@@ -156,7 +156,7 @@ def test_no_item_of_tensors_executes_anything(tmp_path):
     info.offset, info.length = 0, len(archive.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     write_manifest(folder)
-    with pytest.raises(ValueError, match=r"distcp cannot be read: .*part of model.a"):
+    with pytest.raises(ValueError, match=r"distcp cannot be read: .*shard of model.a"):
         loaded(folder)
     assert not mark.exists()
 
@@ -178,10 +178,10 @@ def test_no_message_of_a_rank_executes_anything(tmp_path):
         ),
         (lambda index: index["tensors"]["model.a"][2][0].__setitem__(3, -1), "bytes -1"),
         (lambda index: index["tensors"]["model.a"].__setitem__(0, "load"), "dtype 'load'"),
-        (lambda index: index["tensors"]["model.a"].__setitem__(2, 7), "another kind"),
-        (lambda index: index["tensors"]["model.a"].__setitem__(1, None), "another kind"),
-        (lambda index: index.__setitem__("tensors", []), "another kind"),
-        (lambda index: index.pop("save"), "another kind"),
+        (lambda index: index["tensors"]["model.a"].__setitem__(2, 7), "wrong type"),
+        (lambda index: index["tensors"]["model.a"].__setitem__(1, None), "wrong type"),
+        (lambda index: index.__setitem__("tensors", []), "wrong type"),
+        (lambda index: index.pop("save"), "wrong type"),
         (lambda index: index.__setitem__("format", 99), "upgrade"),
     ],
 )

@@ -7,11 +7,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron5d.checkpoint.layout import HostCopies, ShardedTensor, by_key
+from megatron5d.checkpoint.layout import HostCopies, LazyTensor, ShardedTensor, by_key
 from megatron5d.checkpoint.load import (
     SavedWeights,
     find_checkpoint,
-    lazy_tensor,
     load_tensors,
     load_weights,
     widest_source,
@@ -58,12 +57,12 @@ def test_what_a_save_in_the_background_writes_is_a_copy(whole):
         ShardedTensor((7, 3), [((0, 0), whole[:4]), ((4, 0), whole[4:])], torch.bfloat16),
         HostCopies(),
     )
-    before, taken = whole.clone(), copies.take({"w": tensor})["w"].shards
+    before, taken = whole.clone(), copies.copy({"w": tensor})["w"].shards
     whole.zero_()
     assert torch.equal(torch.cat(list(taken.values())), before), (
         "training continues in its own memory"
     )
-    again = copies.take({"w": tensor})["w"].shards
+    again = copies.copy({"w": tensor})["w"].shards
     assert not torch.cat(list(again.values())).any()
     assert [one.data_ptr() for one in again.values()] == [
         one.data_ptr() for one in taken.values()
@@ -77,7 +76,7 @@ def test_lazy_parts_are_made_when_they_are_written(tmp_path, whole):
         made.append(offset)
         return whole[offset[0] : offset[0] + (4 if offset[0] == 0 else 3)]
 
-    tensor = lazy_tensor((7, 3), {(0, 0): (4, 3), (4, 0): (3, 3)}, torch.bfloat16, make)
+    tensor = LazyTensor((7, 3), {(0, 0): (4, 3), (4, 0): (3, 3)}, torch.bfloat16, make)
     assert made == []
     folder = saved(tmp_path, {"model.w": tensor})
     assert sorted(made) == [(0, 0), (4, 0)]

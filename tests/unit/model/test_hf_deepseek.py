@@ -15,7 +15,8 @@ from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_fami
 from megatron5d.checkpoint.hf.families import RENAMED
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import save_folder
-from megatron5d.checkpoint.hf.weights import hf_entries, load_hf_weights, mtp_copies
+from megatron5d.checkpoint.hf.tensor_table import hf_entries, mtp_copies
+from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config

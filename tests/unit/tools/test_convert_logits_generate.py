@@ -240,7 +240,7 @@ def test_convert_refuses(imported, tmp_path, capsys):
         (["from-hf", "--hf", tmp_path, "--out", tmp_path / "c"], "config.json does not exist"),
         (
             ["from-hf", "--hf", "Qwen/Qwen3-0.6B", "--out", tmp_path / "c"],
-            "a folder by `hf download NAME",
+            "`hf download NAME",
         ),
         (["to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "o"], "--checkpoint = "),
         (

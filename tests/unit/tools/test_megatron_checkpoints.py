@@ -20,7 +20,7 @@ from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.checkpoint.megatron.reader import load_inert
-from megatron5d.checkpoint.storage import Reader
+from megatron5d.checkpoint.reader import Reader
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools import convert, logits
 
