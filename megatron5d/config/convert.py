@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -157,8 +157,7 @@ def unknown_key(key: str) -> Fault:
 
 def _most_similar(key: str, siblings: list[str]) -> str:
     """Fix that names the keys of a group with the most similar spelling."""
-    ranked = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
-    fix = f"the nearest are {', '.join(ranked[:SHOWN_KEYS])}"
+    fix = f"the nearest are {', '.join(get_close_matches(key, siblings, SHOWN_KEYS, 0.0))}"
     if len(siblings) > SHOWN_KEYS:
         fix += f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help"
     return fix

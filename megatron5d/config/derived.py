@@ -103,46 +103,45 @@ def local_dims(config: Config, name: str) -> dict[str, tuple[int, int]]:
     """
     model, tp = config.model, config.parallel.tp
     etp = config.parallel.etp or tp
-    block, matrix = name.split(".")[2:]
-    if block == "mlp":
-        return {"model.ffn_hidden_size / parallel.tp": (model.ffn_hidden_size // tp, tp)}
-    if block == "shared_expert":
-        size = model.shared_ffn_hidden_size // tp
-        return {"model.shared_ffn_hidden_size / parallel.tp": (size, tp)}
-    if block == "experts":
-        return {"model.moe_ffn_hidden_size / etp": (model.expert_hidden_size // etp, etp)}
-    return _attention_dims(model, tp)[matrix]
-
-
-def _attention_dims(model: ModelConfig, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """`local_dims` of each attention matrix."""
     nope, rope, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
-    queries, keys = model.num_heads // tp, max(1, model.num_kv_heads // tp)
-    is_mla = model.attention == "mla"
-    out_key, out_dim = ("v_head_dim", value) if is_mla else ("head_dim", model.head_dim)
-    query = {
-        "model.num_heads·(qk_nope_head_dim + qk_rope_head_dim) / parallel.tp": (
-            queries * (nope + rope),
+    latent, heads, kv_heads = model.kv_lora_rank, model.num_heads // tp, model.num_kv_heads // tp
+    out_name, out_dim = "head_dim", model.head_dim
+    if model.attention == "mla":
+        out_name, out_dim = "v_head_dim", value
+    rows = [
+        ("mlp", "ffn_hidden_size / parallel.tp", model.ffn_hidden_size // tp, tp),
+        (
+            "shared_expert",
+            "shared_ffn_hidden_size / parallel.tp",
+            model.shared_ffn_hidden_size // tp,
             tp,
-        )
-    }
+        ),
+        ("experts", "moe_ffn_hidden_size / etp", model.expert_hidden_size // etp, etp),
+        ("qkv", "num_heads·head_dim / parallel.tp", heads * model.head_dim, tp),
+        ("qkv", "num_kv_heads·head_dim / parallel.tp", max(1, kv_heads) * model.head_dim, tp),
+        ("out", f"num_heads·{out_name} / parallel.tp", heads * out_dim, tp),
+        ("q_down", "q_lora_rank", model.q_lora_rank or 0, 1),
+        (
+            "q q_up",
+            "num_heads·(qk_nope_head_dim + qk_rope_head_dim) / parallel.tp",
+            heads * (nope + rope),
+            tp,
+        ),
+        ("kv_down", "kv_lora_rank + qk_rope_head_dim", latent + rope, 1),
+        (
+            "kv_up",
+            "num_heads·(qk_nope_head_dim + v_head_dim) / parallel.tp",
+            heads * (nope + value),
+            tp,
+        ),
+        ("kv_up", "kv_lora_rank", latent, 1),
+    ]
+    block, matrix = name.split(".")[2:]
+    matrix = matrix if block == "attention" else block
     return {
-        "qkv": {
-            "model.num_heads·head_dim / parallel.tp": (queries * model.head_dim, tp),
-            "model.num_kv_heads·head_dim / parallel.tp": (keys * model.head_dim, tp),
-        },
-        "out": {f"model.num_heads·{out_key} / parallel.tp": (queries * out_dim, tp)},
-        "q_down": {"model.q_lora_rank": (model.q_lora_rank or 0, 1)},
-        "q_up": query,
-        "q": query,
-        "kv_down": {"model.kv_lora_rank + qk_rope_head_dim": (model.kv_lora_rank + rope, 1)},
-        "kv_up": {
-            "model.num_heads·(qk_nope_head_dim + v_head_dim) / parallel.tp": (
-                queries * (nope + value),
-                tp,
-            ),
-            "model.kv_lora_rank": (model.kv_lora_rank, 1),
-        },
+        f"model.{formula}": (size, ranks)
+        for names, formula, size, ranks in rows
+        if matrix in names.split()
     }
 
 

@@ -45,6 +45,11 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+def positive(default: Any, help: str, **others: Any) -> Any:
+    """Declares a key whose number is above 0; takes the arguments of `key`."""
+    return key(default, help, above=0, **others)
+
+
 def group(kind: type) -> Any:
     """Declares a group of keys, a field whose value is another dataclass."""
     return field(default_factory=kind, metadata={"name": ""})

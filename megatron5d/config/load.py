@@ -46,10 +46,9 @@ _FORMS = "${group.key}, ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${now:%Y-%m-%d},
 _OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:%H-%M}
 _GUESSES = ("unknown-key", "unknown-flag")  # ids of faults whose knob is only a guess
-_WANDB_MODES = {
-    **dict.fromkeys(("off", "no", "False", "false", "None", "none", "null"), "disabled"),
-    **dict.fromkeys(("on", "yes", "True", "true"), "online"),
-}
+_WANDB_MODES = dict.fromkeys(("off", "no", "false", "none"), "disabled") | dict.fromkeys(
+    ("on", "yes", "true"), "online"
+)
 
 
 def load_config(
@@ -182,12 +181,11 @@ class _Overrides:
 
     def compose(self) -> dict[str, Any]:
         """Values that Hydra composes from the accepted overrides; empty if it cannot."""
-        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
-        search = [f"'file://{folder}'" for folder in quoted]
+        paths = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
+        search = ",".join(f"'file://{path}'" for path in paths)
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
-                searchpath = [f"hydra.searchpath=[{','.join(search)}]"] if search else []
-                composed = compose(self.name, [*self.accepted, *searchpath])
+                composed = compose(self.name, [*self.accepted, f"hydra.searchpath=[{search}]"])
             raw = OmegaConf.to_container(composed)
             self.uses_resolvers = self.uses_resolvers or bool(_RESOLVER.search(str(raw)))
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -288,7 +286,7 @@ class _Overrides:
         if key in self.groups and not isinstance(value, dict):
             return self._choice(override)
         if key == "log.wandb" and not isinstance(value, dict):
-            mode = str(override.value())
+            mode = str(override.value()).lower()
             override.key_or_group = key = "log.wandb.mode"
             text = f"{key}={_WANDB_MODES.get(mode, mode)}"
         if key.partition(".")[0] == "hydra":

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megatron5d.config.key import group, key
+from megatron5d.config.key import group, key, positive
 
 GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")  # activations of a gate and an up projection
 
@@ -14,19 +14,19 @@ class RopeScaling:
 
     type: str = key("none", "method", choices=("none", "linear", "llama3", "yarn"))
     factor: float = key(1.0, "context after stretching / before", minimum=1)
-    original_max_positions: int = key(8192, "context before stretching", unit="tokens", minimum=1)
-    low_freq_factor: float = key(
-        1.0, "llama3: wavelengths above original / this are stretched by factor", above=0
+    original_max_positions: int = positive(8192, "context before stretching", unit="tokens")
+    low_freq_factor: float = positive(
+        1.0, "llama3: wavelengths above original / this are stretched by factor"
     )
-    high_freq_factor: float = key(
-        4.0, "llama3: wavelengths below original / this are not stretched", above=0
+    high_freq_factor: float = positive(
+        4.0, "llama3: wavelengths below original / this are not stretched"
     )
-    beta_fast: float = key(32.0, "yarn: dims with more rotations are not stretched", above=0)
-    beta_slow: float = key(1.0, "yarn: dims with fewer rotations are interpolated", above=0)
-    attention_factor: float | None = key(
-        None, "yarn: multiplies cos and sin; null = 0.1 ln(factor) + 1", above=0
+    beta_fast: float = positive(32.0, "yarn: dims with more rotations are not stretched")
+    beta_slow: float = positive(1.0, "yarn: dims with fewer rotations are interpolated")
+    attention_factor: float | None = positive(
+        None, "yarn: multiplies cos and sin; null = 0.1 ln(factor) + 1"
     )
-    mscale: float = key(1.0, "yarn: DeepSeek's variant of attention_factor", above=0)
+    mscale: float = positive(1.0, "yarn: DeepSeek's variant of attention_factor")
     mscale_all_dim: float = key(
         0.0, "yarn: DeepSeek's variant, divides attention_factor; mla: scales the softmax"
     )
@@ -41,25 +41,24 @@ class ModelConfig:
     from_hf: str | None = key(
         None, "folder whose config.json gives the architecture; keys on the command line win"
     )
-    num_layers: int = key(2, "transformer blocks", minimum=1)
-    hidden_size: int = key(64, "features of the residual stream", minimum=1)
-    ffn_hidden_size: int = key(176, "features inside the MLP", minimum=1)
-    num_heads: int = key(4, "query heads", minimum=1)
-    num_kv_heads: int = key(
-        4, "key and value heads: num_heads is MHA, 1 is MQA, in between is GQA", minimum=1
+    num_layers: int = positive(2, "transformer blocks")
+    hidden_size: int = positive(64, "features of the residual stream")
+    ffn_hidden_size: int = positive(176, "features inside the MLP")
+    num_heads: int = positive(4, "query heads")
+    num_kv_heads: int = positive(
+        4, "key and value heads: num_heads is MHA, 1 is MQA, in between is GQA"
     )
-    head_dim: int = key(16, "features of one head; even with rope", minimum=1)
-    vocab_size: int = key(
+    head_dim: int = positive(16, "features of one head; even with rope")
+    vocab_size: int = positive(
         256,
         "vocabulary; the padding that tensor parallelism needs is added internally",
         unit="tokens",
-        minimum=1,
     )
-    max_positions: int = key(
-        4096, "rows of the position table with position=learned", unit="tokens", minimum=1
+    max_positions: int = positive(
+        4096, "rows of the position table with position=learned", unit="tokens"
     )
     norm: str = key("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
-    norm_eps: float = key(1e-5, "added to the mean square", above=0)
+    norm_eps: float = positive(1e-5, "added to the mean square")
     norm_zero_centered: bool = key(
         False, "scale by 1 + weight in norms (Gemma; Megatron's zero-centered gamma)"
     )
@@ -69,18 +68,17 @@ class ModelConfig:
         choices=(*GATED, "gelu", "gelu_tanh"),
     )
     position: str = key("rope", "position embedding", choices=("rope", "learned"))
-    rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
-    window_rope_theta: float | None = key(
+    rope_theta: float = positive(10000.0, "base of the rotary frequencies")
+    window_rope_theta: float | None = positive(
         None,
         "base in layers with attention_window, without rope_scaling (Gemma 3); null = rope_theta",
-        above=0,
     )
     rope_interleaved: bool = key(
         False, "false: half-split pairs (Llama); true: pairs of adjacent features"
     )
     rope_scaling: RopeScaling = group(RopeScaling)
-    rotary_percent: float = key(
-        1.0, "share of head_dim that is rotated, its first features", above=0, maximum=1
+    rotary_percent: float = positive(
+        1.0, "share of head_dim that is rotated, its first features", maximum=1
     )
     qk_norm: bool = key(False, "RMSNorm over head_dim on queries and keys (Qwen3)")
     qk_norm_all_heads: bool = key(False, "apply qk_norm to all heads together (OLMo 2)")
@@ -99,23 +97,22 @@ class ModelConfig:
     attention_out_bias: bool = key(False, "bias of the attention output projection")
     mlp_bias: bool = key(False, "biases of the MLP matrices")
     tie_embeddings: bool = key(False, "use the embedding as output matrix")
-    embedding_scale: float = key(
-        1.0, "multiplies token embeddings; sqrt(hidden_size) in Gemma", above=0
+    embedding_scale: float = positive(
+        1.0, "multiplies token embeddings; sqrt(hidden_size) in Gemma"
     )
     attention_causal: bool = key(
         True, "hide later tokens from a query; false: it sees the whole sequence, or document"
     )
-    attention_window: int | None = key(
+    attention_window: int | None = positive(
         None,
         "distance that a query sees on each side, itself included; null = all",
         unit="tokens",
-        minimum=1,
     )
     window_layers: list[int] | None = key(
         None, "layers with attention_window, counted from 0; null = all"
     )
-    query_pre_attn_scalar: int | None = key(
-        None, "scores are divided by its square root (Gemma 2); null = head_dim", minimum=1
+    query_pre_attn_scalar: int | None = positive(
+        None, "scores are divided by its square root (Gemma 2); null = head_dim"
     )
     attention_softcap: float = key(0.0, "scores become cap·tanh(score/cap); 0 = off")
     attention_sinks: bool = key(
@@ -130,37 +127,31 @@ class ModelConfig:
         "(DeepSeek)",
         choices=("gqa", "mla"),
     )
-    q_lora_rank: int | None = key(
+    q_lora_rank: int | None = positive(
         None,
         "mla: features of the query latent; null = queries are projected from the hidden state",
-        minimum=1,
     )
-    kv_lora_rank: int = key(
-        512, "mla: features of the latent that keys and values share", minimum=1
+    kv_lora_rank: int = positive(512, "mla: features of the latent that keys and values share")
+    qk_nope_head_dim: int = positive(
+        128, "mla: features of a head without rotary position; head_dim is not used"
     )
-    qk_nope_head_dim: int = key(
-        128, "mla: features of a head without rotary position; head_dim is not used", minimum=1
-    )
-    qk_rope_head_dim: int = key(
+    qk_rope_head_dim: int = positive(
         64,
         "mla: features with rotary position, even; all heads share their key",
-        minimum=1,
     )
-    v_head_dim: int = key(128, "mla: features of a head's value", minimum=1)
-    latent_norm_eps: float | None = key(
-        None, "mla: norm_eps of the latents' norms (Moonlight); null = norm_eps", above=0
+    v_head_dim: int = positive(128, "mla: features of a head's value")
+    latent_norm_eps: float | None = positive(
+        None, "mla: norm_eps of the latents' norms (Moonlight); null = norm_eps"
     )
     logit_softcap: float = key(0.0, "logits become cap·tanh(logit/cap); 0 = off")
-    init_std: float = key(
-        0.02, "standard deviation of the initial matrices and embeddings", above=0
-    )
+    init_std: float = positive(0.02, "standard deviation of the initial matrices and embeddings")
     init_scale_output: bool = key(
         True, "initialize output matrices of attention and MLP with init_std / sqrt(2·num_layers)"
     )
     num_experts: int = key(0, "routed experts of a MoE layer; 0 = every layer is dense")
-    top_k: int = key(2, "experts per token", minimum=1)
-    moe_ffn_hidden_size: int | None = key(
-        None, "features inside one expert; null = ffn_hidden_size", minimum=1
+    top_k: int = positive(2, "experts per token")
+    moe_ffn_hidden_size: int | None = positive(
+        None, "features inside one expert; null = ffn_hidden_size"
     )
     shared_ffn_hidden_size: int = key(
         0, "features inside all shared experts together; 0 = no shared expert"
@@ -169,19 +160,17 @@ class ModelConfig:
         False, "multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE)"
     )
     first_k_dense: int = key(0, "dense layers before the first MoE layer")
-    moe_interval: int = key(
-        1, "of the layers after first_k_dense, layer i is MoE if this divides i + 1", minimum=1
+    moe_interval: int = positive(
+        1, "of the layers after first_k_dense, layer i is MoE if this divides i + 1"
     )
     moe_layers: list[int] | None = key(
         None, "MoE layers, counted from 0; null = by first_k_dense and moe_interval"
     )
     router_score: str = key("softmax", "router scores", choices=("softmax", "sigmoid"))
     norm_topk_prob: bool = key(True, "divide the scores of the selected experts by their sum")
-    routed_scaling_factor: float = key(
-        1.0, "multiplies the weights of the selected experts", above=0
-    )
-    num_groups: int = key(1, "groups of adjacent experts; a token selects groups first", minimum=1)
-    top_groups: int = key(1, "groups from which a token may select experts", minimum=1)
+    routed_scaling_factor: float = positive(1.0, "multiplies the weights of the selected experts")
+    num_groups: int = positive(1, "groups of adjacent experts; a token selects groups first")
+    top_groups: int = positive(1, "groups from which a token may select experts")
     group_score: str = key(
         "max",
         "score of a group (max: DeepSeek-V2, top2_sum: DeepSeek-V3)",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron5d.config.key import group, key
+from megatron5d.config.key import group, key, positive
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LogConfig:
     tensorboard: str | None = key(
         None, "folder for TensorBoard's event files (pip install tensorboard); null = none"
     )
-    every: int = key(1, "steps between two records", minimum=1)
+    every: int = positive(1, "steps between two records")
     slow_rank: float | None = key(
         None,
         "name a rank that works longer than this multiple of its peers; "
@@ -70,16 +70,16 @@ class LogConfig:
         True, "on rank 0, a progress bar on a terminal, otherwise a line every 10 s"
     )
     traceback: bool = key(False, "print the traceback even if one message explains the error")
-    peak_tflops: float | None = key(
-        None, "peak of one device, for MFU; null = known devices only", unit="TFLOP/s", above=0
+    peak_tflops: float | None = positive(
+        None, "peak of one device, for MFU; null = known devices only", unit="TFLOP/s"
     )
     memory_check: str = key(
         "warn",
         "reaction at the start if the predicted memory of a rank does not fit",
         choices=("refuse", "warn", "off"),
     )
-    device_memory_gb: float | None = key(
-        None, "memory of one device; null = that of this process's GPU", unit="10⁹ bytes", above=0
+    device_memory_gb: float | None = positive(
+        None, "memory of one device; null = that of this process's GPU", unit="10⁹ bytes"
     )
     memory_snapshot: str | None = key(
         None, "folder for snapshots of GPU memory when it runs out; null = none"
@@ -89,5 +89,5 @@ class LogConfig:
         None,
         "folder for the times of all phases in one step and a trace of the next; null = none",
     )
-    profile_step: int = key(5, "step to profile, counted from this start of the run", minimum=1)
+    profile_step: int = positive(5, "step to profile, counted from this start of the run")
     profile_ranks: list[int] = key([0], "ranks that measure and write both")

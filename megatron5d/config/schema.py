@@ -8,7 +8,7 @@ code gets these objects and never a Hydra node.
 
 from dataclasses import dataclass
 
-from megatron5d.config.key import group, key
+from megatron5d.config.key import group, key, positive
 from megatron5d.config.model_schema import GATED as GATED
 from megatron5d.config.model_schema import ModelConfig
 from megatron5d.config.model_schema import RopeScaling as RopeScaling
@@ -16,6 +16,7 @@ from megatron5d.config.output_schema import CheckpointConfig, LogConfig
 from megatron5d.config.output_schema import WandbConfig as WandbConfig
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # by precision.dtype
+PROVIDERS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class InitConfig:
 class ParallelConfig:
     """Sizes of the axes, in ranks; dp = world / (tp·cp·pp) is all remaining ranks."""
 
-    tp: int = key(1, "tensor parallelism", unit="ranks", minimum=1)
+    tp: int = positive(1, "tensor parallelism", unit="ranks")
     sp: bool = key(
         False,
         "sequence parallelism: shard activations between tensor-parallel layers by sequence",
@@ -44,34 +45,32 @@ class ParallelConfig:
         "with sp, collectives overlap with their GEMMs; fused: needs NVLink or one host",
         choices=("none", "chunked", "fused"),
     )
-    cp: int = key(1, "context parallelism", unit="ranks", minimum=1)
+    cp: int = positive(1, "context parallelism", unit="ranks")
     cp_method: str = key(
         "ring", "how attention crosses cp", choices=("ring", "allgather", "ulysses", "two_level")
     )
-    cp_inner: int = key(
+    cp_inner: int = positive(
         1,
         "two_level: cp ranks of one node, which exchange heads; the ring connects the nodes",
         unit="ranks",
-        minimum=1,
     )
     cp_compress_kv: bool = key(
         False,
         "mla: send latents over cp instead of keys and values, and project them on arrival",
     )
-    pp: int = key(1, "pipeline parallelism", unit="ranks", minimum=1)
-    vpp: int = key(1, "model chunks per pipeline rank", minimum=1)
-    ep: int = key(1, "expert parallelism", unit="ranks", minimum=1)
-    etp: int | None = key(
-        None, "tensor parallelism inside each expert; null = tp", unit="ranks", minimum=1
+    pp: int = positive(1, "pipeline parallelism", unit="ranks")
+    vpp: int = positive(1, "model chunks per pipeline rank")
+    ep: int = positive(1, "expert parallelism", unit="ranks")
+    etp: int | None = positive(
+        None, "tensor parallelism inside each expert; null = tp", unit="ranks"
     )
-    ep_inner: int = key(
+    ep_inner: int = positive(
         1,
         "ep ranks of one node: a token is sent to each node once, then on to its ranks; "
         "1 = directly",
         unit="ranks",
-        minimum=1,
     )
-    dp_replicate: int = key(1, "HSDP: dp = dp_replicate × dp_shard", unit="ranks", minimum=1)
+    dp_replicate: int = positive(1, "HSDP: dp = dp_replicate × dp_shard", unit="ranks")
     zero: int = key(
         0,
         "ZeRO: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also weights",
@@ -88,11 +87,10 @@ class ParallelConfig:
         choices=("per_microbatch", "per_step"),
     )
     order: list[str] = key(["pp", "dp", "cp", "tp"], "axes of the world, slowest first")
-    timeout_s: float = key(
+    timeout_s: float = positive(
         1800.0,
         "a collective that waits longer ends the run",
         unit="seconds",
-        above=0,
         maximum=10**7,
     )
 
@@ -126,11 +124,10 @@ class PipelineConfig:
         0.0, "even: the embedding on the first stage counts as this many layers"
     )
     head_layers: float = key(0.0, "even: the head on the last stage counts as this many layers")
-    memory: float = key(
+    memory: float = positive(
         1.0,
         "auto: activations that a rank may hold, in multiples of what 1F1B holds "
         "(pp micro-batches)",
-        above=0,
     )
     copies: int = key(
         1,
@@ -148,11 +145,10 @@ class PipelineConfig:
     evaluations: int = key(
         10000, "auto: schedules that the search tries; it ends at the same point on any machine"
     )
-    search_s: float = key(
+    search_s: float = positive(
         60.0,
         "auto: the search ends after this time, even if it has tried fewer schedules",
         unit="seconds",
-        above=0,
     )
 
 
@@ -160,10 +156,10 @@ class PipelineConfig:
 class TrainConfig:
     """Length of the training, batch sizes and evaluation."""
 
-    steps: int = key(100, "optimizer steps", minimum=1)
-    gbs: int = key(8, "global batch", unit="sequences", minimum=1)
-    mbs: int = key(1, "micro-batch on one data-parallel rank", unit="sequences", minimum=1)
-    seq_len: int = key(128, "length of a sequence", unit="tokens", minimum=1)
+    steps: int = positive(100, "optimizer steps")
+    gbs: int = positive(8, "global batch", unit="sequences")
+    mbs: int = positive(1, "micro-batch on one data-parallel rank", unit="sequences")
+    seq_len: int = positive(128, "length of a sequence", unit="tokens")
     seed: int = key(
         1234,
         "seed of initial weights, data order and all other random numbers",
@@ -178,7 +174,7 @@ class TrainConfig:
     z_loss: float = key(0.0, "coefficient of mean(logsumexp²) of the logits; 0 = off")
     mtp_loss: float = key(0.1, "coefficient of the mean loss of the multi-token prediction layers")
     eval_every: int = key(0, "steps between evaluations; 0 = only at the end of training")
-    eval_batches: int = key(8, "global batches of the validation data per evaluation", minimum=1)
+    eval_batches: int = positive(8, "global batches of the validation data per evaluation")
     cuda_graph: str = key(
         "none",
         "what CUDA graphs replay; phases are captured in the second step",
@@ -200,7 +196,7 @@ class OptimConfig:
         "optimizer; muon: orthogonal updates of the layers' matrices, AdamW for the rest",
         choices=("adamw", "muon"),
     )
-    lr: float = key(3e-4, "peak learning rate, reached after warmup_steps", above=0)
+    lr: float = positive(3e-4, "peak learning rate, reached after warmup_steps")
     min_lr: float = key(3e-5, "learning rate of the last step")
     schedule: str = key(
         "cosine",
@@ -229,11 +225,11 @@ class OptimConfig:
         "globs of parameter names that are never updated: no gradient, no optimizer state",
     )
     betas: list[float] = key([0.9, 0.95], "adamw: of the first and second moment, each in [0, 1)")
-    eps: float = key(1e-8, "adamw: added to the root of the second moment", above=0)
+    eps: float = positive(1e-8, "adamw: added to the root of the second moment")
     momentum: float = key(
         0.95, "muon: Nesterov momentum, the share that is kept each step", below=1
     )
-    ns_steps: int = key(5, "muon: steps of the Newton-Schulz iteration", minimum=1)
+    ns_steps: int = positive(5, "muon: steps of the Newton-Schulz iteration")
     muon_per_head: bool = key(
         False, "muon: treat each head's rows of q, k and v as a matrix of their own"
     )
@@ -296,9 +292,9 @@ class KernelsConfig:
         "attention (fa4: pip install flash-attn-4)",
         choices=("auto", "triton", "cudnn", "fa4"),
     )
-    fp8: str = key("auto", "GEMMs with scales", choices=("auto", "triton", "torch"))
-    grouped: str = key("auto", "GEMMs of experts", choices=("auto", "triton", "torch"))
-    norm: str = key("auto", "normalization", choices=("auto", "triton", "torch"))
+    fp8: str = key("auto", "GEMMs with scales", choices=PROVIDERS)
+    grouped: str = key("auto", "GEMMs of experts", choices=PROVIDERS)
+    norm: str = key("auto", "normalization", choices=PROVIDERS)
     deterministic: bool = key(
         True, "use only kernels that give the same bits each time, unlike cuDNN's backward"
     )
@@ -318,19 +314,18 @@ class RecomputeConfig:
         "selective: the parts",
         choices=("norm", "qkv", "attention", "activation", "mlp", "experts", "permute"),
     )
-    num_layers: int | None = key(
-        None, "recompute only this many first layers of each stage; null = all", minimum=1
+    num_layers: int | None = positive(
+        None, "recompute only this many first layers of each stage; null = all"
     )
     stage_layers: list[int] | None = key(
         None, "num_layers stage by stage: the first stages hold the most micro-batches"
     )
-    group_layers: int = key(1, "full: this many adjacent layers save one input together", minimum=1)
-    logit_tokens: int | None = key(
+    group_layers: int = positive(1, "full: this many adjacent layers save one input together")
+    logit_tokens: int | None = positive(
         None,
         "any mode: the head computes the logits of this many tokens at a time; "
         "null = of all, and keeps them",
         unit="tokens",
-        minimum=1,
     )
     offload: list[str] = key(
         [],
@@ -354,10 +349,9 @@ class MoeConfig:
     aux_coef: float = key(0.0, "coefficient of every auxiliary loss in balance")
     z_coef: float = key(0.0, "coefficient of mean(logsumexp²) of the router's logits; 0 = off")
     bias_rate: float = key(0.0, "balance=bias: change of an expert's bias per step")
-    capacity_factor: float | None = key(
+    capacity_factor: float | None = positive(
         None,
         "limit of a micro-batch's tokens for one expert, in even shares; null = no limit",
-        above=0,
     )
     planned_imbalance: float = key(
         1.5,
@@ -392,7 +386,7 @@ class MoeConfig:
         False,
         "dispatch tokens to their experts in fp8 (1×128 groups), but not results and gradients",
     )
-    log_every: int = key(10, "steps between two records of the load of every layer", minimum=1)
+    log_every: int = positive(10, "steps between two records of the load of every layer")
 
 
 @dataclass(frozen=True)
@@ -423,11 +417,10 @@ class DataConfig:
         "order of the samples",
         choices=("shuffled", "sequential", "megatron"),
     )
-    sample_len: int | None = key(
+    sample_len: int | None = positive(
         None,
         "length of a sample; padding fills the rest of train.seq_len; null = no padding",
         unit="tokens",
-        minimum=1,
     )
     document_mask: bool = key(
         False, "separate the documents of a sequence: no attention between them, positions restart"

@@ -24,11 +24,10 @@ _PREFIX = "[PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.p
 _SPLIT = "data.split='\"969,30,1\"'"
 
 
-def _missing_files(entries: list[str]) -> list[str]:
-    """.bin and .idx files of entries that do not exist."""
+def _data_files(entries: list[str], suffixes: tuple[str, ...] = (".bin", ".idx")) -> list[str]:
+    """Files of the legal entries."""
     sources = [source for source in map(source_of, entries) if source.is_legal]
-    names = [source.prefix + suffix for source in sources for suffix in (".bin", ".idx")]
-    return [name for name in names if not isfile(name)]
+    return [source.prefix + suffix for source in sources for suffix in suffixes]
 
 
 def _prefix_fix(missing: list[str]) -> str:
@@ -37,12 +36,6 @@ def _prefix_fix(missing: list[str]) -> str:
         if file.endswith((".bin", ".idx")) and isfile(file):
             return f"{file[: -len('.bin')]}]"
     return _PREFIX.removeprefix("[")
-
-
-def _empty_files(entries: list[str]) -> list[str]:
-    """.bin files that are empty: a small corpus, for example, has no document to hold out."""
-    names = [source.prefix + ".bin" for source in map(source_of, entries) if source.is_legal]
-    return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
 
 def _shell_list(entries: list[str]) -> str:
@@ -87,8 +80,9 @@ def _blend_checks(
             )
 
     @check(knob, id=check_id(knob, "-files"), needs=needs)
-    def files(c: Config, world: int) -> Faults:
-        if missing := _missing_files(entries_of(value_of(c, knob))):
+    def existence(c: Config, world: int) -> Faults:
+        files = _data_files(entries_of(value_of(c, knob)))
+        if missing := [file for file in files if not isfile(file)]:
             yield fault(
                 f"{knob}: there is no {_abbreviated(missing)} (seen from {Path.cwd()})",
                 f"{knob}=[{prefix}{_prefix_fix(missing)}",
@@ -96,13 +90,17 @@ def _blend_checks(
 
     @check(knob, id=check_id(knob, "-tokens"), needs=needs)
     def tokens(c: Config, world: int) -> Faults:
+        def is_empty(file: str) -> bool:
+            return isfile(file) and Path(file).stat().st_size == 0
+
+        # a small corpus, for example, has no document to hold out
         texts = value_of(c, knob)
         entries = entries_of(texts)
-        if empty := _empty_files(entries):
+        if empty := list(filter(is_empty, _data_files(entries, (".bin",)))):
             nonempty = [
                 text
                 for text, entry in zip(texts, entries)
-                if source_of(entry).prefix + ".bin" not in empty
+                if not is_empty(source_of(entry).prefix + ".bin")
             ]
             larger = (
                 "[PREFIX of documents, from tools/preprocess.py with more of them or a larger "
@@ -113,7 +111,7 @@ def _blend_checks(
                 f"{knob}={_shell_list(nonempty) if nonempty or knob != 'data.train' else larger}",
             )
 
-    return weights, files, tokens
+    return weights, existence, tokens
 
 
 @check("data.train")
@@ -314,6 +312,7 @@ WRITABLE_CHECKS = (
     # where the user may not write it, each rank builds its own index and says so
     _writable_checks("data.cache_dir")[0],
 )
+_SEPARATE = (*WRITTEN_FOLDERS, "data.cache_dir", "log.jsonl")
 _CHECKPOINT = re.compile(r"step-\d{8,}(\.\w+)?")
 
 
@@ -324,13 +323,8 @@ def _schedule_file(c: Config) -> str | None:
 
 def _other_files(c: Config) -> dict[str, str]:
     """Files that a run reads, or writes besides its log, by path: what they belong to."""
-    sources = [
-        *c.data.train,
-        *c.data.valid,
-        *(entry for _, entry in named_entries(c.data.valid_sets)),
-    ]
-    prefixes = [source.prefix for source in map(source_of, sources) if source.is_legal]
-    files = {prefix + suffix: "the data" for prefix in prefixes for suffix in (".bin", ".idx")}
+    named = [entry for _, entry in named_entries(c.data.valid_sets)]
+    files = dict.fromkeys(_data_files([*c.data.train, *c.data.valid, *named]), "the data")
     owners = {
         c.data.tokenizer: "data.tokenizer",
         _schedule_file(c): "pipeline.schedule",
@@ -349,12 +343,9 @@ def _other_files(c: Config) -> dict[str, str]:
     return {realpath(name): owner for name, owner in files.items()}
 
 
-@check(*WRITTEN_FOLDERS, "data.cache_dir", "log.jsonl")
+@check(*_SEPARATE)
 def paths_apart(c: Config, world: int) -> Faults:
-    knobs = [
-        knob for knob in (*WRITTEN_FOLDERS, "data.cache_dir", "log.jsonl") if value_of(c, knob)
-    ]
-    paths = {knob: Path(realpath(value_of(c, knob))) for knob in knobs}
+    paths = {knob: Path(realpath(value_of(c, knob))) for knob in _SEPARATE if value_of(c, knob)}
     for knob, path in paths.items():
         parents = (path, *path.parents)
         checkpoint = next((p for p in parents if _CHECKPOINT.fullmatch(p.name)), None)

@@ -38,19 +38,10 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table; rows of one id are one check."""
+    """A row of a table; rows of one id are one check, which has these options."""
 
-    needs: tuple[str, ...] = ()  # as in Check
+    needs: tuple[str, ...] = ()
     local: bool = False
-
-    @property
-    def knobs(self) -> list[str]:
-        """Keys that the row depends on."""
-        raise NotImplementedError
-
-    def error(self, config: Config) -> Fault | None:
-        """Fault of a configuration; None where it passes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -78,9 +69,11 @@ class Requirement(Row):
 
     @property
     def knobs(self) -> list[str]:
+        """Keys that the row depends on."""
         return [*self.subject_keys, *(condition.key for condition in self.conditions)]
 
     def error(self, config: Config) -> Fault | None:
+        """Fault of a configuration; None where it meets the requirement."""
         used = [key for key in self.subject_keys if value_of(config, key) != default_of(key)]
         if not used or (self.use and not self.use.holds(config)):
             return None
@@ -114,9 +107,11 @@ class Limit(Row):
 
     @property
     def knobs(self) -> list[str]:
+        """Keys that the row depends on."""
         return [self.key, self.limit, *([Condition(self.when).key] if self.when else [])]
 
     def error(self, config: Config) -> Fault | None:
+        """Fault of a configuration; None where it stays within the limit."""
         value, limit = value_of(config, self.key), value_of(config, self.limit)
         if value is None or value < limit or (value == limit and not self.strict):
             return None

@@ -1,10 +1,11 @@
 """Checks of the run: batches and the learning rate, outputs, and packages that it needs."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, fault
+from megatron5d.config.checks.check import Check, Faults, check, data_parallel, fault
 from megatron5d.config.checks.layout import MODEL_AXES
-from megatron5d.config.convert import spelled
+from megatron5d.config.convert import spelled, value_of
 from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress
 from megatron5d.config.schema import Config
 
@@ -157,29 +158,39 @@ def profile_before_end(c: Config, world: int) -> Faults:
         )
 
 
-@check("optim.implementation", needs=["optim-implementation"])
-def apex_installed(c: Config, world: int) -> Faults:
-    if c.optim.implementation == "apex" and find_spec("amp_C") is None:
-        yield fault(
-            "optim.implementation=apex requires NVIDIA's apex (no module amp_C; the package apex "
-            "on PyPI is another one)",
-            "optim.implementation=auto",
-        )
+def _installed(package: str, module: str, knob: str, used: Sequence[str], fix: str) -> Check:
+    """Makes the check of a package that some values of a key need; no values = all but null."""
+
+    @check(knob, id=f"{package}-installed")
+    def find(c: Config, world: int) -> Faults:
+        value = value_of(c, knob)
+        is_used = value in used if used else value is not None
+        if is_used and find_spec(module) is None:
+            yield fault(f"{knob}={value} requires the package {package} (no module {module})", fix)
+
+    return find
 
 
-@check("log.wandb.mode", needs=["log-wandb-mode"])
-def wandb_installed(c: Config, world: int) -> Faults:
-    if c.log.wandb.mode != "disabled" and find_spec("wandb") is None:
-        yield fault(
-            f"log.wandb.mode={c.log.wandb.mode} requires the package wandb",
-            "log.wandb.mode=disabled, or pip install wandb",
-        )
-
-
-@check("log.tensorboard")
-def tensorboard_installed(c: Config, world: int) -> Faults:
-    if c.log.tensorboard is not None and find_spec("tensorboard") is None:
-        yield fault(
-            f"log.tensorboard={c.log.tensorboard} requires the package tensorboard",
-            "log.tensorboard=null, or pip install tensorboard",
-        )
+PACKAGE_CHECKS = (
+    _installed(
+        "apex",
+        "amp_C",
+        "optim.implementation",
+        ("apex",),
+        "optim.implementation=auto, or install NVIDIA's apex, which is not the one on PyPI",
+    ),
+    _installed(
+        "wandb",
+        "wandb",
+        "log.wandb.mode",
+        ("online", "offline"),
+        "log.wandb.mode=disabled, or pip install wandb",
+    ),
+    _installed(
+        "tensorboard",
+        "tensorboard",
+        "log.tensorboard",
+        (),
+        "log.tensorboard=null, or pip install tensorboard",
+    ),
+)

@@ -48,7 +48,9 @@ def _in_range(name: str) -> Check:
         if value is not None and (expected := _number_error(key, value, maximum)):
             legal = min(max(value, key.minimum), maximum)
             if expected.startswith(("above", "below")):  # an open bound is no legal value itself
-                legal = 1.0 if default_of(name) is None else default_of(name)
+                legal = default_of(name)
+                if legal is None or kind_of(name) is int:
+                    legal = 1
             yield fault(f"{name} must be {expected} (got {value})", f"{name}={spelled(legal)}")
 
     return find

@@ -219,7 +219,7 @@ def test_a_cluster_that_cannot_be_is_refused(capsys):
         (["--network-gbps", "-1"], "--network-gbps -1 is not above 0"),
         (["--imbalance", "0.5"], "--imbalance 0.5"),
         (["precision.dtype=fp32"], "precision.dtype = fp32"),
-        (["precision.fp8=tensorwise", "parallel.tp=1", "--device", "a100"], "needs FP8 kernels"),
+        (["precision.fp8=tensorwise", "parallel.tp=1", "--device", "a100"], "requires FP8 kernels"),
         (["parallel.tp=3"], "the configuration is refused"),
     ):
         assert main([*STEP, *wrong]) == 2

@@ -53,7 +53,7 @@ def folder(tmp_path):
         ),
         (
             lambda r: r["config"]["model"].update(num_layers=-2, norm="x"),
-            r"model.num_layers must be at least 1 \(got -2\); model.norm must be",
+            r"model.num_layers must be above 0 \(got -2\); model.norm must be",
         ),
         (
             lambda r: r["config"]["model"].update(num_layers=10**12),
