@@ -162,7 +162,9 @@ def test_a_printed_fix_works_when_pasted(written, key, value, monkeypatch):
 
 
 def test_an_unknown_key_in_a_value_is_helped_by_its_neighbours(capsys):
-    assert "the nearest are train.z_loss" in told([*SOUND, "model.hidden_size=${train.foo}"], capsys)
+    assert "the nearest are train.z_loss" in told(
+        [*SOUND, "model.hidden_size=${train.foo}"], capsys
+    )
 
 
 @pytest.mark.parametrize(
