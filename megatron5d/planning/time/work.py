@@ -1,5 +1,7 @@
-"""The work of one pass through a layer: GEMMs, attention, tensors made, bytes sent. step_time.py
-has times."""
+"""The work of one pass through a layer: GEMMs, attention, tensors made, bytes sent.
+
+step_time.py turns work into time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from megatron5d.topology.shard_spec import spec_of, state_of
 from megatron5d.train.pipeline_layout import boundary_form
 
 Sent = Mapping[tuple[str, str], Traffic]
-"""(axis, operation) -> calls, elements and bytes, as the ledger has them."""
+"""(axis, collective) -> calls, elements and bytes, as the ledger counts them."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,12 @@ class Gemm:
     """One GEMM, or a grouped one.
 
     Args:
-        rows: tokens, in all.
-        inputs, outputs: of the weight.
-        stack: experts, each with a weight.
+        rows: tokens in total.
+        inputs: features of the weight.
+        outputs: features of the weight.
+        stack: number of experts, each with a weight.
         fp8: the operands are in FP8.
-        summed: it is a weight's gradient, added to what is there in fp32.
+        summed: a weight gradient, added to the main gradient in fp32.
     """
 
     rows: float
@@ -50,12 +53,10 @@ class Gemm:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that the device's memory reads and writes, at least."""
+        """Smallest number of bytes that device memory reads and writes."""
         width = 1 if self.fp8 else 2
-        tokens, weights = (
-            self.rows * (self.inputs + self.outputs),
-            self.stack * self.inputs * self.outputs,
-        )
+        tokens = self.rows * (self.inputs + self.outputs)
+        weights = self.stack * self.inputs * self.outputs
         return tokens * width + weights * (8 if self.summed else width)
 
 
@@ -67,11 +68,10 @@ class Work:
         gemms: GEMM calls.
         core_flops: of attention between queries, keys and values.
         made_bytes: of tensors that the pass makes.
-        made: how many.
-        sent: by axis and operation.
-        host_bytes: of tensors on their way to the host or back.
-        kept_bytes: on the device after the pass that were not there before; of a forward, what its
-            backward needs.
+        made: number of these tensors.
+        sent: by axis and collective.
+        host_bytes: of tensors copied to the host or back.
+        kept_bytes: new on the device after the pass; for a forward, what its backward needs.
     """
 
     gemms: tuple[Gemm, ...] = ()
@@ -87,18 +87,17 @@ class Work:
         return sum(gemm.flops for gemm in self.gemms) + self.core_flops
 
     def times(self, sequences: int, layers: int = 1) -> Work:
-        """Returns the same of a micro-batch of this many sequences: more rows and bytes, as many
-        calls; of a layer whose input is kept or copied to the host once for several layers."""
+        """Work on a micro-batch of several sequences: more rows and bytes, the same calls.
+
+        Args:
+            layers: layers that are recomputed together and keep, or offload, one input.
+        """
         sent = {
-            key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
-            for key, each in self.sent.items()
+            key: Traffic(t.calls, t.elements * sequences, t.num_bytes * sequences)
+            for key, t in self.sent.items()
         }
-        gemms = tuple(
-            Gemm(g.rows * sequences, g.inputs, g.outputs, g.stack, g.fp8, g.summed)
-            for g in self.gemms
-        )
         return Work(
-            gemms,
+            tuple(replace(gemm, rows=gemm.rows * sequences) for gemm in self.gemms),
             self.core_flops * sequences,
             self.made_bytes * sequences,
             self.made,
@@ -110,12 +109,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter whose update Muon makes orthogonal, whole and on one rank.
+    """A parameter whose update Muon orthogonalizes, as a full matrix on one rank.
 
     Args:
         elements: of this rank's part.
-        expert: it belongs to routed experts.
-        work: the iteration of the whole.
+        expert: whether it belongs to routed experts.
+        work: the iteration on the full matrix.
     """
 
     elements: int
@@ -124,8 +123,11 @@ class Matrix:
 
 
 class Elements(NamedTuple):
-    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), an
-    embedding's that several pipeline ranks hold."""
+    """A figure for each kind of parameters.
+
+    Dense ones are replicated over dp and cp, experts over edp; tied ones are an embedding's on
+    several pipeline ranks.
+    """
 
     dense: Any = 0
     expert: Any = 0
@@ -134,18 +136,18 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is reduced, sharded and gathered together: the embedding, a block, the head.
+    """Parameters that are reduced, sharded and gathered together: embedding, block, or head.
 
     Args:
         passes: op -> its work for one micro-batch.
-        held: parameters of this rank.
-        frozen: those among them that are never updated (optim.freeze).
-        fp8: those among them that are multiplied in FP8.
-        read: of what other units read as well (the embedding, the head's matrix) name -> elements.
-        borrowed: names among them that an earlier unit counts.
-        fixed: names among them that are frozen.
-        copied: axis -> those of which its ranks hold copies whose gradients are added up (norms
-            under sp).
+        held: number of parameters on this rank.
+        frozen: those that are never updated (optim.freeze).
+        fp8: those that are multiplied in FP8.
+        read: name -> elements of parameters that other units read, too (the embedding, the head's
+            matrix).
+        borrowed: names of these that an earlier unit counts.
+        fixed: names of these that are frozen.
+        copied: axis -> elements whose copies on its ranks have partial gradients (norms under sp).
         matrices: those that Muon updates.
     """
 
@@ -161,40 +163,34 @@ class Unit:
 
     @property
     def trained(self) -> Elements:
-        """Parameters that are updated."""
+        """Number of parameters that are updated."""
         return Elements(*(held - frozen for held, frozen in zip(self.held, self.frozen)))
 
     def borrowed_elements(self, *, trained: bool = False) -> int:
-        """Returns the elements of what it reads and an earlier unit counts; all, or those that are
-        updated."""
-        return sum(
-            self.read[name] for name in self.borrowed if not (trained and name in self.fixed)
-        )
+        """Elements that this unit reads and an earlier one counts; all, or those updated."""
+        names = self.borrowed - self.fixed if trained else self.borrowed
+        return sum(self.read[name] for name in names)
 
     @property
     def lent_elements(self) -> int:
-        """Elements of what it counts and other units read."""
+        """Elements that this unit counts and other units read."""
         return sum(self.read.values()) - self.borrowed_elements()
 
     def times(self, sequences: int, layers: int = 1) -> Unit:
-        """Returns the unit with its work on a micro-batch of a number of sequences; `layers` as in
-        `Work.times`."""
-        return replace(
-            self, passes={op: work.times(sequences, layers) for op, work in self.passes.items()}
-        )
+        """The unit with its work on several sequences; arguments as of `Work.times`."""
+        passes = {op: work.times(sequences, layers) for op, work in self.passes.items()}
+        return replace(self, passes=passes)
 
 
 def total_work(works: Iterable[Work]) -> Work:
-    """Returns the work of several passes, or phases of one, done one after the other."""
+    """Sum of the work of several passes, or of the phases of one."""
     works = list(works)
     sent: dict[tuple[str, str], Traffic] = {}
     for work in works:
-        for key, each in work.sent.items():
-            known = sent.get(key, Traffic())
+        for key, t in work.sent.items():
+            total = sent.get(key, Traffic())
             sent[key] = Traffic(
-                known.calls + each.calls,
-                known.elements + each.elements,
-                known.num_bytes + each.num_bytes,
+                total.calls + t.calls, total.elements + t.elements, total.num_bytes + t.num_bytes
             )
     return Work(
         tuple(gemm for work in works for gemm in work.gemms),
@@ -210,39 +206,40 @@ def total_work(works: Iterable[Work]) -> Work:
 class CoreFlops:
     """FLOPs of attention between queries, keys and values, of one sequence on one rank.
 
-    Its backward makes the scores again: five GEMMs for the forward's two.
+    The backward recomputes the scores: five GEMMs for the forward's two.
     """
 
     def __init__(self, config: Config) -> None:
         self._config, recompute = config, config.recompute
-        again = recompute.mode == "selective" and "attention" in recompute.parts
-        self._passes = {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + again, "wgrad": 0.0}
+        recomputes = recompute.mode == "selective" and "attention" in recompute.parts
+        backward = 2.5 + recomputes
+        self._passes = {"forward": 1.0, "recompute": 1.0, "backward": backward, "wgrad": 0.0}
 
     def __call__(self, phase: Phase, kind: str) -> float:
-        """Returns those of one phase, run for one of the kinds of phases/phase.py."""
+        """FLOPs of one phase, run for one of the kinds of phases/phase.py."""
         if phase.kind != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
-        # Carrying wraps those of multi-token prediction
+        # Phases of multi-token prediction are wrapped in `Carrying`.
         attention: Any = getattr(phase, "phase", phase)
-        whole = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
-        return whole / (parallel.tp * parallel.cp) * self._passes[kind]
+        forward = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
+        return forward / (parallel.tp * parallel.cp) * self._passes[kind]
 
 
 def message_bytes(config: Config, specs: Sequence[StageSpec]) -> list[int]:
-    """Returns bytes of the hidden states that each stage sends to the next."""
+    """Bytes of the hidden states that each stage sends to the next."""
     forms = [boundary_form(config, "meta", spec.sent) for spec in specs]
     return [prod(form.shape) * form.dtype.itemsize for form in forms]
 
 
 class Counts(Protocol):
-    """What counts GEMMs."""
+    """An object that counts GEMMs."""
 
     gemms: list[Gemm]
 
 
 def count_products(model: nn.Module, counter: Counts) -> None:
-    """Hangs on every weight a copy of the object that multiplies it, which counts."""
+    """Replaces the object that multiplies each weight by a copy that counts."""
     copies: dict[int, Gemms | ExpertGemms] = {}
     for parameter in model.parameters():
         expert = spec_of(parameter).expert
@@ -256,36 +253,28 @@ def count_products(model: nn.Module, counter: Counts) -> None:
 
 
 def _count_linear(counter: Counts, gemm, name: str):
-    """Returns a GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy,
-    x)."""
+    """A counted GEMM of a linear layer: (x, weight), (dy, weight) or (weight, dy, x)."""
 
     def counted(first, second, *rest):
         weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
         features = weight.shape[1] if name == "forward" else weight.shape[0]
-        shape = (
-            (weight.shape[0], weight.shape[1])
-            if name == "input_grad"
-            else (weight.shape[1], weight.shape[0])
-        )
+        inputs, outputs = weight.shape if name == "input_grad" else weight.shape[::-1]
         rows, summed = tokens.numel() // features, name == "weight_grad"
-        counter.gemms.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
+        counter.gemms.append(Gemm(rows, inputs, outputs, fp8=is_quantized(weight), summed=summed))
         return gemm(first, second, *rest)
 
     return counted
 
 
 def _count_grouped(counter: Counts, gemm, name: str):
-    """Returns the same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x,
-    experts, offsets)."""
+    """A counted grouped GEMM: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, ...)."""
 
-    def counted(*given):
-        place = 0 if name == "weight_grad" else 1
-        weights, tokens, experts = given[place], given[1 - place][0], given[-2]
-        inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
-        summed = name == "weight_grad"
-        counter.gemms.append(
-            Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed)
-        )
-        return gemm(*given)
+    def counted(*arguments):
+        is_wgrad = name == "weight_grad"
+        tokens, weights = arguments[:2][::-1] if is_wgrad else arguments[:2]
+        rows, inputs, experts = tokens[0].shape[0], weights.shape[-1], arguments[-2]
+        outputs, fp8 = weights.numel() // inputs // experts, is_quantized(weights)
+        counter.gemms.append(Gemm(rows, inputs, outputs, experts, fp8, is_wgrad))
+        return gemm(*arguments)
 
     return counted

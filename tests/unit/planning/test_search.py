@@ -288,13 +288,13 @@ def test_ranks_that_are_not_asked_need_no_more_than_those_that_are(schedule, mon
 def test_passes_that_nobody_asks_about_are_not_run(monkeypatch):
     """Nor any of them twice: a layout's own size, its schedule and its micro-batches change no unit
     of one sequence."""
-    ran, run_alone = [], workload._run_alone
+    ran, run_single = [], workload._run_single
 
     def noted(alone, target, depths, backs):
         ran.append((str(alone), target.imbalance, backs))
-        return run_alone(alone, target, depths, backs)
+        return run_single(alone, target, depths, backs)
 
-    monkeypatch.setattr(workload, "_run_alone", noted)
+    monkeypatch.setattr(workload, "_run_single", noted)
     for schedule, backs in (("1f1b", {"B", ""}), ("zb_v", {"B", "I"})):
         given = changed(
             config(), {"parallel.tp": 1, "parallel.pp": 2, "pipeline.schedule": schedule}
