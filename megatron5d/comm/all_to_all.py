@@ -184,14 +184,6 @@ class Exchange:
         assert self._dtype is not None
         return self.codec.decode(rows, self._dtype)
 
-    def _start_back(self, grad: Tensor) -> None:
-        self._grad = start_all_to_all(grad, self.axis, self.receive, self.send)
-
-    def _wait_back(self) -> Tensor:
-        assert self._grad is not None, "the gradient of the rows was never sent back"
-        grad, self._grad = self._grad.wait(), None
-        return grad
-
 
 class _Start(FirstOrderFunction):
     @staticmethod
@@ -202,7 +194,10 @@ class _Start(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.exchange._wait_back(), None
+        exchange = ctx.exchange
+        assert exchange._grad is not None, "the gradient of the rows was never sent back"
+        grad, exchange._grad = exchange._grad.wait(), None
+        return grad, None
 
 
 class _Finish(FirstOrderFunction):
@@ -213,5 +208,6 @@ class _Finish(FirstOrderFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.exchange._start_back(grad)
+        exchange = ctx.exchange
+        exchange._grad = start_all_to_all(grad, exchange.axis, exchange.receive, exchange.send)
         return grad.new_zeros(1), None

@@ -30,8 +30,6 @@ from megatron5d.topology.axis import Axis
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-TEXT_BYTES = 128  # of a text that one rank broadcasts
-
 T = TypeVar("T")
 Op = Callable[[Tensor, Axis], Tensor]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -70,7 +68,7 @@ class Pending:
 
     Args:
         result: of the collective, once it has ended.
-        work: its handle; None = it has ended.
+        works: its handles; empty = it has ended.
         keep: its input, which must outlive the transfer.
         of: the collective and its axis, for the message if it fails.
     """
@@ -78,12 +76,12 @@ class Pending:
     def __init__(
         self,
         result: Tensor,
-        work: Any = None,
+        *works: Any,
         keep: Tensor | None = None,
         of: tuple[str, Axis] | None = None,
     ) -> None:
-        self._result, self._work, self._keep, self._of = result, work, keep, of
-        if work is not None:
+        self._result, self._works, self._keep, self._of = result, works, keep, of
+        if works:
             CAPTURE.track(self.wait)
 
     def wait(self) -> Tensor:
@@ -92,10 +90,10 @@ class Pending:
         Raises:
             CollectiveError: a rank of the axis is dead or hangs.
         """
-        if self._work is not None:
+        for work in self._works:
             assert self._of is not None
-            wait_for_work(self._work, *self._of)
-        self._work = self._keep = None
+            wait_for_work(work, *self._of)
+        self._works, self._keep = (), None
         return self._result
 
 
@@ -175,23 +173,6 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     Comm: as `gather_json`, outside the ledger.
     """
     return [value] * axis.size if axis.group is None else gather_json(value, axis.group)
-
-
-def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> str:
-    """Broadcasts a text of one rank of the axis, cut to `TEXT_BYTES` bytes, for messages.
-
-    Args:
-        source: its position on the axis.
-        text: of this rank; only the source's is sent.
-        device: on which collectives run.
-
-    Comm: all_reduce of `TEXT_BYTES` elements.
-    """
-    letters = torch.zeros(TEXT_BYTES, dtype=torch.int32, device=device)
-    if source == axis.rank:
-        encoded = list(text.encode()[:TEXT_BYTES])
-        letters[: len(encoded)] = torch.tensor(encoded, dtype=torch.int32)
-    return bytes(filter(None, all_reduce(letters, axis).tolist())).decode(errors="replace")
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -308,24 +289,7 @@ def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
     return differentiable(x, axis, all_gather, _slice)
 
 
-class Shift:
-    """A ring shift in progress: this rank's tensor goes to one rank, another rank's arrives."""
-
-    def __init__(self, x: Tensor, received: Tensor, works: list, axis: Axis) -> None:
-        self._keep, self._received, self._works, self._axis = x, received, works, axis
-
-    def wait(self) -> Tensor:
-        """Waits for the received tensor; afterwards the sent one may be overwritten.
-
-        Raises:
-            CollectiveError: a rank of the ring is dead or hangs.
-        """
-        for work in self._works:
-            wait_for_work(work, "shift", self._axis)
-        return self._received
-
-
-def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift:
+def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Pending:
     """Starts sending `x` to the rank `distance` positions later in the ring, and receiving from the
     rank `distance` positions earlier.
 
@@ -335,6 +299,9 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift
         tag: distinguishes concurrent shifts; every rank starts them in the same order.
         distance: negative = backwards; the same on every rank, no multiple of the axis' size.
 
+    Returns:
+        Pending of the received tensor.
+
     Comm: point to point, numel elements per rank.
     """
     assert distance % axis.size and x.is_contiguous()
@@ -343,7 +310,8 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift
     received = torch.empty_like(x)
     axis.record("shift", x.numel(), x.element_size())
     if x.is_meta:
-        return Shift(x, received, [], axis)
+        return Pending(received, keep=x)
     send = dist.P2POp(dist.isend, as_bytes(x), destination, axis.group, tag)
     receive = dist.P2POp(dist.irecv, as_bytes(received), source, axis.group, tag)
-    return Shift(x, received, dist.batch_isend_irecv([send, receive]), axis)
+    works = dist.batch_isend_irecv([send, receive])
+    return Pending(received, *works, keep=x, of=("shift", axis))

@@ -1,6 +1,7 @@
 """Errors of collectives and messages, which name the ranks that do not answer: dead ones and those
 that hang."""
 
+import json
 import zlib
 from datetime import timedelta
 from typing import Any
@@ -102,22 +103,14 @@ def silent_ranks(ranks: tuple[int, ...]) -> list[int] | None:
             wait_until(lambda: not missing_ranks(store, _ANSWERS, ranks), PATIENCE_S)
             missing = missing_ranks(store, _ANSWERS, ranks)
             if missing:
-                store.set(_SILENT, _encoded(missing))
-            store.set(result_key, _encoded(missing))
+                store.set(_SILENT, json.dumps(missing))
+            store.set(result_key, json.dumps(missing))
         elif not wait_until(lambda: store.check([result_key]), 2 * PATIENCE_S):
             return [seeker]  # it answered once, but not since
-        missing = _decoded(store.get(result_key))
+        missing = json.loads(store.get(result_key))
         # another group's wait may have begun only when this one's ended
         if not missing and wait_until(lambda: store.check([_SILENT]), 2 * PATIENCE_S):
-            missing = _decoded(store.get(_SILENT))
+            missing = json.loads(store.get(_SILENT))
         return missing
     except (RuntimeError, ValueError, AttributeError):
         return None
-
-
-def _encoded(ranks: list[int]) -> str:
-    return ",".join(map(str, ranks))
-
-
-def _decoded(text: bytes) -> list[int]:
-    return [int(rank) for rank in text.decode().split(",") if rank]

@@ -88,13 +88,13 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
     handle, name = tempfile.mkstemp(prefix="megatron5d-segment-", dir=folder)
     try:
         reasons = _allocate(handle, name, num_bytes)
-        files = gather_objects((socket.gethostname(), name), axis)
-        hosts = sorted({host for host, _ in files})
-        invisible = [path for _, path in files if not Path(path).exists()]
-        if len(hosts) > 1:
-            reasons.append(f"its ranks run on {len(hosts)} hosts ({', '.join(hosts)})")
-        elif invisible:
-            reasons.append(f"{', '.join(invisible)} is not visible to every rank")
+        host = socket.gethostname()
+        files = gather_objects((host, name), axis)
+        reasons += [
+            f"{path} of {owner} is not visible on {host}"
+            for owner, path in files
+            if not Path(path).exists()
+        ]
         _refuse(axis, reasons)
         segments = [
             torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
@@ -225,19 +225,10 @@ class SymmetricBuffers:
         flags = self._segments[destination][: self._flag_bytes].view(torch.int32)
         return flags.narrow(0, parity * self.axis.size, self.axis.size)
 
-    def tensor(
-        self,
-        destination: int,
-        parity: int,
-        source: int,
-        offset: int,
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """One tensor in the buffer that `source` fills at `destination`."""
-        start = self._flag_bytes + (parity * self.axis.size + source) * self.buffer_bytes + offset
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return self._segments[destination].narrow(0, start, num_bytes).view(dtype).view(shape)
+    def buffer(self, destination: int, parity: int, source: int) -> Tensor:
+        """The buffer that `source` fills at `destination`, uint8."""
+        start = self._flag_bytes + (parity * self.axis.size + source) * self.buffer_bytes
+        return self._segments[destination].narrow(0, start, self.buffer_bytes)
 
     def addresses(self, key: object, tensors: Sequence[Tensor]) -> Tensor:
         """`addresses_of(tensors)`, made once for a key."""
@@ -262,13 +253,17 @@ class BufferExchange:
         flags = buffers.flags(self._axis.rank, self._parity)
         self.arrivals = Arrivals(flags, self.epoch, buffers.patience)
 
+    def _tensor(self, destination: int, source: int, index: int) -> Tensor:
+        """A tensor of the layout in the buffer that `source` fills at `destination`."""
+        shape, dtype = self._layout[index]
+        buffer = self._buffers.buffer(destination, self._parity, source)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return buffer.narrow(0, self._offsets[index], num_bytes).view(dtype).view(shape)
+
     def send_buffers(self, index: int) -> list[Tensor]:
         """The memory at each rank into which this rank writes a tensor of the layout."""
-        tensor = self._axis.rank, self._offsets[index], *self._layout[index]
-        return [
-            self._buffers.tensor(destination, self._parity, *tensor)
-            for destination in range(self._axis.size)
-        ]
+        ranks = range(self._axis.size)
+        return [self._tensor(destination, self._axis.rank, index) for destination in ranks]
 
     def send_buffer_addresses(self, index: int) -> Tensor:
         """`[size]` int64: the addresses of `send_buffers`."""
@@ -290,10 +285,10 @@ class BufferExchange:
     def receive_buffer(self, index: int) -> Tensor:
         """`[size, *shape]`: a tensor of the layout from every rank; readable once the source's flag
         is raised."""
-        buffers, (shape, dtype) = self._buffers, self._layout[index]
-        first = buffers.tensor(self._axis.rank, self._parity, 0, self._offsets[index], shape, dtype)
+        shape, dtype = self._layout[index]
+        first = self._tensor(self._axis.rank, 0, index)
         size = self._axis.size, *shape
-        stride = buffers.buffer_bytes // dtype.itemsize, *first.stride()
+        stride = self._buffers.buffer_bytes // dtype.itemsize, *first.stride()
         return first.as_strided(size, stride, first.storage_offset())
 
     def send_to_all(self, tensors: Sequence[Tensor]) -> None:

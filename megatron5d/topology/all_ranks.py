@@ -24,8 +24,7 @@ _RAISED: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "RuntimeError": RuntimeError,
 }
-# prefixes of what is not JSON, which begins with neither
-_BYTES, _ERROR = b"\0", b"\1"
+_BYTES = b"\0"  # prefix of bytes, with which no JSON begins
 
 
 class Failure(NamedTuple):
@@ -82,23 +81,12 @@ def on_rank_0(act: Callable[[], T]) -> T:
     Raises:
         Exception: on every rank, as in `on_every_rank`.
 
-    Comm: a broadcast of the value over the world.
+    Comm: as `first_failure`, and a broadcast of the value over the world.
     """
     if not dist.is_initialized():
         return act()
-    message, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            message = _encoded(act())
-        except Exception as raised:  # noqa: BLE001 - raised again below
-            error, message = raised, _ERROR + _encoded(_kind_and_text(raised))
-    message = broadcast_bytes(message, 0)
-    if error is not None:
-        raise error
-    if message.startswith(_ERROR):
-        kind, text = json.loads(message[1:])
-        raise _RAISED[kind](str(Failure(0, text, 0)))
-    return cast(T, _decoded(message))
+    message = on_every_rank(lambda: _encoded(act()) if dist.get_rank() == 0 else None)
+    return cast(T, _decoded(broadcast_bytes(message, 0)))
 
 
 def broadcast_bytes(message: bytes | None, source: int) -> bytes:
@@ -114,6 +102,17 @@ def broadcast_bytes(message: bytes | None, source: int) -> bytes:
         content.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     dist.broadcast(content, source)
     return content.cpu().numpy().tobytes()
+
+
+def broadcast_text(source: int, text: str) -> str:
+    """Broadcasts a text of at least one character; only the source's is sent.
+
+    Comm: as `broadcast_bytes`.
+    """
+    if not dist.is_initialized():
+        return text
+    message = text.encode() if dist.get_rank() == source else None
+    return broadcast_bytes(message, source).decode()
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:

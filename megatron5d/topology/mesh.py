@@ -66,7 +66,8 @@ def groups_of(
     expert = expert_grid(sizes, dense)
     groups = {name: dense.group(rank, *axes) for name, axes in DENSE_GROUPS.items()}
     groups |= {name: expert.group(rank, *axes) for name, axes in EXPERT_GROUPS.items()}
-    groups["tp_kv"] = _kv_copies(groups["tp"], rank, num_kv_heads)
+    kv_copies = max(1, sizes.tp // num_kv_heads) if num_kv_heads else 1
+    _, groups["tp_kv"] = _outer_and_inner(groups["tp"], rank, kv_copies)
     for name, inner in (("cp", sizes.cp_inner), ("ep", sizes.ep_inner)):
         outer_group, inner_group = _outer_and_inner(groups[name], rank, inner)
         groups[f"{name}_outer"], groups[f"{name}_inner"] = outer_group, inner_group
@@ -100,13 +101,6 @@ def _outer_and_inner(
     """Outer and inner group of a rank in a group of outer × `inner` ranks, inner fastest."""
     outer_index, inner_index = divmod(group.index(rank), inner)
     return group[inner_index::inner], group[outer_index * inner : (outer_index + 1) * inner]
-
-
-def _kv_copies(tp: tuple[int, ...], rank: int, num_kv_heads: int | None) -> tuple[int, ...]:
-    """Neighbors in tp that hold the same KV head; `rank` alone where no head is copied."""
-    copies = max(1, len(tp) // num_kv_heads) if num_kv_heads else 1
-    first = tp.index(rank) // copies * copies
-    return tp[first : first + copies]
 
 
 def group_settings(timeout_s: float | None) -> dict[str, Any]:

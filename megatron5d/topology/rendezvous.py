@@ -5,7 +5,6 @@ launcher. So that its load does not grow with the square of the world size, each
 constant number of requests, and only one rank may send a request for every other rank.
 """
 
-import hashlib
 import json
 import os
 import socket
@@ -31,9 +30,8 @@ REPORT_INTERVAL_S = 20.0  # at which rank 0 names the ranks that it waits for
 AFTER_ERROR_S = 30.0  # how long others are awaited once some rank has reported an error
 
 _NUM_STARTS = "starts"  # key: how often the ranks were started
-# keys of each start; rank 0 sets the payload and its digest first, the verdict last
+# keys of each start; rank 0 sets the payload first, the verdict last
 _PAYLOAD = "payload"
-_DIGEST = "digest"
 _ERROR, _WARNING = "error", "warning"  # numbered texts and their count
 _VERDICT = "verdict"  # [ranks that did not come in time, errors, first warning]
 _PRESENT = "present"  # register of the ranks that have come
@@ -206,7 +204,6 @@ def _wait_for_all(
     else:
         start = _store_of_start(store, store.add(_NUM_STARTS, 0) + 1)
         start.set(_PAYLOAD, report.payload)
-        start.set(_DIGEST, _digest(report.payload))
         store.add(_NUM_STARTS, 1)
         _announce(start, 0, report.error, "")
         missing = _wait_for_registrations(start, world, timeout_s)
@@ -223,10 +220,6 @@ def _wait_for_all(
             f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}"
         )
     return Rendezvous(start, warning)
-
-
-def _digest(payload: str) -> str:
-    return hashlib.sha256(payload.encode()).hexdigest()
 
 
 def _announce(start: dist.Store, rank: int, error: str, warning: str) -> None:
@@ -269,10 +262,10 @@ def _join_newest_start(
             store.add(joined_key, newest - joined)
             joined, start = newest, _store_of_start(store, newest)
             error, warning = report.error, ""
-            # digests are compared, because payloads are long and mostly the same
-            known = _digest(""), _digest(report.payload)
-            if report.on_mismatch and not error and start.get(_DIGEST).decode() not in known:
-                error, warning = report.on_mismatch(start.get(_PAYLOAD).decode())
+            if report.on_mismatch and not error:
+                payload = start.get(_PAYLOAD).decode()
+                if payload not in ("", report.payload):
+                    error, warning = report.on_mismatch(payload)
             _announce(start, rank, error, warning)
         return start is not None and start.check([_VERDICT])
 

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron5d.comm.collectives import all_reduce, broadcast_text
+from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.schema import Config, OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.pipeline_parallel.executor import PipelineError
+from megatron5d.topology.all_ranks import broadcast_text
 from megatron5d.topology.grid import describe_rank
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.process import Process
@@ -114,7 +115,7 @@ class Guard:
             ranks, first = f"{num_loss} of {world.size} ranks", describe_rank(sizes, in_loss)
             findings.append(f"the loss of {ranks} is not finite, first on {first}")
         if num_grads:
-            name = broadcast_text(in_grads, names[0] if names else "", world, share.device)
+            name = broadcast_text(in_grads, names[0] if names else "")
             ranks = f"{num_grads} rank{'' if num_grads == 1 else 's'}"
             first = describe_rank(sizes, in_grads)
             findings.append(f"gradients on {ranks} are not finite, first that of {name} on {first}")

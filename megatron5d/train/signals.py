@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ContextDecorator, suppress
 from types import FrameType
 from typing import Any
@@ -35,7 +35,9 @@ class EndOnSignals(ContextDecorator):
         # the descriptor before the handlers, and after them on exit: a signal in between ends the
         # process, too, and is not lost
         self._outer_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._outer_handlers = _handle(END_SIGNALS, lambda *_: None)
+        self._outer_handlers = {
+            number: signal.signal(number, lambda *_: None) for number in END_SIGNALS
+        }
         return self
 
     def __exit__(self, *_) -> None:
@@ -57,12 +59,7 @@ def _end_on_signal(pipe: int) -> None:
             os._exit(REQUEUE)
 
 
-def _handle(numbers: tuple[int, ...], handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Installs a handler of signals; gives the earlier ones."""
-    return {number: signal.signal(number, handler) for number in numbers}
-
-
-def _restore(handlers: Mapping[int, Any]) -> None:
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -74,7 +71,9 @@ class StopFlag:
         self.received: str | None = None
 
     def __enter__(self) -> StopFlag:
-        self._outer_handlers = _handle(STOP_SIGNALS, self._receive)
+        self._outer_handlers = {
+            number: signal.signal(number, self._receive) for number in STOP_SIGNALS
+        }
         self._outer_fd = signal.set_wakeup_fd(-1)  # no longer that of EndOnSignals
         return self
 

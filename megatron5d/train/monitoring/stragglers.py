@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron5d.comm.collectives import all_reduce, broadcast_text
+from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.schema import Config
+from megatron5d.topology.all_ranks import broadcast_text
 from megatron5d.topology.grid import (
     DENSE_GROUPS,
     EXPERT_GROUPS,
@@ -181,7 +182,7 @@ class SlowRanks:
     def _describe(self, rank: int) -> str:
         device = self._run.process.device
         host = f"{socket.gethostname()} ({device})"
-        host = broadcast_text(rank, host, self._world, device)
+        host = broadcast_text(rank, host)
         return f"{describe_rank(self._run.mesh.sizes, rank)} on {host}"
 
     def _beat(self) -> None:

@@ -155,6 +155,7 @@ def test_a_host_that_is_stuck_behind_its_device_ends(monkeypatch, capfd):
 
 def on_several_hosts(rank, monkeypatch):
     monkeypatch.setattr(symmetric_memory.socket, "gethostname", lambda: f"node{rank}")
+    monkeypatch.setattr(symmetric_memory.Path, "exists", lambda path: False)
 
 
 def with_full_memory_on_rank_1(rank, monkeypatch):
@@ -168,7 +169,7 @@ def with_full_memory_on_rank_1(rank, monkeypatch):
 @pytest.mark.parametrize(
     ("patch", "reason"),
     [
-        (on_several_hosts, "2 ranks of tp.*node0, node1"),
+        (on_several_hosts, "2 ranks of tp.* of node0 is not visible on node1"),
         (with_full_memory_on_rank_1, r"lacks 256 bytes per rank \(No space"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from rank_pool import run_on_pool
 from ranks import run_ranks
 
-from megatron5d.comm.collectives import Shift
+from megatron5d.comm.collectives import Pending
 from megatron5d.comm.ledger import Ledger
 from megatron5d.context_parallel import attention as context_attention
 from megatron5d.context_parallel.attention import ContextAttention
@@ -212,7 +212,7 @@ def ring_events(rank, size, mask):
         attend = record(lambda args: len(args[1].calls[args[2]]), context_attention.attend_block)
         patch.setattr(context_attention, "start_shift", start)
         patch.setattr(context_attention, "attend_block", attend)
-        patch.setattr(Shift, "wait", record(lambda args: "wait", Shift.wait))
+        patch.setattr(Pending, "wait", record(lambda args: "wait", Pending.wait))
         axis = Axis("cp_outer", tuple(range(size)), rank, torch.distributed.group.WORLD)
         plan = Planner(SequenceLayout(S, size), rank, window=mask.get("window"))
         plan = plan(mask.get("documents"))

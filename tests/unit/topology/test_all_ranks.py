@@ -10,6 +10,7 @@ from ranks import run_ranks
 
 from megatron5d.topology.all_ranks import (
     Failure,
+    broadcast_text,
     first_failure,
     first_failure_in,
     gather_json,
@@ -92,13 +93,14 @@ def test_ranks_send_text_or_bytes_that_are_never_unpickled():
             {"rank": rank, "text": "é" * 10**rank}, torch.distributed.group.WORLD
         )
         failure = first_failure([None, None, "x" * 5000][rank])
+        texts = failure.text, broadcast_text(1, f"naïve {rank}")
         # JSON has no sets
-        return values, gathered, failure.text, outcome(on_rank_0, lambda: {1, 2})[0]
+        return values, gathered, texts, outcome(on_rank_0, lambda: {1, 2})[0]
 
     values, gathered, texts, errors = zip(*run_ranks(on_rank, 3))
     assert values == ([*VALUES[:-1], [1, ["x"]]],) * 3
     assert gathered == ([{"rank": i, "text": "é" * 10**i} for i in range(3)],) * 3
-    assert texts == ("x" * 5000,) * 3
+    assert texts == (("x" * 5000, "naïve 1"),) * 3
     assert errors == (TypeError, RuntimeError, RuntimeError)
     folders = ("megatron5d", "kernels", "tools")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
@@ -109,5 +111,6 @@ def test_ranks_send_text_or_bytes_that_are_never_unpickled():
 
 def test_one_process_communicates_with_none():
     assert on_every_rank(lambda: 1) == on_rank_0(lambda: 1) == 1
+    assert broadcast_text(0, "own") == "own"
     with pytest.raises(KeyError, match="our bug"):
         on_every_rank(failing(0, KeyError("our bug")))
