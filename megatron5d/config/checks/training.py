@@ -62,6 +62,8 @@ def ramp_stages_follow(c: Config, world: int) -> Faults:
     "train.gbs_ramp",
     "train.gbs",
     "train.mbs",
+    "train.seq_len",
+    "data.sample_len",
     *MODEL_AXES,
     needs=["world-fits", "gbs-splits", "ramp-stages-follow"],
 )
