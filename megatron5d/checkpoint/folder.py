@@ -1,17 +1,18 @@
-"""Checkpoint folders: their names, when one is whole, which is the newest, and which are removed.
+"""Checkpoint folders: their names, when one is complete, which is the newest, which are removed.
 
 <dir>/run.lock              the run that writes here (topology/lock_file.py)
 <dir>/step-00000100.tmp/    being written; never read
-<dir>/step-00000100/        whole: renamed after every rank has finished
-    *.distcp                torch.distributed.checkpoint, tensors in global coordinates; each names its save
+<dir>/step-00000100/        complete: renamed after every rank has finished
+    *.distcp                torch.distributed.checkpoint, tensors in global coordinates; each file
+                            names its save
     index.json              which tensors there are, and where; of which save
     .metadata               the same as a pickle of DCP, for other tools
-    run.json                step, samples taken, configuration
-    files.json              size of every file in bytes, so that a truncated copy is noticed; CRC-32 of files without
-                            tensors (tensors have their own checksums, which load.py checks)
-<dir>/step-00000200.left/   whole, but the run went back to before it and has saved an earlier step since; never read,
-                            never removed
-<dir>/step-00000050.removed/  no longer wanted; the next start removes what an interruption left of it
+    run.json                step, samples consumed, configuration
+    files.json              size of every file in bytes, which shows a truncated copy; CRC-32 of
+                            files without tensors (tensors have their own, which reader.py checks)
+<dir>/step-00000200.left/   complete, but the run went back to an earlier step and has saved since;
+                            never read, never removed
+<dir>/step-00000050.removed/  being removed; the next start finishes an interrupted removal
 <dir>/latest                name of the newest
 """
 
@@ -39,13 +40,13 @@ _NAME = re.compile(r"step-(\d{8,})$")
 MANIFEST = "files.json"
 RUN_FILE = "run.json"
 FORMAT = 1  # of run.json; raised when an older reader would misread it
-METADATA = ".metadata"  # DCP's: which tensors there are, and where
-TENSOR_SUFFIX = ".distcp"  # suffix of the files that hold tensors
-LEFT_SUFFIX = ".left"  # after the name of a checkpoint that the run went back behind
-_WRITING = ".tmp"
-_REMOVED = ".removed"  # after the name of one that is being removed
-_MOST_LAYERS = 100_000  # of a configuration that is believed
-_REPLACED = ".replaced"  # after the name of one that was there when its step was saved again
+METADATA = ".metadata"  # DCP's index
+TENSOR_SUFFIX = ".distcp"  # of files that hold tensors
+LEFT_SUFFIX = ".left"  # of checkpoints later than the step to which the run went back
+_WRITING_SUFFIX = ".tmp"
+_REMOVED_SUFFIX = ".removed"
+_REPLACED_SUFFIX = ".replaced"  # of a checkpoint whose step is saved again
+_MAX_LAYERS = 100_000  # of a configuration that is believed
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -59,20 +60,26 @@ def write_manifest(folder: Path) -> None:
     for name, size in sorted(_sizes(folder).items()):
         if name != MANIFEST:
             entries[name] = {"bytes": size}
-        if name != MANIFEST and not name.endswith(TENSOR_SUFFIX):
-            entries[name]["crc32"] = zlib.crc32((folder / name).read_bytes())
+            if not name.endswith(TENSOR_SUFFIX):
+                entries[name]["crc32"] = zlib.crc32((folder / name).read_bytes())
     (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the bytes of every file in a folder, with one request to the file system for each."""
-    with os.scandir(folder) as found:
-        return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+    """Bytes of every file in a folder, with one request to the file system for each."""
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
-    """Returns the content of files.json: file name -> `bytes`, and `crc32` of files without tensors
-    (not in old checkpoints). Raises ValueError: files.json is damaged."""
+    """Reads files.json.
+
+    Returns:
+        File name -> `bytes`, and `crc32` of files without tensors (absent in old checkpoints).
+
+    Raises:
+        ValueError: files.json is damaged.
+    """
     entries = parse_json((folder / MANIFEST).read_bytes())
     if RUN_FILE not in entries:
         raise ValueError(f"it does not list {RUN_FILE}")
@@ -83,8 +90,8 @@ def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def checksum_error(folder: Path, name: str) -> str | None:
-    """Returns a message if a file without tensors differs from its checksum; None if not, or if it
-    has none."""
+    """Message if a file without tensors differs from its checksum; None if not, or if it has
+    none."""
     saved = read_manifest(folder).get(name, {}).get("crc32")
     if saved is None or saved == zlib.crc32((folder / name).read_bytes()):
         return None
@@ -92,95 +99,92 @@ def checksum_error(folder: Path, name: str) -> str | None:
 
 
 def checkpoint_error(folder: Path) -> str | None:
-    """Returns a message that says why a folder is not a whole checkpoint; None if it is one."""
+    """Message that says why a folder is not a complete checkpoint; None if it is one."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     manifest = folder / MANIFEST
     if not manifest.is_file():
-        return f"{folder} has no {MANIFEST}: its save did not finish, or it is not a checkpoint of ours"
+        return f"{folder} has no {MANIFEST}: its save did not finish, or it is not a checkpoint"
     try:
-        sizes = {name: entry.get("bytes") for name, entry in read_manifest(folder).items()}
+        saved_sizes = {name: entry.get("bytes") for name, entry in read_manifest(folder).items()}
     except ValueError as error:
         return f"{manifest} is damaged: {error}"
-    there = _sizes(folder)
-    for name, size in sizes.items():
-        found = there.get(name)
-        if found != size:
-            had = "no file" if found is None else f"{found} bytes"
-            return f"{folder / name} has {had} where {size} bytes were saved"
+    sizes = _sizes(folder)
+    for name, saved in saved_sizes.items():
+        if sizes.get(name) != saved:
+            size = f"{sizes[name]} bytes" if name in sizes else "no file"
+            return f"{folder / name} has {size} where {saved} bytes were saved"
     return checksum_error(folder, RUN_FILE)
 
 
 def named_steps(directory: Path) -> list[int]:
-    """Steps of all folders with the name of a checkpoint, ascending; they need not be whole."""
+    """Steps of all folders with the name of a checkpoint, ascending; they may be incomplete."""
     names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
-    return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Steps of all whole checkpoints in a directory, ascending."""
-    return [step for step in named_steps(directory) if _is_whole(directory, step)]
+    """Steps of all complete checkpoints in a directory, ascending."""
+    return [step for step in named_steps(directory) if _is_complete(directory, step)]
 
 
-def _is_whole(directory: Path, step: int) -> bool:
-    """Returns whether a step's checkpoint is whole; looks at every file, of which there may be one
-    per rank."""
+def _is_complete(directory: Path, step: int) -> bool:
+    """Whether a step's checkpoint is complete; looks at every file, of which there may be one per
+    rank."""
     return checkpoint_error(step_folder(directory, step)) is None
 
 
 def saved_after(directory: Path, step: int) -> list[int]:
-    """Steps of the whole checkpoints that are later than a step, ascending."""
-    return [
-        later for later in named_steps(directory) if later > step and _is_whole(directory, later)
-    ]
+    """Steps of the complete checkpoints that are later than a step, ascending."""
+    later = (s for s in named_steps(directory) if s > step)
+    return [s for s in later if _is_complete(directory, s)]
 
 
 def errors_of_newer(directory: Path) -> list[str]:
-    """Says why each folder newer than the newest whole checkpoint is not whole; the newest
-    first."""
-    found = []
+    """Why each folder newer than the newest complete checkpoint is not complete, newest first."""
+    errors = []
     for step in reversed(named_steps(directory)):
-        fault = checkpoint_error(step_folder(directory, step))
-        if fault is None:
+        error = checkpoint_error(step_folder(directory, step))
+        if error is None:
             break
-        found.append(fault)
-    return found
+        errors.append(error)
+    return errors
 
 
 def errors_of_older(directory: Path) -> list[str]:
-    """Says why each older folder that is not a whole checkpoint is none; the oldest first."""
-    steps = named_steps(directory)
-    last = next((step for step in reversed(steps) if _is_whole(directory, step)), 0)
-    return [
-        fault
-        for step in steps
-        if step < last and (fault := checkpoint_error(step_folder(directory, step)))
-    ]
+    """Why each folder older than the newest complete checkpoint is not complete, oldest first."""
+    newest = _newest_step(directory) or 0
+    older = (step for step in named_steps(directory) if step < newest)
+    errors = (checkpoint_error(step_folder(directory, step)) for step in older)
+    return [error for error in errors if error]
+
+
+def _newest_step(directory: Path) -> int | None:
+    steps = reversed(named_steps(directory))
+    return next((step for step in steps if _is_complete(directory, step)), None)
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Returns the newest whole checkpoint, regardless of `latest`; None where there is none."""
-    found = next(
-        (step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None
-    )
-    return None if found is None else step_folder(directory, found)
+    """The newest complete checkpoint, whatever `latest` says; None where there is none."""
+    step = _newest_step(directory)
+    return None if step is None else step_folder(directory, step)
 
 
 def checkpoint_before(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint in the same directory before this one; None where there
-    is none."""
+    """The newest complete checkpoint in the same directory before this one; None where there is
+    none."""
     match = _NAME.fullmatch(folder.name)
-    steps = [step for step in saved_steps(folder.parent) if match and step < int(match.group(1))]
+    steps = [step for step in saved_steps(folder.parent) if match and step < int(match[1])]
     return step_folder(folder.parent, steps[-1]) if steps else None
 
 
-def _reach_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are safe from a loss of power."""
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # some network file systems allow it for files only
+        # some network file systems sync only files
         if not (path.is_dir() and error.errno == errno.EINVAL):
             raise
     finally:
@@ -188,7 +192,7 @@ def _reach_disk(path: Path) -> None:
 
 
 class Keep(NamedTuple):
-    """Which checkpoints stay; without any number all. The newest always does."""
+    """Which checkpoints are kept; all if every number is 0. The newest always is."""
 
     last: int = 0  # number of the newest
     every: int = 0  # those of steps that this divides
@@ -196,66 +200,63 @@ class Keep(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Keep:
-        """Returns the policy of `checkpoint.keep`: K or last:K, every:N, best:K, joined by +."""
+        """The policy of `checkpoint.keep`: K or last:K, every:N, best:K, joined by +."""
         entries = (entry.rpartition(":") for entry in text.split("+"))
         return cls(**{kind or "last": int(number) for kind, _, number in entries})
 
 
-def _spare(directory: Path, keep: Keep) -> list[int]:
-    """Steps of the checkpoints that need not stay; once enough newer ones are whole, also of those
-    that are not."""
-    whole = saved_steps(directory)
-    newest_checkpoint = whole[-max(keep.last, 1) :]
-    if not any(keep) or len(newest_checkpoint) < keep.last:
+def _removable(directory: Path, keep: Keep) -> list[int]:
+    """Steps of the checkpoints that `keep` does not name, and of incomplete ones; none until enough
+    newer ones are complete."""
+    complete = saved_steps(directory)
+    last = complete[-max(keep.last, 1) :]
+    if not any(keep) or len(last) < keep.last:
         return []
-    stay = {step for step in whole if keep.every and step % keep.every == 0}
+    protected = {step for step in complete if keep.every and step % keep.every == 0}
     if keep.best:
-        losses = (
-            (read_run(step_folder(directory, step)).get("valid_loss"), -step) for step in whole
-        )
-        known = sorted(each for each in losses if isinstance(each[0], float) and isfinite(each[0]))
-        stay |= {-step for _, step in known[: keep.best]}
-    return [
-        step for step in named_steps(directory) if step < newest_checkpoint[0] and step not in stay
-    ]
+        folders = (step_folder(directory, step) for step in complete)
+        losses = zip((read_run(folder).get("valid_loss") for folder in folders), complete)
+        finite = [(x, -step) for x, step in losses if isinstance(x, float) and isfinite(x)]
+        protected |= {-step for _, step in sorted(finite)[: keep.best]}
+    return [step for step in named_steps(directory) if step < last[0] and step not in protected]
 
 
 def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
-    """Makes a finished `.tmp` folder the newest checkpoint and removes those that neither `keep`
+    """Makes a finished `.tmp` folder the newest checkpoint, and removes those that neither `keep`
     nor `pinned` names.
 
-    Nothing is removed before all of the new one is on disk; DCP waits for its own files.
+    Nothing is removed before all of the new checkpoint is on disk; the tensor files already are.
     Checkpoints of later steps, from before the run went back, are renamed to `.left`, so that
     `auto` does not resume from them.
 
-    Returns the folder of the checkpoint.
+    Returns:
+        The folder of the checkpoint.
     """
     write_manifest(temporary)
     for path in temporary.iterdir():
         if path.suffix != TENSOR_SUFFIX:
-            _reach_disk(path)
-    _reach_disk(temporary)
+            _sync(path)
+    _sync(temporary)
     final = temporary.with_suffix("")
     directory, step = final.parent, int(final.name.removeprefix("step-"))
     set_aside_later(directory, step)
-    replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
+    replaced = [final.rename(_unused(final, _REPLACED_SUFFIX))] if _exists(final) else []
     temporary.rename(final)
-    _reach_disk(directory)
+    _sync(directory)
     point_latest_to(final)
-    spare = [step_folder(directory, old) for old in _spare(directory, keep)]
-    for folder in [*([replaced] if replaced else []), *spare]:
+    for folder in replaced + [step_folder(directory, old) for old in _removable(directory, keep)]:
         if pinned is None or folder.resolve() != pinned.resolve():
             _remove(folder)
     return final
 
 
 def point_latest_to(folder: Path) -> None:
-    """Writes the name of a checkpoint to `latest` beside it."""
+    """Writes the name of a checkpoint to `latest` in the same directory."""
     write_whole(folder.parent / "latest", folder.name + "\n")
 
 
 def set_aside_later(directory: Path, step: int) -> None:
-    """Renames the whole checkpoints of steps after this one, from before the run went back, to
+    """Renames the complete checkpoints of later steps, from before the run went back, to
     `.left`."""
     for later in saved_after(directory, step):
         folder = step_folder(directory, later)
@@ -263,33 +264,31 @@ def set_aside_later(directory: Path, step: int) -> None:
 
 
 def recover(directory: Path) -> list[str]:
-    """Repairs a directory after a save that was interrupted; nobody may be writing there.
+    """Repairs a directory after an interrupted save; no run may be writing there.
 
-    A removal that was interrupted is finished.
+    An interrupted removal is finished. A complete `.tmp` folder becomes a checkpoint, unless later
+    steps have been saved; others are removed, to free the disk. If a step was being saved again and
+    the new checkpoint is incomplete, the old one gets its name back.
 
-    A `.tmp` folder that is complete becomes a checkpoint, unless later steps have been saved;
-    others are removed, to free the disk. If a step was being saved again and the new checkpoint is
-    not complete, the old one gets its name back.
-
-    Returns what was done, for the log.
+    Returns:
+        Lines for the log: what was done.
     """
     notes = []
-    for gone in sorted(directory.glob(f"step-*{_REMOVED}*")):
-        _remove(gone)
-        notes.append(f"{gone} is removed to its end: its removal was interrupted")
-    for half in sorted(
-        path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)
-    ):
-        if checkpoint_error(half) is None and not saved_after(
-            directory, int(half.stem.removeprefix("step-"))
-        ):
+    for removed in sorted(directory.glob(f"step-*{_REMOVED_SUFFIX}*")):
+        _remove(removed)
+        notes.append(f"{removed} is now removed: its removal was interrupted")
+    for temporary in sorted(directory.glob(f"step-*{_WRITING_SUFFIX}")):
+        if not (match := _NAME.fullmatch(temporary.stem)):
+            continue
+        if checkpoint_error(temporary) is None and not saved_after(directory, int(match[1])):
+            folder = commit(temporary, Keep())
             notes.append(
-                f"{commit(half, Keep())} was whole and had no name yet: its save was interrupted"
+                f"{folder} was complete and only lacked its name: its save was interrupted"
             )
         else:
-            _remove(half)
-            notes.append(f"{half} is removed: its save did not finish")
-    for old in sorted(directory.glob(f"step-*{_REPLACED}*")):
+            _remove(temporary)
+            notes.append(f"{temporary} is removed: its save did not finish")
+    for old in sorted(directory.glob(f"step-*{_REPLACED_SUFFIX}*")):
         final = old.with_suffix("")
         if not _exists(final) and checkpoint_error(old) is None:
             notes.append(
@@ -301,44 +300,45 @@ def recover(directory: Path) -> list[str]:
 
 
 def _exists(path: Path) -> bool:
-    """Returns whether a path exists, also as a broken link."""
+    """Whether a path exists, also as a broken link."""
     return path.exists() or path.is_symlink()
 
 
 def _unused(folder: Path, suffix: str) -> Path:
-    """Returns the folder's name with the first of `suffix`, `suffix`2, ... that does not exist
-    yet."""
-    names = (
-        folder.with_name(f"{folder.name}{suffix}{count if count > 1 else ''}")
-        for count in itertools.count(1)
-    )
+    """The folder's name with the first of `suffix`, `suffix`2, ... that does not exist yet."""
+    suffixes = itertools.chain([suffix], (f"{suffix}{count}" for count in itertools.count(2)))
+    names = (folder.with_name(folder.name + suffix) for suffix in suffixes)
     return next(name for name in names if not _exists(name))
 
 
 def _remove(folder: Path) -> None:
-    """Removes an old checkpoint, or only the link if it is one; warns where that is not possible.
+    """Removes an old checkpoint, or only the link if it is one; warns where that is impossible.
 
-    It loses its name first, so that what an interruption leaves is known for what it is.
+    The folder is renamed first, so that an interrupted removal is recognized.
     """
     try:
         if folder.is_symlink():
             folder.unlink()
             return
         if _NAME.fullmatch(folder.name):
-            folder = folder.rename(_unused(folder, _REMOVED))
+            folder = folder.rename(_unused(folder, _REMOVED_SUFFIX))
         shutil.rmtree(folder)
     except OSError as error:
         warnings.warn(
-            f"{folder} cannot be removed ({error}); it takes room until you do", stacklevel=2
+            f"{folder} cannot be removed ({error}); remove it yourself to free the disk",
+            stacklevel=2,
         )
 
 
 def read_run(folder: Path) -> dict:
-    """Returns the content of run.json in a whole checkpoint: `format`, `version`, `progress` and
-    `config` (train/state.py). Raises Refused: the file is damaged, or a newer version wrote it."""
-    fault = checksum_error(folder, RUN_FILE)
-    if fault:
-        raise Refused(fault)
+    """Reads run.json of a complete checkpoint: `format`, `version`, `progress` and `config`
+    (train/state.py).
+
+    Raises:
+        Refused: the file is damaged, or a newer version wrote it.
+    """
+    if damage := checksum_error(folder, RUN_FILE):
+        raise Refused(damage)
     try:
         record = read_json(folder / RUN_FILE)
     except ValueError as error:
@@ -351,42 +351,45 @@ def read_run(folder: Path) -> dict:
 
 
 def saved_config(folder: Path) -> Config:
-    """Returns the configuration of the run that saved a whole checkpoint; keys of later versions
-    keep their defaults. Raises Refused: run.json is damaged, or holds what is no configuration;
-    names the file and the keys."""
+    """Configuration of the run that saved a complete checkpoint; keys of later versions keep their
+    defaults.
+
+    Raises:
+        Refused: run.json is damaged, or holds no configuration; names the file and the keys.
+    """
     return config_from_record(folder, read_run(folder).get("config"))
 
 
 def config_from_record(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None) -> Config:
-    """Returns a configuration as run.json holds it; raises as `saved_config`.
+    """A configuration as run.json holds it; raises as `saved_config`.
 
     Args:
         saved: value of `config` in run.json.
-        groups: only these groups and their keys are read, as nested mappings; None = all, and
-            others are refused.
+        groups: groups and keys to read, as nested mappings, while others are ignored; None = all,
+            while unknown ones are refused.
     """
     if not isinstance(saved, dict) or not all(isinstance(group, dict) for group in saved.values()):
-        raise Refused(f"{folder / RUN_FILE} is refused: its config is no object of groups of keys")
+        raise Refused(f"{folder / RUN_FILE} is invalid: its config is no object of groups of keys")
     if groups is not None:
-        saved = _shared(saved, groups)
+        saved = _common_keys(saved, groups)
     from megatron5d.config.checks.values import VALUE_CHECKS
 
     checks = [check for check in VALUE_CHECKS if check.knobs[0].startswith("model.")]
     try:
         config = from_dict(saved)
-        faults = [fault.reason for check in checks if (fault := check.run(config, 1))]
-        # of which a list is made before any file is compared
-        if config.model.num_layers > _MOST_LAYERS:
-            faults.append(f"model.num_layers = {config.model.num_layers} is above {_MOST_LAYERS}")
+        reasons = [fault.reason for check in checks if (fault := check.run(config, 1))]
+        # lists of layers are built before any file is compared
+        if config.model.num_layers > _MAX_LAYERS:
+            reasons.append(f"model.num_layers = {config.model.num_layers} is above {_MAX_LAYERS}")
     except ConfigError as error:
-        faults = [fault.reason for fault in error.faults]
-    if faults:
-        raise Refused(f"{folder / RUN_FILE} is refused: {'; '.join(faults)}")
+        reasons = [fault.reason for fault in error.faults]
+    if reasons:
+        raise Refused(f"{folder / RUN_FILE} is invalid: {'; '.join(reasons)}")
     return config
 
 
-def _shared(values: Any, known: Any) -> Any:
-    """Returns what two nested mappings share; where one is no mapping, the values."""
+def _common_keys(values: Any, known: Any) -> Any:
+    """The keys of one nested mapping that another has, too; the values where one is no mapping."""
     if not (isinstance(values, dict) and isinstance(known, Mapping)):
         return values
-    return {key: _shared(value, known[key]) for key, value in values.items() if key in known}
+    return {key: _common_keys(value, known[key]) for key, value in values.items() if key in known}

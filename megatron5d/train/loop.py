@@ -175,7 +175,7 @@ def _saver(run: Run, lock: LockFile | None) -> Saver | None:
         run.config.parallel.timeout_s,
         lock,
         pinned=Path(c.resume),
-        began=run.progress.step,
+        start_step=run.progress.step,
         exporter=_exporter(run) if c.hf_export else None,
     )
 

@@ -113,7 +113,7 @@ def test_what_a_run_went_back_behind_is_neither_replaced_nor_counted(tmp_path, k
     for step in (10, 15, 20):
         save(tmp_path, step)
     (tmp_path / "step-00000020" / "mine").write_text("of the first run")
-    saver = Saver(tmp_path, keep=keep, pinned=tmp_path / "step-00000010", began=10)
+    saver = Saver(tmp_path, keep=keep, pinned=tmp_path / "step-00000010", start_step=10)
     saver.save(20, {}, {})
     saver.save(30, {}, {})
     assert saved_steps(tmp_path) == ([10, 30] if keep else [10, 20, 30])
@@ -208,7 +208,7 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").rename(new / "files.json")
 
     [told] = recover(tmp_path)
-    assert "step-00000005 was whole and had no name yet" in told
+    assert "step-00000005 was complete and only lacked its name" in told
     assert (
         newest_checkpoint(tmp_path) == tmp_path / "step-00000005"
         and not (newest_checkpoint(tmp_path) / "mine").exists()

@@ -7,13 +7,14 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron5d.checkpoint import save as store_group
-from megatron5d.checkpoint.save import Saver, StoreGroup
+from megatron5d.checkpoint import store_group
+from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.topology.rendezvous import default_store
 
 
 def test_messages_reach_rank_0_and_its_answers_all(monkeypatch):
-    monkeypatch.setattr(store_group, "_PART_BYTES", 3)
+    monkeypatch.setattr(store_group, "_CHUNK_BYTES", 3)
 
     def fn(rank, world):
         group, heard, keys = StoreGroup(20.0), [], []
