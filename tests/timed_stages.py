@@ -1,8 +1,8 @@
-"""Stages whose compute is a timed wait: the true executor and its messages, with more ranks than
+"""Stages whose compute is a timed wait: the real executor and its messages, with more ranks than
 cores.
 
-A waiting rank needs no core. What Python and the network take between two actions is part of what
-is measured.
+A waiting rank needs no core. The time of Python and the network between two actions is part of
+every measurement.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.topology.axis import Axis
 
 FORM = TensorMeta((4,), torch.float64)
-FORMS = [FORM] * 64  # of as many stages as any test has
+FORMS = [FORM] * 64  # one for each stage of any test
 
 
 class Timing(NamedTuple):
-    """When one action ran, on the clock of time.perf_counter (one clock for all processes of a
-    machine)."""
+    """When an action ran, on time.perf_counter, the same clock for all processes of a machine."""
 
     action: Action
-    start: float  # its input was there
-    end: float  # its output was asked for
+    start: float  # its input has arrived
+    end: float  # its output is ready
 
 
 @dataclass
-class Held:
-    """What a rank's stages have done, activations and deferred weight gradients that they hold, the
-    most ever held."""
+class Record:
+    """The actions that a rank's stages have run, and the activations that they hold."""
 
-    now: float = 0.0
+    activations: float = 0.0
     peak: float = 0.0
     timeline: list[Timing] = field(default_factory=list)
 
     def add(self, amount: float) -> None:
-        self.now += amount
-        self.peak = max(self.peak, self.now)
+        self.activations += amount
+        self.peak = max(self.peak, self.activations)
 
 
-def may_come_first() -> bool:
-    """Says whether `come_first` is allowed here."""
+def has_priority() -> bool:
+    """Whether `take_priority` is permitted here."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
@@ -62,16 +60,15 @@ def may_come_first() -> bool:
     return True
 
 
-def come_first() -> None:
-    """Lets this rank's threads, which do next to nothing, run before all others as soon as they
-    wake."""
+def take_priority() -> None:
+    """Lets this rank's threads, which do next to nothing, run before all others when they wake."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(PermissionError, ProcessLookupError):
             os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
 
 
 def wait_until(moment: float) -> float:
-    """Sleeps until the moment, and returns it, or what time it is if that is later already."""
+    """Sleeps until the moment; returns it, or the time now if it has passed."""
     now = time.perf_counter()
     if moment > now:
         time.sleep(moment - now)
@@ -79,90 +76,73 @@ def wait_until(moment: float) -> float:
 
 
 class TimedPass:
-    """An action of two steps: the halves of its compute, of which the second ends with what the
-    action passes on."""
+    """An action of two steps, the halves of its compute; the second ends with its output."""
 
     def __init__(self, halves: Iterator[Tensor | None]) -> None:
-        self._halves, self._left = halves, 2
+        self._halves, self._num_left = halves, 2
         self.state: Tensor | None = None
 
     def advance(self) -> bool:
-        self.state, self._left = next(self._halves), self._left - 1
-        return self._left > 0
+        self.state, self._num_left = next(self._halves), self._num_left - 1
+        return self._num_left > 0
 
 
 @dataclass
 class TimedStage:
-    """A stage with the times of `costs`; values travel through it as numbers that name their
-    origin.
+    """A stage with the times of `costs`; its values are numbers that name their origin.
 
-    Compute is in two halves around the all-to-all, which runs while nobody computes, or under a
+    Compute is in two halves around the all-to-all, which runs while no action computes, or under a
     partner's compute.
     """
 
     number: int
     costs: StageCosts
     unit_s: float
-    held: Held
+    record: Record
     in_flight: set[int] = field(default_factory=set)
 
     phases = (None,)  # not an empty stage
 
     def begin(self, op: str, microbatch: int, x: Tensor | None, batch, split: bool) -> TimedPass:
         """An action of a Stage, whose steps are waits."""
-        steps = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[
-            op
-        ]
-        return TimedPass(steps(op, microbatch, x))
+        return TimedPass(self._steps(op, microbatch, x))
 
-    def _phases(self, op: str, microbatch: int) -> Iterator[None]:
+    def _steps(self, op: str, microbatch: int, x: Tensor | None) -> Iterator[Tensor | None]:
+        if op == "F":
+            self.record.add(float(self.costs.activation[self.number]))
+            self.in_flight.add(microbatch)
+        if op != "W":
+            self._check(x, microbatch, self.number - 1 if op == "F" else self.number + 1)
         index, begin = OPS.index(op), time.perf_counter()
         compute = float(self.costs.compute[index, self.number]) * self.unit_s
         a2a = float(self.costs.a2a[index, self.number]) * self.unit_s
         sent = wait_until(time.perf_counter() + compute / 2)
-        yield
+        yield None
         arrived = wait_until(sent + a2a)
         end = wait_until(arrived + compute / 2)
-        self.held.timeline.append(Timing(Action(op, self.number, microbatch), begin, end))
-
-    def _forward(self, op: str, microbatch: int, x: Tensor | None) -> Iterator[Tensor]:
-        self.held.add(float(self.costs.activation[self.number]))
-        self.in_flight.add(microbatch)
-        self._check(x, microbatch, self.number - 1 if self.number else None)
-        for _ in self._phases(op, microbatch):
-            yield torch.empty(0)
-        yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
-
-    def _backward(self, op: str, microbatch: int, grad: Tensor) -> Iterator[Tensor | None]:
-        self._check(grad, microbatch, self.number + 1)
-        for _ in self._phases(op, microbatch):
-            yield None
-        if op == "B":
+        self.record.timeline.append(Timing(Action(op, self.number, microbatch), begin, end))
+        if op in "BW":
             self._release(microbatch)
-        yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
-
-    def _weights(self, op: str, microbatch: int, _: None) -> Iterator[None]:
-        yield from self._phases(op, microbatch)
-        self._release(microbatch)
-        yield None
+        origin = [float(self.number), float(microbatch), 0.0, 0.0]
+        yield None if op == "W" else torch.tensor(origin, dtype=FORM.dtype)
 
     def prefetch(self, op: str) -> None:
         pass
 
     def _release(self, microbatch: int) -> None:
         self.in_flight.remove(microbatch)
-        self.held.add(-float(self.costs.activation[self.number]))
+        self.record.add(-float(self.costs.activation[self.number]))
 
-    def _check(self, value: Tensor | None, microbatch: int, origin: int | None) -> None:
-        if origin is not None:
+    def _check(self, value: Tensor | None, microbatch: int, origin: int) -> None:
+        if origin >= 0:
             assert value is not None and value[:2].tolist() == [origin, microbatch], (
                 self.number,
                 microbatch,
                 value,
             )
 
-    def evaluate(self, x: Tensor | None, batch) -> Tensor:
-        *_, y = self._forward("F", batch, x)
+    def evaluate(self, x: Tensor | None, batch) -> Tensor | None:
+        *_, y = self._steps("F", batch, x)
         self._release(batch)
         return y
 
@@ -178,29 +158,29 @@ def timed_executor(
     unit_s: float,
     waits: Exposure | None = None,
     training: bool = True,
-) -> tuple[Executor, Held]:
-    """One rank's executor over timed stages, with its channels open; without torch's checks, which
-    cost time."""
+) -> tuple[Executor, Record]:
+    """One rank's executor over timed stages, with open channels; without torch's checks, which take
+    time."""
     dist.set_debug_level(dist.DebugLevel.OFF)
-    held = Held()
+    record = Record()
     stage_costs = costs.of(program.placement)
     stages = {
-        key: TimedStage(key[1], stage_costs, unit_s, held)
+        key: TimedStage(key[1], stage_costs, unit_s, record)
         for key in program.placement.stages_of(axis.rank)
     }
     channels = open_flows(program.placement, axis)
-    return Executor(program, axis.rank, stages, channels, training=training, waits=waits), held
+    return Executor(program, axis.rank, stages, channels, training=training, waits=waits), record
 
 
 def last_gradient(batch, y: Tensor) -> Tensor:
-    """The loss of timed stages: the gradient names a stage beyond the last."""
+    """The loss of timed stages: the gradient names a stage after the last."""
     grad = y.clone()
     grad[0] += 1
     return grad
 
 
-def run_timed(executor: Executor, held: Held) -> list[Timing]:
-    """Runs the Program once and returns the times of this rank's actions."""
-    held.timeline.clear()
+def run_timed(executor: Executor, record: Record) -> list[Timing]:
+    """Runs the Program once; returns the times of this rank's actions."""
+    record.timeline.clear()
     executor.run(range(executor.program.num_microbatches), last_gradient, FORMS)
-    return held.timeline
+    return record.timeline

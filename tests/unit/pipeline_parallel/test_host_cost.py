@@ -1,8 +1,8 @@
-"""What an action costs: less than under torch's runtime, on the same stages, machine and processes,
-and less than in the loops that torch has written out for GPipe and 1F1B.
+"""Host time of an action: less than under torch's runtime, on the same stages, machine and
+processes, and less than in the loops that torch has written out for GPipe and 1F1B.
 
-`pytest -s` prints the table. Compute is next to nothing here, so a step's time is the runtime's
-own: looking actions up, posting receives, sending, and autograd's bookkeeping.
+`pytest -s` prints the table. Compute is next to nothing here, so a step's time is the runtime's:
+looking up actions, posting receives, sending, and autograd's bookkeeping.
 """
 
 import time
@@ -17,46 +17,45 @@ from megatron5d.pipeline_parallel.registry import build_program
 pytestmark = pytest.mark.timing
 
 PP, M, ROUNDS = 2, 16, 12
-# the best of all counts: a busy machine can only add time, and seldom to one runtime every time
+# The minimum counts: a busy machine can only add time, and rarely to one runtime every time.
 ATTEMPTS = 8
 
 
 def measure(rank, world, name):
-    """Best step time of each runtime, in turns, so that a busy moment of the machine meets both."""
+    """The best step time of each runtime; they alternate, so that both meet a busy machine."""
     axis = unchecked_axis(rank, world)
-    theirs = TorchPipeline(name, axis, M)
+    torchs = TorchPipeline(name, axis, M)
     ours = OurPipeline(build_program(SCHEDULES[name][0], PP, M), axis)
     best = {"torch": float("inf"), "ours": float("inf")}
     for _ in range(ROUNDS):
-        for key, pipeline in (("torch", theirs), ("ours", ours)):
+        for key, pipeline in (("torch", torchs), ("ours", ours)):
             dist.barrier(axis.group)
-            # gloo's threads included; waiting for the other rank costs nothing
+            # process time includes gloo's threads and excludes waiting for the other rank
             begin = time.process_time()
             pipeline.step()
             best[key] = min(best[key], time.process_time() - begin)
-    return best, sum(map(len, ours.executor.program.ranks[rank]))
+    return best, len(ours.executor.program.ranks[rank])
 
 
 def best_of_attempts(name):
-    """What `measure` finds on every rank, measured again while ours is not below torch's
-    everywhere."""
-    found = run_ranks(measure, PP, name)
+    """`measure` on every rank, repeated until ours is below torch's everywhere."""
+    results = run_ranks(measure, PP, name)
     for _ in range(ATTEMPTS - 1):
-        if all(best["ours"] < best["torch"] for best, _ in found):
+        if all(best["ours"] < best["torch"] for best, _ in results):
             break
-        for (best, _), (again, _) in zip(found, run_ranks(measure, PP, name), strict=True):
-            best.update({key: min(best[key], again[key]) for key in best})
-    return found
+        for (best, _), (retried, _) in zip(results, run_ranks(measure, PP, name), strict=True):
+            best.update({key: min(best[key], retried[key]) for key in best})
+    return results
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_action_costs_less_than_under_torch(name):
-    for rank, (best, slots) in enumerate(best_of_attempts(name)):
-        per_action = {key: 1e6 * seconds / slots for key, seconds in best.items()}
+    for rank, (best, num_actions) in enumerate(best_of_attempts(name)):
+        ours, torchs = (1e6 * best[key] / num_actions for key in ("ours", "torch"))
         print(
-            f"{SCHEDULES[name][0]:15} rank {rank}: ours {per_action['ours']:5.0f} µs an action, torch "
-            f"{per_action['torch']:5.0f} µs ({best['ours'] / best['torch']:.2f})"
+            f"{SCHEDULES[name][0]:15} rank {rank}: ours {ours:5.0f} µs per action, torch "
+            f"{torchs:5.0f} µs ({ours / torchs:.2f})"
         )
-        # measured 0.3 to 0.6 of the loop for GPipe, 0.64 to 0.76 of the one for 1F1B, 0.34 to 0.76
-        # of the runtime
+        # measured: 0.3 to 0.6 of the loop for GPipe, 0.64 to 0.76 of the one for 1F1B, 0.34 to
+        # 0.76 of the runtime
         assert best["ours"] < best["torch"]
