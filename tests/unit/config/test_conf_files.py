@@ -1,5 +1,4 @@
-"""conf/ and the schema say the same, and the published models have the published number of
-parameters."""
+"""conf/ matches the schema, and published models have the published number of parameters."""
 
 import re
 from dataclasses import replace
@@ -13,7 +12,7 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import key_of, keys
 from megatron5d.config.default_files import default_file
 from megatron5d.config.load import CONF, load_config
-from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 from megatron5d.model.flops import parameter_count
 
 GROUPS = [key for key in keys() if "." not in key]
@@ -66,37 +65,21 @@ ROUNDED = {
     "hy_v3": 295.0,
 }
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "default")
-# ranks their headers promise
-EXPERIMENTS = {
-    "quickstart": 16,
-    "gpt2_124m": 8,
-    "llama3_8b": 64,
-    "llama3_70b": 256,
-    "llama3_8b_128k": 128,
-    "llama3_8b_to_128k": 128,
-    "gpt2_xl": 16,
-    "llama2_7b": 32,
-    "llama2_70b": 256,
-    "llama3_1b": 16,
-    "llama3_405b": 2048,
-    "qwen3_0_6b": 8,
-    "qwen3_8b": 64,
-    "gemma2_2b": 16,
-    "gpt_oss_20b": 64,
-    "qwen3_32b": 128,
-    "qwen3_30b_a3b": 64,
-    "qwen3_235b_a22b": 512,
-    "mixtral_8x7b": 128,
-    "mixtral_8x22b": 256,
-    "deepseek_v2_lite": 32,
-    "deepseek_v2": 512,
-    "deepseek_v3": 2048,
+EXPERIMENT_FILES = {
+    file.relative_to(CONF / "experiment").with_suffix("").as_posix(): file
+    for file in (CONF / "experiment").rglob("*.yaml")
 }
-EXPERIMENTS |= {  # as their headers name them, with the source
-    f"published/{file.stem}": int(
-        re.search(r" on (\d+) (?:G|T)PUs \(.+\)\.\n", file.read_text()).group(1)
+# as their headers say, those of published runs with the source
+EXPERIMENTS = {
+    name: int(
+        re.search(
+            r" on (\d+) (?:G|T)PUs \(.+\)\.\n"
+            if name.startswith("published/")
+            else r" (?:on|over) (\d+) (?:GPUs|ranks)",
+            file.read_text(),
+        )[1]
     )
-    for file in (CONF / "experiment" / "published").glob("*.yaml")
+    for name, file in EXPERIMENT_FILES.items()
 }
 
 
@@ -118,197 +101,153 @@ def test_groups_are_the_fields_of_the_configuration():
     assert [key_of(field) for field in Config.__dataclass_fields__.values()] == GROUPS
 
 
-def test_nothing_said_is_the_schema():
+def test_no_overrides_give_the_defaults():
     assert load_config([]) == Config()
 
 
-def parameters(model: ModelConfig, experts: int | None = None) -> int:
-    """Number of parameters from the architecture alone, tied matrices once; only so many experts a
-    layer."""
-    h, f, d = model.hidden_size, model.ffn_hidden_size, model.head_dim
-    q, kv = model.num_heads * d, model.num_kv_heads * d
-    norm = 2 * h if model.norm == "layernorm" else h
-    branches = 4 if model.block_norm == "both" else 2
+def attention_parameters(model: ModelConfig) -> int:
+    h, a, d = model.hidden_size, model.num_heads, model.head_dim
     if model.attention == "mla":
-        a, dn, dr, dv = (
-            model.num_heads,
-            model.qk_nope_head_dim,
-            model.qk_rope_head_dim,
-            model.v_head_dim,
-        )
         rq, r = model.q_lora_rank, model.kv_lora_rank
+        dn, dr, dv = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
         queries = h * a * (dn + dr) if rq is None else h * rq + rq + rq * a * (dn + dr)
-        attention = queries + h * (r + dr) + r + r * a * dn + r * a * dv + a * dv * h
+        count = queries + h * (r + dr) + r + r * a * dn + r * a * dv + a * dv * h
     else:
-        attention = h * q + 2 * h * kv + q * h
-        attention += (q + 2 * kv) * model.qkv_bias + 2 * d * model.qk_norm
-    attention += h * model.attention_out_bias + model.num_heads * model.attention_sinks
+        q, kv = a * d, model.num_kv_heads * d
+        count = h * q + 2 * h * kv + q * h + (q + 2 * kv) * model.qkv_bias + 2 * d * model.qk_norm
+    return count + h * model.attention_out_bias + a * model.attention_sinks
+
+
+def parameters(model: ModelConfig, experts: int | None = None) -> int:
+    """Number of parameters by the architecture alone, tied matrices once.
+
+    Args:
+        experts: count only this many per layer; None = all.
+    """
+    h, f = model.hidden_size, model.ffn_hidden_size
+    norm = 2 * h if model.norm == "layernorm" else h
+    norms = {"one_norm": 1}.get(model.parallel_block, 4 if model.block_norm == "both" else 2)
     matrices = 2 if model.activation in ("gelu", "gelu_tanh") else 3
-    mlp = matrices * h * f + ((matrices - 1) * f + h) * model.mlp_bias
+
+    def mlp(features: int, copies: int = 1) -> int:
+        biases = ((matrices - 1) * features + h) * model.mlp_bias
+        return copies * (matrices * h * features + biases)
+
     embeddings = model.vocab_size * h * (1 if model.tie_embeddings else 2)
     positions = model.max_positions * h if model.position == "learned" else 0
-    moe, E, last, ahead = 0, model.num_experts, model.num_layers - 1, model.num_mtp_layers
-    if E:
-        sparse = (E if experts is None else experts) * (
-            model.moe_ffn_hidden_size or f
-        ) + model.shared_ffn_hidden_size
-        layers = [
-            i
-            for i in range(model.num_layers)
-            if i >= model.first_k_dense and (i + 1) % model.moe_interval == 0
-        ]
-        layers += [last] * ahead * (last in layers)
-        active = E if experts is None else experts
-        biases = active * ((matrices - 1) * (model.moe_ffn_hidden_size or f) + h) * model.mlp_bias
-        routers = E * (h + model.router_bias + model.router_linear_bias)
-        moe = len(layers) * (matrices * h * sparse + biases + routers - mlp)
-    norms = norm if model.parallel_block == "one_norm" else branches * norm
-    blocks = (model.num_layers + ahead) * (attention + mlp + norms) + ahead * (2 * h * h + 3 * norm)
-    return embeddings + positions + blocks + norm + moe
+    last, mtp_layers, E = model.num_layers - 1, model.num_mtp_layers, model.num_experts
+    moe_layers = [
+        i
+        for i in range(model.num_layers)
+        if E and i >= model.first_k_dense and (i + 1) % model.moe_interval == 0
+    ]
+    moe_layers += [last] * mtp_layers * (last in moe_layers)
+    moe = mlp(model.moe_ffn_hidden_size or f, E if experts is None else experts)
+    moe += matrices * h * model.shared_ffn_hidden_size
+    moe += E * (h + model.router_bias + model.router_linear_bias)
+    block = attention_parameters(model) + mlp(f) + norms * norm
+    blocks = (model.num_layers + mtp_layers) * block + len(moe_layers) * (moe - mlp(f))
+    return embeddings + positions + blocks + mtp_layers * (2 * h * h + 3 * norm) + norm
+
+
+def promised(name: str, pattern: str) -> int | None:
+    """Number in the header of a model's file."""
+    match = re.search(rf"([\d,]{{5,}})\s+{pattern}", (CONF / "model" / f"{name}.yaml").read_text())
+    return match and int(match[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_has_the_parameters_its_file_promises(name):
     model = configured(f"model={name}").model
     assert model.name == name
-    promised = re.search(r"([\d,]{5,}) parameters", (CONF / "model" / f"{name}.yaml").read_text())
-    assert promised is not None
-    assert parameters(model) == int(promised.group(1).replace(",", ""))
-    assert parameters(model) == PUBLISHED.get(name, parameters(model)) == parameter_count(model)
-    active = re.search(
-        r"([\d,]{5,})\s+of\s+them\s+active", (CONF / "model" / f"{name}.yaml").read_text()
-    )
+    assert parameters(model) == promised(name, "parameters") == parameter_count(model)
+    assert parameters(model) == PUBLISHED.get(name, parameters(model))
     if model.num_experts:
-        assert active is not None
-        counted = int(active.group(1).replace(",", ""))
-        assert (
-            counted == parameters(model, experts=model.top_k) == parameter_count(model, active=True)
-        )
+        active = promised(name, r"of\s+them\s+active")
+        counts = parameters(model, experts=model.top_k), parameter_count(model, active=True)
+        assert counts == (active, active)
 
 
 def test_all_published_models_are_there():
     assert {*PUBLISHED, *ROUNDED} <= set(MODELS)
     for name, billions in ROUNDED.items():
-        assert parameter_count(configured(f"model={name}").model) / 1e9 == pytest.approx(
-            billions, rel=2e-3
-        )
+        count = parameter_count(configured(f"model={name}").model)
+        assert count / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_details_that_parameter_counts_do_not_show():
     llama, qwen, gpt2 = (
         configured(f"model={name}").model for name in ("llama3_1b", "qwen3_8b", "gpt2_xl")
     )
-    scaling = llama.rope_scaling
-    assert (scaling.type, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor) == (
-        "llama3",
-        32.0,
-        1.0,
-        4.0,
-    )
-    assert (llama.rope_theta, llama.norm_eps, llama.max_positions) == (500000.0, 1e-5, 131072)
-    assert (qwen.rope_theta, qwen.norm_eps, qwen.max_positions, qwen.qk_norm) == (
-        1e6,
-        1e-6,
-        40960,
-        True,
-    )
-    assert (gpt2.activation, gpt2.norm, gpt2.max_positions, gpt2.position) == (
-        "gelu_tanh",
-        "layernorm",
-        1024,
-        "learned",
-    )
-
-
-def test_each_experiment_is_promised_a_world():
-    folder = CONF / "experiment"
-    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
-    assert names == set(EXPERIMENTS)
+    expected = RopeScaling("llama3", 32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert llama.rope_scaling == expected
+    assert (llama.rope_theta, llama.norm_eps, llama.max_positions) == (5e5, 1e-5, 131072)
+    assert (qwen.rope_theta, qwen.norm_eps, qwen.max_positions) == (1e6, 1e-6, 40960)
+    assert qwen.qk_norm and gpt2.max_positions == 1024
+    assert (gpt2.activation, gpt2.norm, gpt2.position) == ("gelu_tanh", "layernorm", "learned")
 
 
 def test_each_large_model_has_an_experiment_that_trains_it_sanely():
-    """Without one, a model of 47 billion parameters is trained, and planned, in fp32 on 128
-    tokens."""
+    """Without one, a model of 47 billion parameters would train in fp32 on 128 tokens."""
     for name in MODELS:
-        if parameter_count(configured(f"model={name}").model) < 500_000_000:
+        model = configured(f"model={name}").model
+        if parameter_count(model) < 500_000_000:
             continue
-        own = next((each for each in (name, f"published/{name}") if each in EXPERIMENTS), None)
-        named = re.search(
-            r"experiment=\S+ model=.*[^.\n]", (CONF / "model" / f"{name}.yaml").read_text()
+        text = (CONF / "model" / f"{name}.yaml").read_text()
+        own = next(
+            (option for option in (name, f"published/{name}") if option in EXPERIMENTS), None
         )
-        assert (own is None) != (named is None), (
-            "an experiment of its own, or a header that says which to take"
-        )
+        named = re.search(r"experiment=\S+ model=.*[^.\n]", text)
+        assert (own is None) != (named is None), "an experiment, or a header that names one"
         words = [f"experiment={own}"] if own else [*named.group().split(), f"log.dir=runs/{name}"]
         config = configured(*words)
         train, log = config.train, config.log
-        assert config.model == configured(f"model={name}").model
+        assert config.model == model
         assert config.precision.dtype == "bf16" and train.seq_len >= 1024
-        assert train.gbs * train.seq_len >= 1 << 19 or own == "published/gpt3_175b", (
-            "a benchmark of one replica"
-        )
-        assert config.model.num_experts == 0 or config.moe.balance != ["none"]
-        assert (
-            log.dir == f"runs/{own or name}"
-            and log.jsonl
-            and config.checkpoint.dir
-            and log.wandb.name is None
-        )
+        one_replica = own == "published/gpt3_175b"  # a benchmark
+        assert train.gbs * train.seq_len >= 1 << 19 or one_replica
+        assert model.num_experts == 0 or config.moe.balance != ["none"]
+        assert log.dir == f"runs/{own or name}" and log.wandb.name is None
+        assert log.jsonl and config.checkpoint.dir
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatch):
-    """Once its data is there; without, that is all that is refused."""
+def test_experiment_is_legal_on_the_ranks_of_its_header(name, tmp_path, monkeypatch):
+    """Missing data is the only fault, and none is left once it is there."""
     monkeypatch.chdir(tmp_path)
     config = configured(f"experiment={name}")
     faults = run_checks(config, EXPERIMENTS[name])
-    assert {knob.partition(".")[0] for fault in faults for knob in fault.knobs} - {"init"} == {
-        "data"
-    }
+    groups = {knob.partition(".")[0] for fault in faults for knob in fault.knobs}
+    assert groups - {"init"} == {"data"}
     Path(config.init.from_checkpoint or "runs").mkdir(parents=True)
     prefixes = [*(config.data.train or ["corpus"]), *config.data.valid]
-    for file in [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_bytes(b"\0\0")
-    if config.data.tokenizer:
-        Path(config.data.tokenizer).write_bytes(b"\0\0")
-    given = [] if config.data.train else ["data.train=corpus"]
-    loaded = load_config([f"experiment={name}", *given], world=EXPERIMENTS[name])
-    text = (CONF / "experiment" / f"{name}.yaml").read_text()
-    assert any(f"{EXPERIMENTS[name]} {devices}" in text for devices in ("ranks", "GPUs", "TPUs"))
-    assert loaded.model.name in (name, configured(f"experiment={name}").model.name)
+    files = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
+    for file in map(Path, [*files, config.data.tokenizer or "tokenizer"]):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"\0\0")
+    data = [] if config.data.train else ["data.train=corpus"]
+    load_config([f"experiment={name}", *data], world=EXPERIMENTS[name])
 
 
-def test_quickstart_is_a_mixture_of_experts_over_all_dimensions_at_once():
+def test_quickstart_is_a_moe_over_all_dimensions_at_once():
     config = configured("experiment=quickstart")
-    parallel = config.parallel
-    assert (parallel.tp, parallel.sp, parallel.cp, parallel.pp, parallel.ep, parallel.zero) == (
-        2,
-        True,
-        2,
-        2,
-        4,
-        1,
-    )
-    dp = EXPERIMENTS["quickstart"] // (parallel.tp * parallel.cp * parallel.pp)
+    p, model = config.parallel, config.model
+    assert (p.tp, p.sp, p.cp, p.pp, p.ep, p.zero) == (2, True, 2, 2, 4, 1)
+    dp = EXPERIMENTS["quickstart"] // (p.tp * p.cp * p.pp)
     assert dp == 2 and config.train.gbs == config.train.mbs * dp, "one micro-batch a step"
-    model, text = config.model, (CONF / "experiment" / "quickstart.yaml").read_text()
     assert (model.attention, model.num_experts, model.first_k_dense) == ("mla", 8, 1)
-    assert f"{parameter_count(model):,} parameters" in text
+    count = f"{parameter_count(model):,} parameters"
+    assert count in EXPERIMENT_FILES["quickstart"].read_text()
     assert config.checkpoint.dir == f"{config.log.dir}/checkpoints"
     assert config.log.wandb.mode == "offline" and config.train.eval_every > 0
 
 
-def test_the_context_recipe_stretches_what_the_short_one_trained():
-    """One architecture but for Llama 3.1's stretching, as many tokens a step; cp by the method that
-    sends least."""
+def test_the_long_context_recipe_continues_the_short_one():
+    """One architecture but for Llama 3.1's scaling, and as many tokens per step."""
     short, long = (configured(f"experiment={name}") for name in ("llama3_8b", "llama3_8b_to_128k"))
     assert long.init.from_checkpoint == short.checkpoint.dir
-    scaling = configured("model=llama3_1b").model.rope_scaling
-    assert long.model.rope_scaling == replace(scaling, factor=8.0)
-    assert (
-        replace(long.model, rope_scaling=short.model.rope_scaling, max_positions=8192)
-        == short.model
-    )
+    scaling = replace(configured("model=llama3_1b").model.rope_scaling, factor=8.0)
+    stretched = replace(short.model, rope_scaling=scaling, max_positions=long.model.max_positions)
+    assert long.model == stretched and short.model.max_positions == 8192
     assert long.train.gbs * long.train.seq_len == short.train.gbs * short.train.seq_len == 4 << 20
     assert (long.parallel.cp_method, long.parallel.cp_inner) == recommended(long)
