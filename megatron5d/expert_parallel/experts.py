@@ -1,10 +1,10 @@
-"""The experts' own matrices: one grouped GEMM for all experts of this rank, backward split into
-input and weights.
+"""The experts' matrices: grouped GEMMs for all experts of a rank, with a split backward.
 
-up    [E, 2f, h]   of a gated activation the gate rows, then the up rows, of each expert; E cut over ep, f over etp
-down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over etp
+    up    [E, 2f, h]   E cut over ep, f over etp; of each expert with a gated activation the gate
+                       rows, then the up rows
+    down  [E, h, f]    E cut over ep, f over etp; the output is a partial sum over etp
 
-The router's weights are applied between the two (kernels/activation.py).
+The router's weights are applied between the two GEMMs (kernels/activation.py).
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class _GroupedLinear(FirstOrderFunction):
 
 
 class Experts(nn.Module):
-    """The experts of one layer that this rank holds, each cut over etp.
+    """This rank's experts of one layer, each cut over etp.
 
     Args:
+        config: of the model.
         name: global name, `layers.{i}.experts`.
         ep: axis over which the experts are distributed.
         etp: axis that cuts the inner dim of each.
@@ -118,7 +119,8 @@ class Experts(nn.Module):
         return new_parameter(piece.shape, spec, **factory)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
-        """
+        """Computes the experts' outputs.
+
         Args:
             x: `[r, h]`, rows sorted by expert.
             weights: `[r]`, the router's.
@@ -138,8 +140,7 @@ class Experts(nn.Module):
         return y + (weights[:, None] * self.down_bias[self._expert_of(y, offsets)]).to(y.dtype)
 
     def _expert_of(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Returns int64 `[r]`: the local expert of each row; the last for rows past the last
-        offset."""
+        """Local expert of each row, int64 `[r]`; the last one for rows past the last offset."""
         row = torch.arange(rows.shape[0], dtype=offsets.dtype, device=offsets.device)
         return torch.searchsorted(offsets[1:-1].contiguous(), row, right=True)
 
@@ -148,12 +149,13 @@ class Experts(nn.Module):
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)
         if self.up_bias is not None:
             inner = inner + self.up_bias.view(self.num_local, -1)[self._expert_of(inner, offsets)]
-        # The activation's backward may write over the output of `up`, which no other operation
-        # saves.
+        # The activation's backward may overwrite the output of `up`, which nothing else saves.
         gemms, overwrite = expert_gemms_of(self.down), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
         return self.parts.run("activation", activate, inner, weights)  # [r, f/etp]
 
     def extra_repr(self) -> str:
-        shape = spec_of(self.up).shape
-        return f"{self.num_local} of {shape[0]} experts cut over {self.ep}, inner dim cut over {self.etp}"
+        num_experts = spec_of(self.up).shape[0]
+        return (
+            f"{self.num_local} of {num_experts} experts over {self.ep}, inner dim over {self.etp}"
+        )

@@ -1,12 +1,11 @@
-"""Replayed routing: training with the experts that another run, or an inference engine, has chosen.
+"""Replayed routing: trains with the experts that another run, or an inference engine, has chosen.
 
-The weights of the experts are still the router's own scores, through which it learns. Rounding, or
-other kernels, can then send no token another way than the one by which it was generated.
+The experts' weights are still the router's scores, from which it learns. So rounding or different
+kernels cannot route a token differently than when it was generated.
 Source: Ma et al. 2025 (arXiv:2510.11370), rollout routing replay.
 
-The file is a .npy of whole numbers `[samples, train.seq_len, MoE blocks, top_k]`: of every token
-that a run reads, by the number of its sample and its place in it, the experts of each block that
-has some, prediction blocks included.
+The file is a .npy of integers `[samples, train.seq_len, MoE blocks, top_k]`: the experts of every
+token in each MoE block, prediction blocks included, by the number of its sample and its position.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import io
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,63 +25,66 @@ from megatron5d.expert_parallel.token_share import Tokens
 
 
 class RoutingFile:
-    """The experts of every token, of which a rank reads or writes those that it routes.
+    """The experts of every token; each rank reads or writes those of the tokens it routes.
 
-    The file is opened when the first tokens are routed: models are also built to be counted,
-    converted or asked, and such ones have nothing to do with the files of a run.
+    The file is opened when the first tokens are routed, because tools also build models to count,
+    convert or query them, without the files of a run.
 
     Args:
+        path: of the file.
+        model: whose experts are chosen.
         seq_len: tokens of a sample.
-        samples: of the run, for which a new file is made (or one of the same shape continued); None
-            = read it.
+        samples: number of samples of the run that writes the file; None = the file is read.
     """
 
     def __init__(
         self, path: str, model: ModelConfig, seq_len: int, samples: int | None = None
     ) -> None:
         self.path, self.num_experts, self._samples = path, model.num_experts, samples
-        self._place = {
-            block: i for i, block in enumerate(b for b in blocks(model) if is_moe(model, b))
-        }
-        self._shape = seq_len, len(self._place), model.top_k
+        moe_blocks = [block for block in blocks(model) if is_moe(model, block)]
+        self._index = {block: i for i, block in enumerate(moe_blocks)}
+        self._shape = seq_len, len(moe_blocks), model.top_k
 
     @cached_property
     def experts(self) -> np.ndarray:
-        """The file, mapped; it is made first where it is to be written.
+        """The file, memory-mapped; a file to write is created first.
 
-        Raises ValueError: it has another shape or kind.
+        Raises:
+            ValueError: the file has another shape or dtype.
         """
         if self._samples is not None:
             self._create()
+        mode: Any = "r" if self._samples is None else "r+"
         try:
-            found = np.load(
-                self.path, mmap_mode="r" if self._samples is None else "r+", allow_pickle=False
-            )
+            experts = np.load(self.path, mmap_mode=mode, allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path} is no file of routing: {error}") from error
-        if not isinstance(found, np.ndarray):
+            raise ValueError(f"{self.path} is not a routing file: {error}") from error
+        if not isinstance(experts, np.ndarray):
+            raise ValueError(f"{self.path} is not a routing file: expected one array, as in .npy")
+        if experts.dtype.kind not in "iu" or experts.shape[1:] != self._shape:
+            expected = ", ".join(map(str, self._shape))
             raise ValueError(
-                f"{self.path} is no file of routing: it holds several arrays, and .npy has one"
+                f"{self.path}: expected integers [samples, train.seq_len, MoE blocks, model.top_k] "
+                f"of shape (…, {expected}), got {experts.dtype} of shape {experts.shape}"
             )
-        if found.dtype.kind not in "iu" or found.shape[1:] != self._shape:
-            raise ValueError(
-                f"{self.path} holds {found.dtype} of shape {found.shape}; routing here is whole numbers "
-                f"[samples, train.seq_len, MoE blocks, model.top_k] = (…, {', '.join(map(str, self._shape))})"
-            )
-        return found
+        return experts
 
-    def refuse_another(self) -> None:
-        """Raises ValueError where a file that is not that of this run, begun before, is where it is
-        to be written."""
-        begin, dtype, shape = self._header()
+    def check_existing(self) -> None:
+        """Checks that an existing file to write is one that this run has begun.
+
+        Raises:
+            ValueError: it is another file.
+        """
+        header, dtype, shape = self._header()
         with open(self.path, "rb") as file:
-            if not begin.startswith(file.read(len(begin))):
+            if not header.startswith(file.read(len(header))):
                 raise ValueError(
-                    f"moe.record={self.path} is there, and no file of {dtype} of shape {shape}: remove it"
+                    f"moe.record={self.path} exists, but does not hold {dtype} of shape {shape}: "
+                    "remove it"
                 )
 
     def _header(self) -> tuple[bytes, np.dtype, tuple[int, ...]]:
-        """Returns how the file that is written begins, its kind of numbers and its shape."""
+        """Header, dtype and shape of the file to write."""
         assert self._samples is not None
         dtype, header = np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16), io.BytesIO()
         shape = self._samples, *self._shape
@@ -94,47 +97,47 @@ class RoutingFile:
         return header.getvalue(), dtype, shape
 
     def _create(self) -> None:
-        """Makes the file with zeros. Ranks that do so at the same time, and a run that continues,
-        write the same."""
+        """Creates the file with zeros; other ranks, and a run that resumes, write the same."""
         Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         Path(self.path).touch()
-        self.refuse_another()
-        begin, dtype, shape = self._header()
+        self.check_existing()
+        header, dtype, shape = self._header()
         with open(self.path, "r+b") as file:
-            file.write(begin)
-            file.truncate(len(begin) + int(np.prod(shape)) * dtype.itemsize)
+            file.write(header)
+            file.truncate(len(header) + int(np.prod(shape)) * dtype.itemsize)
 
-    def chosen(self, block: int, tokens: Tokens) -> Tensor:
-        """Returns int64 `[n, k]`, the experts of this rank's tokens in a block.
+    def read(self, block: int, tokens: Tokens) -> Tensor:
+        """The experts of this rank's tokens in a block, int64 `[n, k]`.
 
-        Raises ValueError: the file has no such sample, or no such expert.
+        Raises:
+            ValueError: the file lacks a sample, or an expert does not exist.
         """
-        sample, position = self._rows(tokens)
-        if len(self.experts) <= int(sample.max()):
+        sample, position = self._indices(tokens)
+        last_sample = int(sample.max())
+        if len(self.experts) <= last_sample:
             raise ValueError(
-                f"moe.replay: {self.path} ends before sample {int(sample.max())}: it has {len(self.experts)}"
+                f"moe.replay: sample {last_sample} is not among the {len(self.experts)} of "
+                f"{self.path}"
             )
-        experts = torch.from_numpy(
-            self.experts[sample, position, self._place[block]].astype(np.int64)
-        )
-        if int(experts.min()) < 0 or int(experts.max()) >= self.num_experts:
+        experts = self.experts[sample, position, self._index[block]].astype(np.int64)
+        low, high = int(experts.min()), int(experts.max())
+        if low < 0 or high >= self.num_experts:
             raise ValueError(
-                f"moe.replay: {self.path} names experts {int(experts.min())} to {int(experts.max())} of "
-                f"{self.num_experts} in samples {int(sample.min())} to {int(sample.max())}: repair them, or take the "
-                "router's own with moe.replay=null"
+                f"moe.replay: {self.path} has experts {low} to {high} of {self.num_experts} in "
+                f"samples {int(sample.min())} to {last_sample}; repair it, or set moe.replay=null "
+                "to route by the router"
             )
-        return experts.to(tokens.order.device)
+        return torch.from_numpy(experts).to(tokens.order.device)
 
-    def note(self, block: int, tokens: Tokens, experts: Tensor) -> None:
+    def write(self, block: int, tokens: Tokens, experts: Tensor) -> None:
         """Writes the experts `[n, k]` of this rank's tokens in a block."""
-        sample, position = self._rows(tokens)
-        # what pads to equal shares has, under cp, the place of another rank's token
+        sample, position = self._indices(tokens)
+        # Without padding: under cp its position can be that of another rank's token.
         real = slice(None) if tokens.real is None else tokens.real.cpu().numpy()
-        self.experts[sample[real], position[real], self._place[block]] = experts.cpu().numpy()[real]
+        self.experts[sample[real], position[real], self._index[block]] = experts.cpu().numpy()[real]
 
-    def _rows(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sample of each token, and its place in it; the last place for what pads to
-        equal shares."""
+    def _indices(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        """Sample and position of each token; the last position for padding to equal shares."""
         assert tokens.samples is not None
         position = (tokens.order // tokens.num_sequences).clamp(max=self.experts.shape[1] - 1)
         return tokens.samples[tokens.sequence].cpu().numpy(), position.cpu().numpy()

@@ -33,8 +33,8 @@ class Tokens:
     samples: Tensor | None = None
 
     @property
-    def turns(self) -> Tensor:
-        """int64 `[n]`: position plus the sequence's number, the same on any layout."""
+    def round_robin_index(self) -> Tensor:
+        """int64 `[n]`: position plus sequence number, which no layout changes."""
         samples = self.sequence if self.samples is None else self.samples[self.sequence]
         return self.order // self.num_sequences + samples
 

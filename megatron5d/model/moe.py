@@ -132,7 +132,7 @@ class MoEDispatch(Phase):
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
         experts, weights = self.router(logits, self._forced(tokens))  # [n, k]
         if self.moe.record is not None and self.routing is not None and tokens.samples is not None:
-            self.routing.note(self.layer, tokens, experts)
+            self.routing.write(self.layer, tokens, experts)
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
             weights = tokens.masked(weights)
@@ -151,8 +151,10 @@ class MoEDispatch(Phase):
         """Returns int64 `[n, k]`, the experts that a token takes whatever the router says; None =
         as it says."""
         if self.moe.replay is not None and self.routing is not None and tokens.samples is not None:
-            return self.routing.chosen(self.layer, tokens)
-        return round_robin(tokens.turns, self.config) if self.moe.force_balanced else None
+            return self.routing.read(self.layer, tokens)
+        return (
+            round_robin(tokens.round_robin_index, self.config) if self.moe.force_balanced else None
+        )
 
     def _jittered(self, x: Tensor, tokens: Tokens) -> Tensor:
         if self.jitter is None or tokens.samples is None:

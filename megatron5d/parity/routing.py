@@ -61,7 +61,7 @@ class _FixedRouting:
         self.num_experts = phase.config.num_experts
         self.rows = torch.zeros(0, dtype=torch.int64)  # of the tables, for the current tokens
         self.route, self.limit_capacity = phase.router.forward, phase.limit_capacity
-        self.plain_choice = type(phase.balancer).plain_choice
+        self.plain_choice = type(phase.balancer).unbiased_choices
         phase.register_forward_pre_hook(self._select_rows)
         replace_method(phase.router, "forward", self._forward)
         replace_method(phase, "limit_capacity", self._limit_capacity)
@@ -74,7 +74,7 @@ class _FixedRouting:
         is_padding = tokens.order >= self.seq_len * tokens.num_sequences
         self.rows = rows.masked_fill(is_padding, len(self.table["chosen"]) - 1)
         # The balancer may be replaced between steps.
-        replace_method(self.phase.balancer, "plain_choice", self._plain_choice)
+        replace_method(self.phase.balancer, "unbiased_choices", self._plain_choice)
 
     def _forward(self, logits: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if not self.repeat:

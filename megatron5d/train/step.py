@@ -167,7 +167,7 @@ class Trainer:
         names: tuple[str, ...] = ()
         values = sums[:0]
         if self.balancer is not None:
-            names, values = self.balancer.names, self.balancer.values
+            names, values = self.balancer.loss_names, self.balancer.loss_values
         # Filled on the device: a copy from the host would wait for it.
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
         capacity = self.send_capacity
@@ -245,8 +245,8 @@ class Trainer:
             len(batches) * self.mesh["dp"].size, num_tokens, self.mesh["dp_cp"], watched
         )
         if any(stage.graphs is not None for stage in self.pipeline.stages):
-            balancer.settle()
-        if balancer.counts_ahead:
+            balancer.wait_for_scale()
+        if balancer.needs_counts_first:
             balancer.start_counting()
             self.pipeline.evaluate(batches, lambda *_: None)
             balancer.finish_counting()

@@ -379,7 +379,7 @@ def test_what_keeps_steps_from_happening_is_lifted(capsys):
 
 def test_what_was_not_tried_is_told(monkeypatch, capsys):
     fixed = lambda scores, config, bias: torch.arange(config.top_k).expand(len(scores), -1)  # noqa: E731
-    monkeypatch.setattr(router, "choose", fixed)
+    monkeypatch.setattr(router, "choose_experts", fixed)
     assert main(["--world", "2", *MOE, "parallel.ep=2"]) == 0
     assert "not tried: routing was not tried in layer_1: every token" in capsys.readouterr().out
     roomy = [*MOE, "parallel.ep=2", "moe.exchange=planned", "moe.planned_imbalance=2"]

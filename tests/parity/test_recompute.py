@@ -44,7 +44,8 @@ def first_gradients(rank, config, mesh, layout, batches):
     sync, _, trainer = build_trainer(config, mesh, model, layout)
     trainer.accumulate(batches)
     sync.finish_reduce()
-    routing = [] if model.balancer is None else [model.balancer.chosen, model.balancer.values]
+    balancer = model.balancer
+    routing = [] if balancer is None else [balancer.counts, balancer.loss_values]
     return [tensor.clone() for tensor in [bucket.grad_slice for bucket in sync.buckets] + routing]
 
 

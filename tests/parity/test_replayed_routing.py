@@ -84,7 +84,7 @@ def test_padding_to_equal_shares_is_not_written_over_the_tokens_of_other_ranks(t
         share = TokenShare(Axis("tp", (0, 1, 2, 3), tp), False)
         tokens = share._tokens_at(6, 1, "cpu", torch.from_numpy(layout.rows(cp)))
         tokens = dataclasses.replace(tokens, samples=torch.tensor([0]))
-        file.note(0, tokens, torch.full((2, model.top_k), 7 if tp == 3 else 1))
+        file.write(0, tokens, torch.full((2, model.top_k), 7 if tp == 3 else 1))
     assert (file.experts[0, :, 0] == 1).all()
 
 
@@ -94,21 +94,21 @@ def test_a_file_that_does_not_fit_is_told_by_the_first_tokens(tmp_path):
 
     def told(samples=None):
         with pytest.raises(ValueError) as error:
-            RoutingFile(path, model, 3, samples).chosen(0, tokens)
+            RoutingFile(path, model, 3, samples).read(0, tokens)
         return str(error.value)
 
-    assert "is no file of routing" in told()
+    assert "is not a routing file" in told()
     np.savez(tmp_path / "several", np.zeros(3))
     (tmp_path / "several.npz").rename(path)
-    assert "it holds several arrays" in told()
+    assert "expected one array" in told()
     for bad in (np.zeros((2, 3, 2, 5), np.int64), np.zeros((2, 3, 2, 2))):
         np.save(path, bad)
-        assert "routing here is whole numbers" in told()
+        assert "expected integers [samples" in told()
     np.save(path, np.full((2, 3, 2, 2), 8))
-    assert "names experts 8 to 8 of 8 in samples 1 to 1" in told()
+    assert "has experts 8 to 8 of 8 in samples 1 to 1" in told()
     np.save(path, np.zeros((1, 3, 2, 2), np.int64))
-    assert "ends before sample 1: it has 1" in told()
-    assert "is there, and no file of uint8" in told(samples=4)
+    assert "sample 1 is not among the 1 of" in told()
+    assert "exists, but does not hold uint8" in told(samples=4)
 
 
 RUN = [
@@ -166,11 +166,11 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
     cases = {
         "moe.replay=none.npy": "there is no file none.npy",
         "moe.replay=short.npy": "short.npy has 9 samples, and train.steps = 3 takes 12\n    fix: train.steps=2 or less",
-        "moe.replay=narrow.npy": "routing here is whole numbers",
-        "moe.replay=torn.npy": "torn.npy is no file of routing",
+        "moe.replay=narrow.npy": "expected integers [samples",
+        "moe.replay=torn.npy": "torn.npy is not a routing file",
         "moe.replay=turned.npy": "turned.npy names experts 0 to 64 of",
         "moe.replay=negative.npy": "negative.npy names experts -1 to ",
-        "moe.record=corpus.bin": "moe.record=corpus.bin is there, and no file of uint8",
+        "moe.record=corpus.bin": "moe.record=corpus.bin exists, but does not hold uint8",
         "moe.record=whole.npy train.steps=4": "fix: moe.record=whole.npy.new, or null",
     }
     before = sorted(tmp_path.iterdir())
@@ -201,7 +201,7 @@ def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_messag
     whole[9:] = 200
     np.save(tmp_path / "whole.npy", whole)
     with pytest.raises(
-        RankFailure, match=r"stops the run: .*names experts 200 to 200 of .*moe.replay=null"
+        RankFailure, match=r"stops the run: .*has experts 200 to 200 of .*moe.replay=null"
     ) as failure:
         run_of(tmp_path, "moe.replay=whole.npy")
     assert (
@@ -214,7 +214,7 @@ def test_what_a_run_takes_that_is_resumed_with_other_batches_is_known_before_it(
     write_corpus(tmp_path / "corpus", vocab_size=97)
     run_of(tmp_path, "moe.record=whole.npy", "checkpoint.dir=c", "train.stop_after=2", world=1)
     for arguments, said in (
-        (["moe.record=whole.npy"], "moe.record=whole.npy is there, and no file of"),
+        (["moe.record=whole.npy"], "moe.record=whole.npy exists, but does not hold"),
         (
             ["moe.record=new.npy"],
             "moe.record: the file has the 6 samples of train.steps, and the resumed run comes to 10",

@@ -327,11 +327,11 @@ def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int)
 
 
 def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> None:
-    """Sets how many rows the dispatchers of a model plan for."""
+    """Sets the load that the dispatchers of a model assume."""
     for module in model.modules():
         if isinstance(module, MoEDispatch):
-            planned_rows = module.dispatcher.planned
-            planned_rows.load, planned_rows.limit = imbalance, capacity_factor or math.inf
+            assumed = module.dispatcher.assumed_load
+            assumed.load, assumed.limit = imbalance, capacity_factor or math.inf
     if model.send_capacity is not None:
         model.send_capacity.start_step()
 

@@ -176,7 +176,7 @@ def routing_faults(config: Config, world: int) -> list[Fault]:
         whole = samples_of_steps(config.train.steps, batch_schedule(config))
         try:
             if isfile(moe.record):
-                RoutingFile(moe.record, model, seq_len, whole).refuse_another()
+                RoutingFile(moe.record, model, seq_len, whole).check_existing()
         except (ValueError, OSError) as error:
             fix = f"moe.record={moe.record}.new, or null"
             return [Fault("moe-record-another", ("moe.record",), str(error), fix, True)]

@@ -54,11 +54,11 @@ def even_routing(dispatch):
     """Every expert gets the same number of tokens from every rank."""
     import torch
 
-    state = dispatch.Dispatcher._state
+    state = dispatch.Dispatcher._counted_state
 
     def even_state(self, sent_order, counts):
         if counts.is_cuda:
-            tokens, experts = sent_order.token.numel(), counts.shape[1]
+            tokens, experts = sent_order.token_of_row.numel(), counts.shape[1]
             row = [tokens // experts + (expert < tokens % experts) for expert in range(experts)]
             counts = torch.tensor([row] * counts.shape[0]).to(counts.device)
         return state(self, sent_order, counts)
@@ -67,7 +67,7 @@ def even_routing(dispatch):
         self.is_planned = False
         return False
 
-    dispatch.Dispatcher._state, dispatch.SendCapacity.finish_step = even_state, enough
+    dispatch.Dispatcher._counted_state, dispatch.SendCapacity.finish_step = even_state, enough
 
 
 def no_layer_figures(balance):

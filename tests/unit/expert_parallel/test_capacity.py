@@ -1,5 +1,4 @@
-"""Which choices full experts refuse, against a queue in plain Python; the same on one rank and on
-four."""
+"""Choices within the experts' capacity, compared with a queue in plain Python."""
 
 import math
 
@@ -18,8 +17,8 @@ E, K, N = 6, 2, 24
 def choices(seed, padding=0):
     generator = torch.Generator().manual_seed(seed)
     experts = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(N)])
-    experts[:, 0] = experts[:, 0] % 2 if seed % 2 else experts[:, 0]  # a crowd
-    # many ties
+    experts[:, 0] = experts[:, 0] % 2 if seed % 2 else experts[:, 0]  # overloads two experts
+    # with many ties
     weights = torch.rand(N, K, dtype=torch.float64, generator=generator).mul(8).round() / 8
     order = torch.randperm(N, generator=generator)
     if padding:
@@ -27,16 +26,15 @@ def choices(seed, padding=0):
     return experts, weights, order
 
 
-def by_hand(experts, weights, order, factor, by):
-    total = int((experts < E).sum())
-    limit = math.ceil(factor * total / E)
+def keep_by_queue(experts, weights, order, factor, by):
+    limit = math.ceil(factor * int((experts < E).sum()) / E)
     keep = torch.zeros(N, K, dtype=torch.bool)
     for e in range(E):
-        queue = [(int(order[t]), j, t) for t in range(N) for j in range(K) if experts[t, j] == e]
-        queue.sort(
-            key=lambda c: (-float(weights[c[2], c[1]]) if by == "probability" else 0, c[0], c[1])
-        )
-        for _, j, t in queue[:limit]:
+        queue = []
+        for t, j in (experts == e).nonzero().tolist():
+            priority = -float(weights[t, j]) if by == "probability" else 0
+            queue.append((priority, int(order[t]), j, t))
+        for *_, j, t in sorted(queue)[:limit]:
             keep[t, j] = True
     return keep
 
@@ -47,18 +45,16 @@ def by_hand(experts, weights, order, factor, by):
 def test_against_a_queue(by, factor, seed, padding):
     experts, weights, order = choices(seed, padding)
     keep = within_capacity(experts, weights, order, E, factor, by, Axis("cp_tp"))
-    assert torch.equal(keep, by_hand(experts, weights, order, factor, by))
+    assert torch.equal(keep, keep_by_queue(experts, weights, order, factor, by))
 
 
-def test_the_same_on_four_ranks():
-    experts, weights, order = choices(1, 5)
-    whole = within_capacity(experts, weights, order, E, 1.0, "probability", Axis("cp_tp"))
+def test_four_ranks_keep_the_same_choices_as_one():
+    tensors = choices(1, 5)
 
-    def share(rank, world):
+    def on_rank(rank, world):
         axis = build_mesh(resolve(world, tp=2, cp=2), rank)["cp_tp"]
-        mine = slice(axis.rank * N // 4, (axis.rank + 1) * N // 4)
-        return within_capacity(
-            experts[mine], weights[mine], order[mine], E, 1.0, "probability", axis
-        )
+        share = (tensor.chunk(world)[axis.rank] for tensor in tensors)
+        return within_capacity(*share, E, 1.0, "probability", axis)
 
-    assert torch.equal(torch.cat(run_ranks(share, 4)), whole)
+    keep = within_capacity(*tensors, E, 1.0, "probability", Axis("cp_tp"))
+    assert torch.equal(torch.cat(run_ranks(on_rank, 4)), keep)

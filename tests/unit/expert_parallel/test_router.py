@@ -1,5 +1,4 @@
-"""Choices and weights against plain loops, and against transformers' own routers from the same
-weights."""
+"""Choices and weights compared with plain loops, and with the routers of transformers."""
 
 import dataclasses
 
@@ -10,7 +9,7 @@ from megatron5d.config.schema import ModelConfig
 from megatron5d.expert_parallel.router import (
     Jitter,
     Router,
-    choose,
+    choose_experts,
     in_best_groups,
     scores_of,
     weights_of,
@@ -27,42 +26,47 @@ def logits(n=50, seed=0):
     return torch.randn(n, E, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def chosen_by_hand(scores, bias, config):
-    """One token at a time, in plain Python."""
-    found = []
+def make_router(dtype, biased=False):
+    router = Router(BASE, "r", Axis("tp"), biased=biased, owner=True, dtype=dtype, device="cpu")
+    initialize(router.weight, 1)
+    return router
+
+
+def choose_in_python(scores, bias, config):
+    """One token at a time."""
+    choices = []
     for row in scores.tolist():
         ranked = [(s + b, -e) for e, (s, b) in enumerate(zip(row, bias))]
         size = E // config.num_groups
         groups = [ranked[g * size : (g + 1) * size] for g in range(config.num_groups)]
-        worth = [
-            max(g)[0] if config.group_score == "max" else sum(sorted(x for x, _ in g)[-2:])
-            for g in groups
+        group_scores = [
+            max(group)[0] if config.group_score == "max" else sum(sorted(x for x, _ in group)[-2:])
+            for group in groups
         ]
-        best = sorted(range(config.num_groups), key=lambda g: (-worth[g], g))[: config.top_groups]
-        allowed = [entry for g in best for entry in groups[g]]
-        found.append([-e for _, e in sorted(allowed, reverse=True)[: config.top_k]])
-    return found
+        order = sorted(range(config.num_groups), key=lambda g: (-group_scores[g], g))
+        allowed = [entry for g in order[: config.top_groups] for entry in groups[g]]
+        choices.append([-e for _, e in sorted(allowed, reverse=True)[: config.top_k]])
+    return choices
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(
-    ("groups", "top", "worth"), [(1, 1, "max"), (4, 2, "max"), (4, 3, "top2_sum"), (3, 3, "max")]
+    ("groups", "top", "group_score"),
+    [(1, 1, "max"), (4, 2, "max"), (4, 3, "top2_sum"), (3, 3, "max")],
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_choice(score, groups, top, worth, biased):
+def test_choices(score, groups, top, group_score, biased):
     config = dataclasses.replace(
-        BASE, num_groups=groups, top_groups=top, group_score=worth, router_score=score
+        BASE, num_groups=groups, top_groups=top, group_score=group_score, router_score=score
     )
     bias = torch.randn(E, dtype=torch.float64) * 0.3 if biased else None
     scores = scores_of(logits(), score)
-    experts = choose(scores, config, bias)
-    assert experts.tolist() == chosen_by_hand(
-        scores, bias.tolist() if biased else [0.0] * E, config
-    )
+    expected = choose_in_python(scores, bias.tolist() if biased else [0.0] * E, config)
+    assert choose_experts(scores, config, bias).tolist() == expected
 
 
 def test_equal_scores_choose_the_lower_expert():
-    assert choose(torch.zeros(2, E), BASE).tolist() == [[0, 1, 2, 3]] * 2
+    assert choose_experts(torch.zeros(2, E), BASE).tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_negative_scores_of_excluded_groups_are_never_chosen():
@@ -70,7 +74,7 @@ def test_negative_scores_of_excluded_groups_are_never_chosen():
     config = dataclasses.replace(BASE, num_groups=4, top_groups=2)
     bias = torch.full((E,), -5.0, dtype=torch.float64)
     scores = scores_of(logits(), "sigmoid")
-    experts = choose(scores, config, bias)
+    experts = choose_experts(scores, config, bias)
     assert in_best_groups(scores + bias, config).gather(1, experts).all()
 
 
@@ -78,53 +82,44 @@ def test_negative_scores_of_excluded_groups_are_never_chosen():
 def test_weights(norm):
     config = dataclasses.replace(BASE, norm_topk_prob=norm, routed_scaling_factor=2.5)
     scores = torch.softmax(logits(), -1)
-    experts = choose(scores, config)
-    picked = torch.stack([scores[t, experts[t]] for t in range(len(scores))])
-    expected = 2.5 * (picked / picked.sum(1, keepdim=True) if norm else picked)
+    experts = choose_experts(scores, config)
+    expected = scores.gather(1, experts)
+    expected = 2.5 * (expected / expected.sum(1, keepdim=True) if norm else expected)
     torch.testing.assert_close(weights_of(scores, experts, config), expected)
     assert not weights_of(torch.zeros_like(scores), experts, config).any(), "sigmoids may all be 0"
 
 
 def test_a_bf16_model_routes_in_fp32():
-    router = Router(
-        BASE, "r", Axis("tp"), biased=True, owner=True, dtype=torch.bfloat16, device="cpu"
-    )
-    initialize(router.weight, 1)
+    router = make_router(torch.bfloat16, biased=True)
     x = torch.randn(5, H, dtype=torch.bfloat16)
-    got = router.logits(x)
-    assert got.dtype == router.bias.dtype == torch.float32
-    torch.testing.assert_close(got, x.float() @ router.weight.float().t())
+    y = router.logits(x)
+    assert y.dtype == router.bias.dtype == torch.float32
+    torch.testing.assert_close(y, x.float() @ router.weight.float().t())
 
 
-def test_a_bf16_routers_gradient_is_that_of_its_main_gradients_dtype():
-    router = Router(
-        BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.bfloat16, device="cpu"
-    )
-    initialize(router.weight, 1)
+def test_a_bf16_routers_gradient_has_the_main_gradients_dtype():
+    router = make_router(torch.bfloat16)
     state_of(router.weight).main_grad = torch.zeros(E, H)
     x, dy = torch.randn(5, H).bfloat16().requires_grad_(), torch.randn(5, E)
     router.logits(x).backward(dy)
     torch.testing.assert_close(state_of(router.weight).main_grad, dy.t() @ x.detach().float())
 
 
-def test_the_weight_half_of_the_backward_waits():
-    router = Router(
-        BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.float64, device="cpu"
-    )
-    initialize(router.weight, 1)
+def test_the_weight_gradient_is_deferred():
+    router = make_router(torch.float64)
     x = torch.randn(5, H, dtype=torch.float64, requires_grad=True)
-    waiting = []
-    router.logits(x, waiting.append).square().sum().backward()
-    assert router.weight.grad is None and len(waiting) == 1
+    deferred = []
+    router.logits(x, deferred.append).square().sum().backward()
+    assert router.weight.grad is None and len(deferred) == 1
     with torch.no_grad():
-        waiting[0]()
-    w, leaf = router.weight.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+        deferred[0]()
+    w, leaf = (t.detach().clone().requires_grad_() for t in (router.weight, x))
     (leaf @ w.t()).square().sum().backward()
     torch.testing.assert_close(router.weight.grad, w.grad)
     torch.testing.assert_close(x.grad, leaf.grad)
 
 
-def theirs(kind):
+def transformers_block(kind):
     transformers = pytest.importorskip("transformers")
     if kind == "qwen3_moe":
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
@@ -160,10 +155,10 @@ def theirs(kind):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_a_whole_layer_gives_what_transformers_gives(kind):
-    """Our router and a loop over their experts against their block."""
+def test_a_layer_computes_what_transformers_computes(kind):
+    """Our router and a loop over the experts of transformers, compared with its block."""
     torch.manual_seed(3)
-    block = theirs(kind)
+    block = transformers_block(kind)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     config, bias = BASE, None
@@ -180,31 +175,31 @@ def test_a_whole_layer_gives_what_transformers_gives(kind):
         )
     x = torch.randn(1, 40, H)
     with torch.no_grad():
-        wanted = block(x)
-        wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
+        expected = block(x)
+        expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
         if kind == "deepseek_v3":
-            wanted = wanted - block.shared_experts(x)[0]
+            expected = expected - block.shared_experts(x)[0]
         scores = scores_of(x[0] @ block.gate.weight.t(), config.router_score)
-        experts = choose(scores, config, bias)
+        experts = choose_experts(scores, config, bias)
         weights = weights_of(scores, experts, config)
-        got = torch.zeros_like(wanted)
+        y = torch.zeros_like(expected)
         for t in range(40):
             for j in range(K):
                 e = experts[t, j]
                 gate, up = (block.experts.gate_up_proj[e] @ x[0, t]).chunk(2)
-                got[t] += weights[t, j] * (
-                    block.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up)
-                )
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+                inner = torch.nn.functional.silu(gate) * up
+                y[t] += weights[t, j] * (block.experts.down_proj[e] @ inner)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_jitter_draws_each_token_and_feature_anew():
+def test_jitter_has_a_factor_for_each_token_and_feature():
     sample, position = torch.arange(4).repeat_interleave(8), torch.arange(8).repeat(4)
-    ones, jitter = torch.ones(32, H, dtype=torch.float64), Jitter(0.1, seed=1, seq_len=8)
-    factors = jitter(ones, "layers.0.router", sample, position)
-    assert factors.unique().numel() == factors.numel() and (factors - 1).abs().max() <= 0.1
-    assert torch.equal(factors, jitter(ones, "layers.0.router", sample, position))
-    assert torch.equal(
-        jitter(ones.bfloat16(), "layers.0.router", sample, position), factors.bfloat16()
-    )
-    assert not torch.equal(factors, jitter(ones, "layers.1.router", sample, position))
+    jitter = Jitter(0.1, seed=1, seq_len=8)
+
+    def factors(layer=0, dtype=torch.float64):
+        ones = torch.ones(32, H, dtype=dtype)
+        return jitter(ones, f"layers.{layer}.router", sample, position)
+
+    assert factors().unique().numel() == factors().numel() and (factors() - 1).abs().max() <= 0.1
+    assert torch.equal(factors(dtype=torch.bfloat16), factors().bfloat16())
+    assert not torch.equal(factors(), factors(layer=1))

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 LAYERS, MICROBATCHES = 2, 3
 AGREE, SPLITS, NODES = (
     ("step.py", "sum_over_ranks"),
-    ("dispatcher.py", "_state"),
+    ("dispatcher.py", "_counted_state"),
     ("hierarchical_dispatcher.py", "dispatch"),
 )
 READS = {
