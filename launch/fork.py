@@ -16,17 +16,15 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import importlib
 import importlib.util
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
@@ -37,7 +35,6 @@ CRASH_GRACE_S = 1.0  # for the other ranks to report their errors
 # for the other ranks to refuse as well, or to close their files
 ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}
 PR_SET_PDEATHSIG = 1
-STARTING_S = 60.0  # a lock file is locked within this time of being made
 CAUSES = {  # of signals that end a rank before it can report why
     signal.SIGKILL: ": by a user, or by the kernel where memory ran out",
     signal.SIGBUS: ": a file that it read has shrunk, its disk has failed, or /dev/shm is full",
@@ -240,25 +237,6 @@ class Supervisor:
         return f"rank {rank} failed first ({cause})"
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """Makes a folder for this launch and removes those of killed launchers, whose locks are
-    free."""
-    for lock in Path(tempfile.gettempdir()).glob("megatron5d_launch_*/lock"):
-        # another user's, or still locked by a launcher or a rank
-        with contextlib.suppress(OSError), open(lock) as file:
-            if time.time() - lock.stat().st_mtime < STARTING_S:
-                continue
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="megatron5d_launch_") as folder,
-        open(f"{folder}/lock", "w") as file,
-    ):
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield folder
-
-
 def main(argv: list[str]) -> int:
     options, arguments = parse(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -267,7 +245,7 @@ def main(argv: list[str]) -> int:
         body = spawned(program, arguments)
     else:
         body = forked(load_main(program, arguments, options.num_ranks), arguments)
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron5d_launch_") as folder:
         return Supervisor(start(options.num_ranks, Path(folder), body), Path(folder)).watch()
 
 

@@ -5,17 +5,15 @@ Paths, markers and the time limit of a test are in `.pytest.ini`.
 """
 
 import copy
-import ctypes
 import dataclasses
 import fcntl
 import gc
 import os
 import pickle
-import re
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -40,7 +38,6 @@ SEED = int(os.environ.get("MEGATRON5D_SEED", "0"))
 torch.manual_seed(SEED)  # for tensors made on import
 
 SHORT_FIRST = 300  # tests that a worker runs before its first slow one
-LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25  # of Linux since 6.1
 # fixtures that change this process, which ranks of the pool would not see
 OF_THIS_PROCESS = {"monkeypatch", "capfd", "capsys", "caplog"}
 # files that every worker has to lock
@@ -100,25 +97,6 @@ def pytest_collection_modifyitems(config, items):
         for n, item in enumerate(slow):
             start = n % workers * (count + n) // workers
             items.insert(start + SHORT_FIRST + n // workers, item)
-
-
-def _into_large_pages() -> None:
-    """Moves this process's memory into pages of 2 MiB, where Linux can: a fork copies a table entry
-    for each page.
-
-    A forked rank that does nothing then takes 19 ms of a core instead of 31 (eight ranks, measured
-    by rusage).
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with suppress(OSError), open("/proc/self/maps") as file:
-        for line in file.readlines():
-            if region := re.match(r"(\w+)-(\w+) rw-p 0+ 00:00 0 +(\[heap\])?$", line):
-                start, stop = int(region[1], 16), int(region[2], 16)
-                first, last = -(-start // LARGE_PAGE), stop // LARGE_PAGE
-                if first < last:
-                    # an error costs nothing
-                    madvise(first * LARGE_PAGE, (last - first) * LARGE_PAGE, MADV_COLLAPSE)
 
 
 def _parse_files_once(conf) -> None:
@@ -201,7 +179,6 @@ def pytest_collection_finish():
     gc.enable()
     gc.collect()
     gc.freeze()
-    _into_large_pages()
 
 
 @pytest.fixture

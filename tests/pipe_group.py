@@ -2,9 +2,9 @@
 shared memory.
 
 gloo passes every collective to threads and sockets, which takes about half a millisecond of a core
-on each rank, a fifth of the time of a layout's test. Here a rank writes its data into the pipe of
-each peer when it calls a collective, and reads theirs when it waits: without threads or sockets,
-and terms are added in the order of the ranks.
+on each rank, a fifth of the time of a layout's test. Here a rank that calls a collective writes its
+data into shared memory and notifies each peer through a pipe, and it reads theirs when it waits:
+without threads or sockets, and terms are added in the order of the ranks.
 
 Every message contains the sender's call, so a rank whose peers call something else fails at once,
 where gloo would return garbage or wait forever. A result is garbage until its `wait`, and an input
@@ -37,12 +37,11 @@ from megatron5d.topology.process import use_batch_scheduling
 
 _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031  # of Linux
-_ATOMIC_BYTES = 4096  # what several processes may write into one pipe without mixing it
-_MEMORY_BYTES = 1 << 30  # for large messages of a rank; unused pages cost nothing
+_MEMORY_BYTES = 1 << 30  # for messages of a rank; unused pages cost nothing
 _NO_RESERVE = 0x4000  # of Linux
-# bytes in the pipe, sender, group, tag, number, offset in the sender's memory, bytes of data
+# Of a message in a pipe: its bytes, sender, group, tag, number, offset in the sender's memory, bytes
+# of data. Header and call are shorter than the 4096 bytes that a pipe keeps together.
 _HEADER = struct.Struct("<HHQiIQI")
-_INLINE = 1 << 62  # an offset: the data is in the pipe
 NAME = "pipes"
 _COLLECTIVE = -1  # in place of a tag
 _OPS: dict[str, Callable] = {"SUM": torch.add, "MAX": torch.maximum, "MIN": torch.minimum}
@@ -125,15 +124,14 @@ class Pipes(Transport):
         Args:
             address: group, tag and number.
         """
-        text, offset, inline = call.encode() + b"\0", _INLINE, data
-        if _HEADER.size + len(text) + len(data) > _ATOMIC_BYTES:
-            offset, self._used, inline = self._used, self._used + len(data), b""
-            assert self._used <= _MEMORY_BYTES, "more than 1 GiB of messages: run this on gloo"
-            self.memories[self.rank][offset : self._used] = data
-        size = _HEADER.size + len(text) + len(inline)
+        offset, self._used = self._used, self._used + len(data)
+        assert self._used <= _MEMORY_BYTES, "more than 1 GiB of messages: run this on gloo"
+        self.memories[self.rank][offset : self._used] = data
+        text = call.encode()
+        size = _HEADER.size + len(text)
         header = _HEADER.pack(size, self.rank, *address, offset, len(data))
         for peer in peers:
-            self._write(self.pipes[peer][1], header + text + inline)
+            self._write(self.pipes[peer][1], header + text)
 
     def _write(self, writer: int, message: bytes) -> None:
         while True:
@@ -158,11 +156,9 @@ class Pipes(Transport):
             length, *key, offset, size = _HEADER.unpack_from(received, start)
             if start + length > len(received):
                 break
-            body = received[start + _HEADER.size : start + length]
-            call, _, data = body.partition(b"\0")
-            if offset != _INLINE:
-                data = memoryview(self.memories[key[0]])[offset : offset + size]
-            self._arrived[tuple(key)] = call.decode(), data
+            call = received[start + _HEADER.size : start + length].decode()
+            data = memoryview(self.memories[key[0]])[offset : offset + size]
+            self._arrived[tuple(key)] = call, data
             start += length
         self._unread = received[start:]
 

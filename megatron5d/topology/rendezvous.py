@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -32,21 +32,21 @@ AFTER_ERROR_S = 30.0  # how long others are awaited once some rank has reported 
 _NUM_STARTS = "starts"  # key: how often the ranks were started
 # keys of each start; rank 0 sets the payload first, the verdict last
 _PAYLOAD = "payload"
-_ERROR, _WARNING = "error", "warning"  # numbered texts and their count
+_ERROR, _WARNING = "error", "warning"  # numbered JSON values and their count
 _VERDICT = "verdict"  # [ranks that did not come in time, errors, first warning]
 _PRESENT = "present"  # register of the ranks that have come
-_MAX_TEXTS = 256  # errors that are read
+_MAX_VALUES = 256  # errors that are read
 
 
 class RanksFailed(Exception):
     """Some ranks reported that they cannot continue; raised on every rank.
 
     Args:
-        errors: their reports, at most 256, in order of arrival.
+        errors: of their reports, at most 256, in order of arrival.
     """
 
-    def __init__(self, errors: Sequence[str]) -> None:
-        super().__init__("\n".join(errors))
+    def __init__(self, errors: Sequence[Any]) -> None:
+        super().__init__("\n".join(map(str, errors)))
         self.errors = list(errors)
 
 
@@ -55,9 +55,9 @@ class RankReport:
     """What a rank reports when it reaches the store."""
 
     payload: str = ""  # should be the same on all ranks; "" where there is none
-    # called with rank 0's payload if this rank's differs; gives (error, warning), each "" for none
-    on_mismatch: Callable[[str], tuple[str, str]] | None = None
-    error: str = ""  # why this rank cannot continue; "" where it can
+    # called with rank 0's payload if this rank's differs; gives (error or None, warning)
+    on_mismatch: Callable[[str], tuple[Any, str]] | None = None
+    error: Any = None  # a JSON value that says why this rank cannot continue; None where it can
 
 
 class Rendezvous(NamedTuple):
@@ -207,7 +207,7 @@ def _wait_for_all(
         store.add(_NUM_STARTS, 1)
         _announce(start, 0, report.error, "")
         missing = _wait_for_registrations(start, world, timeout_s)
-        errors, warnings = _texts(start, _ERROR), _texts(start, _WARNING)
+        errors, warnings = _values(start, _ERROR), _values(start, _WARNING)
         start.set(_VERDICT, json.dumps([missing, errors, warnings[0] if warnings else ""]))
         if missing or errors:
             # the others, who poll once a second, must read the verdict before the store ends
@@ -222,17 +222,17 @@ def _wait_for_all(
     return Rendezvous(start, warning)
 
 
-def _announce(start: dist.Store, rank: int, error: str, warning: str) -> None:
-    """Stores a rank's texts in a start, then registers it."""
-    for name, text in ((_ERROR, error), (_WARNING, warning)):
-        if text:
-            start.set(f"{name}/{start.add(name, 1)}", text)
+def _announce(start: dist.Store, rank: int, error: Any, warning: str) -> None:
+    """Stores a rank's error and warning in a start, then registers it."""
+    for name, value in ((_ERROR, error), (_WARNING, warning)):
+        if value:
+            start.set(f"{name}/{start.add(name, 1)}", json.dumps(value))
     register(start, _PRESENT, rank)
 
 
-def _texts(start: dist.Store, name: str) -> list[str]:
-    count = min(start.add(name, 0), _MAX_TEXTS)
-    return [start.get(f"{name}/{number + 1}").decode() for number in range(count)]
+def _values(start: dist.Store, name: str) -> list[Any]:
+    count = min(start.add(name, 0), _MAX_VALUES)
+    return [json.loads(start.get(f"{name}/{number + 1}")) for number in range(count)]
 
 
 def _store_of_start(store: dist.Store, number: int) -> dist.Store:

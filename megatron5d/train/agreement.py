@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -106,7 +106,7 @@ class ConfigAgreement:
         if not self._has_peers:
             raise SystemExit(code)
         try:
-            meet(self.environment, RankReport(error=self._encoded(text, code)))
+            meet(self.environment, RankReport(error=self._error(text, code)))
         except RanksFailed as failed:
             self._end_all(failed.errors)
         except (OSError, ValueError):
@@ -115,10 +115,10 @@ class ConfigAgreement:
                 print(f"{self._name}: {text}", file=sys.stderr, flush=True)
         raise SystemExit(code)
 
-    def _encoded(self, text: str, code: int) -> str:
-        return json.dumps([self.environment.rank, self._name, text, code])
+    def _error(self, text: str, code: int) -> tuple[int, str, str, int]:
+        return self.environment.rank, self._name, text, code
 
-    def _take_over(self, payload: str) -> tuple[str, str]:
+    def _take_over(self, payload: str) -> tuple[Any, str]:
         """Replaces this rank's configuration by rank 0's, which differs; (error, warning)."""
         config, self._config = self._config, from_dict(json.loads(payload))
         assert config is not None
@@ -134,21 +134,22 @@ class ConfigAgreement:
         warning = f"not the same on all ranks: {shown}{more}; all take rank 0's"
         try:
             faults = self.check(self._config, self.environment.world)
-        except ConfigError as error:
-            faults = error.faults
-        return (self._encoded(f"{warning}; {message(faults)}", REFUSED) if faults else ""), warning
+        except ConfigError as refusal:
+            faults = refusal.faults
+        error = self._error(f"{warning}; {message(faults)}", REFUSED) if faults else None
+        return error, warning
 
-    def _end_all(self, errors: Sequence[str]) -> NoReturn:
+    def _end_all(self, errors: Sequence[tuple[int, str, str, int]]) -> NoReturn:
         """Ends every rank with the worst code; rank 0 prints each error once."""
-        reports = sorted(map(json.loads, errors))
+        errors = sorted(errors)
         if self.environment.rank == 0:
-            printed = {text for rank, _, text, _ in reports if rank == 0}
+            printed = {text for rank, _, text, _ in errors if rank == 0}
             names_by_text: dict[str, list[str]] = {}
-            for _, name, text, _ in reports:
+            for _, name, text, _ in errors:
                 if text not in printed:
                     names_by_text.setdefault(text, []).append(name)
             for text, (name, *others) in names_by_text.items():
                 plural = "s" if len(others) > 1 else ""
                 more = f" (and {len(others)} more rank{plural})" if others else ""
                 print(f"{name}{more}: {text}", file=sys.stderr, flush=True)
-        raise SystemExit(min(code for *_, code in reports))
+        raise SystemExit(min(code for *_, code in errors))
