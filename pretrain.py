@@ -119,7 +119,7 @@ def _train_with_others(config: Config, agreement: ConfigAgreement) -> int:
     from torch import OutOfMemoryError
 
     from megatron5d.pipeline_parallel.executor import PipelineError
-    from megatron5d.planning.fit import ways_out
+    from megatron5d.planning.fit import suggestions
     from megatron5d.topology.process import start_process, stop_process
     from megatron5d.train.guard import add_note, crash_message, ran_out_of_memory
 
@@ -133,7 +133,7 @@ def _train_with_others(config: Config, agreement: ConfigAgreement) -> int:
             stop_process()
     except (OSError, ValueError, ArithmeticError, OutOfMemoryError, PipelineError) as error:
         if ran_out_of_memory(error):
-            add_note(error, ways_out(config, environment.world))
+            add_note(error, suggestions(config, environment.world))
         text = crash_message(error, environment.rank, environment.world)
         if text is None or config.log.traceback:
             raise

@@ -1,5 +1,4 @@
-"""Devices and networks as data: peaks from vendors' data sheets, and the share of them that
-training reaches.
+"""Devices and networks as data: peaks from data sheets, and the share that training reaches.
 
 Sources, all without sparsity and for one direction unless stated: NVIDIA A100 data sheet (312
 TFLOP/s bf16, 1,555 and 2,039 GB/s, NVLink 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and
@@ -28,15 +27,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the peaks, fitted on recorded runs of other code bases (docs/notes/planning.md says
-    on which).
+    """Shares of the peaks, fitted on published runs (docs/notes/planning.md lists them).
 
     Args:
-        gemms: of the FLOP/s, in GEMMs; the time for their bytes is counted besides.
+        gemms: of the FLOP/s, in GEMMs; the time for their bytes is added.
         attention: of the FLOP/s, in attention between queries, keys and values.
         memory: of the device's memory bandwidth.
         links: of a link's bandwidth; an assumption.
-        kernel_s: seconds that every kernel takes, however small.
+        kernel_s: seconds that every kernel takes at least.
     """
 
     gemms: float
@@ -47,7 +45,7 @@ class Efficiency:
 
 
 AMPERE = Efficiency(gemms=0.80, attention=0.29)
-# also used for later devices, for which no runs were fitted
+# Also used for newer devices, for which no runs were fitted.
 HOPPER = Efficiency(gemms=0.56, attention=0.31)
 
 
@@ -58,18 +56,19 @@ class Cluster:
     Args:
         name: as `--device` takes it.
         flops: FLOP/s in 16 bits.
-        flops_8bit: in FP8; as `flops` where the device has no FP8 GEMMs.
-        memory_bytes: of one device, as CUDA tells it, rounded down to GiB.
+        flops_8bit: in FP8; as `flops` if the device has no FP8 GEMMs.
+        memory_bytes: of one device, as CUDA reports it, rounded down to GiB.
         memory_rate: bytes/s.
         link_rate: bytes/s that a device sends to others of its node.
         node: ranks that share those links.
         network_rate: bytes/s that a device sends to other nodes.
         host_rate: bytes/s between a device and the host, one way.
         host_memory_rate: bytes/s of the host's memory, one device's share.
-        link_s, network_s: latency of a hop inside a node and between nodes, seconds.
+        link_s: latency of a hop inside a node, seconds.
+        network_s: latency of a hop between nodes, seconds.
         architecture: of the GPU, for the memory forecast.
-        efficiency: the share of these peaks that is reached.
-        part: a part of the device's name in CUDA, by which it is recognised; "" = never.
+        efficiency: the share of these peaks that training reaches.
+        pattern: part of the device's name in CUDA that identifies it; "" = none.
     """
 
     name: str
@@ -86,57 +85,55 @@ class Cluster:
     network_s: float = 10e-6
     architecture: str = "sm_90"
     efficiency: Efficiency = field(default=HOPPER)
-    part: str = ""
+    pattern: str = ""
 
     def group(self, ranks: Sequence[int]) -> RankGroup:
-        """Returns the number of ranks in a group, and the number of them in the node of the first.
+        """The ranks of a group, and how many of them are in the node of the first.
 
         Args:
             ranks: global ranks, ascending.
         """
-        near = bisect_left(ranks, (ranks[0] // self.node + 1) * self.node)
-        return RankGroup(len(ranks), near)
+        in_node = bisect_left(ranks, (ranks[0] // self.node + 1) * self.node)
+        return RankGroup(len(ranks), in_node)
 
     def seconds(self, group: RankGroup, op: str, calls: float, num_bytes: float) -> float:
-        """Returns seconds that collectives take when nothing overlaps with them.
+        """Seconds of collectives that nothing overlaps with.
 
         A ring leaves each node once, over one adapter for each of the group's ranks there. In a
-        shift or a send, one rank of the node sends over its own adapter. An all-to-all sends the
-        same to every rank of the group, to other nodes over the rank's own adapter.
+        shift or a send, one rank of the node sends over its own adapter. In an all-to-all, every
+        rank sends equal shares to all ranks of the group, to other nodes over its own adapter.
 
         Args:
             group: the ranks that communicate.
-            op: the name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift,
-                put or send.
+            op: name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put,
+                or send.
             calls: number of collectives.
-            num_bytes: bytes that this rank sends in all of them.
+            num_bytes: bytes that this rank sends in all of them together.
         """
         if group.size == 1 or not calls:
             return 0.0
-        near, far = (
-            self.link_rate * self.efficiency.links,
-            self.network_rate * self.efficiency.links,
-        )
+        links = self.efficiency.links
+        link_rate, network_rate = self.link_rate * links, self.network_rate * links
         hops = 1 if op in ("shift", "send") else math.ceil(math.log2(group.size))
-        inside = min(hops, math.ceil(math.log2(group.near)) if group.near > 1 else 0)
-        latency = calls * (
-            inside * self.link_s + (hops - inside) * self.network_s + self.efficiency.kernel_s
-        )
-        if group.near == group.size:
-            return latency + num_bytes / near
+        inside = min(hops, math.ceil(math.log2(group.in_node)) if group.in_node > 1 else 0)
+        hops_s = inside * self.link_s + (hops - inside) * self.network_s
+        latency = calls * (hops_s + self.efficiency.kernel_s)
+        if group.in_node == group.size:
+            return latency + num_bytes / link_rate
         if op == "all_to_all":
-            outside = (group.size - group.near) / (group.size - 1)
-            return latency + max(num_bytes * outside / far, num_bytes * (1 - outside) / near)
-        adapters = 1 if op in ("shift", "send") else group.near
-        return latency + num_bytes / min(near, far * adapters)
+            outside = (group.size - group.in_node) / (group.size - 1)
+            network_s = num_bytes * outside / network_rate
+            return latency + max(network_s, num_bytes * (1 - outside) / link_rate)
+        adapters = 1 if op in ("shift", "send") else group.in_node
+        return latency + num_bytes / min(link_rate, network_rate * adapters)
 
 
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks that communicate."""
 
-    size: int  # number of ranks
-    near: int  # of them in one node
+    size: int
+    in_node: int  # number of ranks in one node
 
 
 _A100 = Cluster(
@@ -151,18 +148,18 @@ _A100 = Cluster(
     host_memory_rate=51.2e9,
     architecture="sm_80",
     efficiency=AMPERE,
-    part="A100",
+    pattern="A100",
 )
-_H100 = Cluster("h100_sxm", 989e12, 1979e12, 79 * GIB, 3350e9, 450e9, part="H100")
-_H200 = replace(_H100, name="h200", memory_bytes=139 * GIB, memory_rate=4800e9, part="H200")
+_H100 = Cluster("h100_sxm", 989e12, 1979e12, 79 * GIB, 3350e9, 450e9, pattern="H100")
+_H200 = replace(_H100, name="h200", memory_bytes=139 * GIB, memory_rate=4800e9, pattern="H200")
 _B200 = Cluster(
-    "b200", 2250e12, 4500e12, 178 * GIB, 8000e9, 900e9, architecture="sm_100", part="B200"
+    "b200", 2250e12, 4500e12, 178 * GIB, 8000e9, 900e9, architecture="sm_100", pattern="B200"
 )
 _NVL = replace(_H100, flops=835e12, flops_8bit=1671e12)
 
 CLUSTERS: Mapping[str, Cluster] = {
     cluster.name: cluster
-    for cluster in (  # a device is the first of these whose `part` is in its name
+    for cluster in (  # the first one whose pattern is in a device's name describes it
         replace(
             _B200,
             name="gb200",
@@ -170,7 +167,7 @@ CLUSTERS: Mapping[str, Cluster] = {
             flops_8bit=5000e12,
             memory_bytes=184 * GIB,
             node=72,
-            part="GB200",
+            pattern="GB200",
             host_rate=225 * GB,
             host_memory_rate=256e9,
         ),
@@ -183,7 +180,7 @@ CLUSTERS: Mapping[str, Cluster] = {
             node=1,
             host_rate=450 * GB,
             host_memory_rate=512e9,
-            part="GH200",
+            pattern="GH200",
         ),
         replace(
             _NVL,
@@ -191,7 +188,7 @@ CLUSTERS: Mapping[str, Cluster] = {
             memory_bytes=139 * GIB,
             memory_rate=4800e9,
             node=4,
-            part="H200 NVL",
+            pattern="H200 NVL",
         ),
         _H200,
         replace(
@@ -201,18 +198,20 @@ CLUSTERS: Mapping[str, Cluster] = {
             memory_rate=3900e9,
             link_rate=300e9,
             node=2,
-            part="H100 NVL",
+            pattern="H100 NVL",
         ),
-        Cluster("h100_pcie", 756e12, 1513e12, 79 * GIB, 2000e9, 64e9, part="H100 PCIe"),
+        Cluster("h100_pcie", 756e12, 1513e12, 79 * GIB, 2000e9, 64e9, pattern="H100 PCIe"),
         _H100,
         replace(
             _A100,
             name="a100_40gb",
             memory_bytes=39 * GIB,
             memory_rate=1555e9,
-            part="A100-SXM4-40GB",
+            pattern="A100-SXM4-40GB",
         ),
-        replace(_A100, name="a100_pcie", memory_rate=1935e9, link_rate=32e9, part="A100 80GB PCIe"),
+        replace(
+            _A100, name="a100_pcie", memory_rate=1935e9, link_rate=32e9, pattern="A100 80GB PCIe"
+        ),
         _A100,
     )
 }
@@ -222,21 +221,19 @@ SHORT_NAMES = {"a100": "a100_80gb", "h100": "h100_sxm"}
 
 
 def cluster_called(name: str) -> Cluster:
-    """Returns the cluster with a name of CLUSTERS or SHORT_NAMES.
+    """The cluster with a name of CLUSTERS or SHORT_NAMES.
 
     Raises:
         ValueError: there is none.
     """
-    found = CLUSTERS.get(SHORT_NAMES.get(name, name))
-    if found is None:
-        raise ValueError(
-            f"--device {name} is not known: {', '.join(sorted({*CLUSTERS, *SHORT_NAMES}))}"
-        )
-    return found
+    cluster = CLUSTERS.get(SHORT_NAMES.get(name, name))
+    if cluster is None:
+        names = ", ".join(sorted({*CLUSTERS, *SHORT_NAMES}))
+        raise ValueError(f"--device must be one of {names} (got {name})")
+    return cluster
 
 
 def cluster_of(device_name: str) -> Cluster | None:
-    """Returns the cluster of a device, by its name in CUDA; None for an unknown device."""
-    return next(
-        (each for each in CLUSTERS.values() if each.part and each.part in device_name), None
-    )
+    """The cluster of a device, given its name in CUDA; None for an unknown device."""
+    matching = (c for c in CLUSTERS.values() if c.pattern and c.pattern in device_name)
+    return next(matching, None)

@@ -1,8 +1,8 @@
-"""The fastest layouts of a model on a cluster that fit.
+"""Searches for the fastest layouts of a model that fit a cluster.
 
-Layouts are proposed by size only (proposals.py). Functions say which ones are legal, how long a
-step takes, and how much memory it needs. The most expensive of them is asked last, and only of
-layouts that nothing else can overtake.
+proposals.py proposes layouts by size only. Functions decide which ones are legal, how long a step
+takes, and how much memory it needs. The most expensive function is called last, and only for
+layouts that no other one can beat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.rank_memory import minimum_needed
-from megatron5d.planning.proposals import MODES, Proposals
+from megatron5d.planning.proposals import BATCH_KEYS, MODES, Proposals
 from megatron5d.planning.schedule_search.auto_schedule import quick_layout
 from megatron5d.planning.time.predict import Estimator, check_predictable
 from megatron5d.planning.time.step_time import Prices, StepCost
@@ -43,8 +43,8 @@ class Candidate:
         change: the values that it sets.
         guess_s: cheap estimate of a step's seconds.
         cost: predicted cost of a step; None = not known yet.
-        needed: bytes of the rank that needs most, or of any rank that needs more than a device has;
-            of a layout that is not among the results, at least this many. 0 = not known yet.
+        needed: bytes of the rank that needs most, or of any rank that needs more than a device has.
+            A lower bound for layouts that are not in the result; 0 = not known yet.
     """
 
     change: Change
@@ -54,106 +54,106 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step according to `cost`."""
+        """Of a step, as predicted."""
         assert self.cost is not None
         return self.cost.step_s
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The functions with which the search examines a candidate, the cheapest first.
+class Evaluation:
+    """The functions that the search evaluates candidates with, the cheapest first.
 
     Args:
-        runs: whether it is legal and has a Program.
-        least: bytes that the rank which needs most needs at least.
+        runs: whether the layout is legal and has a Program.
+        min_bytes: lower bound of the bytes of the rank that needs most.
         price: cost of a step.
-        need: bytes of the rank that needs most, or of any rank that needs more than a device has.
+        needed_bytes: of the rank that needs most, or of any that needs more than a device has.
     """
 
     runs: Callable[[Change], bool]
-    least: Callable[[Change], float]
+    min_bytes: Callable[[Change], float]
     price: Callable[[Change], StepCost]
-    need: Callable[[Change], float]
+    needed_bytes: Callable[[Change], float]
 
 
 def best(
     candidates: Sequence[Candidate],
-    questions: Questions,
+    evaluation: Evaluation,
     *,
-    have: int,
+    capacity: int,
     count: int,
     limit: int,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Candidate]:
-    """Returns the fastest candidates that fit.
+    """The fastest candidates that fit.
 
-    The candidate that is fastest by what is known so far is always examined next: first what it
-    needs at least and what a step costs, then, when none of the others looks faster than that, all
-    that it needs. So these are the fastest of all, as far as estimates are no slower than costs and
-    `limit` reaches.
+    The next candidate is always the one that is fastest by what is known so far. At first its lower
+    bound of memory and its cost are computed; once no other candidate looks faster than that cost,
+    all of its memory. The results are the fastest of all as long as no estimate exceeds a cost and
+    `limit` is not reached.
 
     Args:
-        candidates: to be examined; what is found out is written into them.
-        questions: the functions that examine them.
-        have: bytes of one device.
-        count: how many are wanted.
-        limit: number of candidates of which all memory is asked for.
-        progress: called for each candidate that is examined, and again before its memory is
-            forecast.
+        candidates: to evaluate; the results are stored in them.
+        evaluation: the functions.
+        capacity: bytes of one device.
+        count: number of results.
+        limit: number of candidates whose memory is forecast.
+        progress: called for each candidate, and again before its memory is forecast.
 
     Returns:
         At most `count`, the fastest first.
     """
-    found: list[Candidate] = []
-    waiting = [(each.guess_s, place) for place, each in enumerate(candidates)]
-    heapify(waiting)
-    while waiting and len(found) < count and limit:
-        place = heappop(waiting)[1]
-        candidate = candidates[place]
+    fitting: list[Candidate] = []
+    queue = [(candidate.guess_s, index) for index, candidate in enumerate(candidates)]
+    heapify(queue)
+    while queue and len(fitting) < count and limit:
+        _, index = heappop(queue)
+        candidate = candidates[index]
         if candidate.cost is None:
             progress()
-            if questions.runs(candidate.change):
-                candidate.needed = questions.least(candidate.change)
-                if candidate.needed <= have:
-                    candidate.cost = questions.price(candidate.change)
-                    heappush(waiting, (candidate.seconds, place))
+            if evaluation.runs(candidate.change):
+                candidate.needed = evaluation.min_bytes(candidate.change)
+                if candidate.needed <= capacity:
+                    candidate.cost = evaluation.price(candidate.change)
+                    heappush(queue, (candidate.seconds, index))
             continue
         limit -= 1
         progress()
-        candidate.needed = questions.need(candidate.change)
-        if candidate.needed <= have:
-            found.append(candidate)
-    return sorted(found, key=lambda each: each.seconds)
+        candidate.needed = evaluation.needed_bytes(candidate.change)
+        if candidate.needed <= capacity:
+            fitting.append(candidate)
+    return sorted(fitting, key=lambda candidate: candidate.seconds)
 
 
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
-# of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
+# Share of what 1F1B's first rank would keep with as many layers as the others: it may have fewer.
 FIRST = 0.85
-# Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a
-# file may hold any
+# Lower bounds of the micro-batches on the fullest rank, relative to 1F1B's. A schedule that is
+# searched or read from a file may hold any number.
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
-# of what a rank keeps between two slots, next to others with the same layers: it will not need more
+# A rank that keeps less than this share of what a rank with the same layers keeps needs no more.
 SURE = 0.98
 LIMIT = 60  # layouts whose memory is forecast
-SMALL_LOOKING = 8  # layouts of which the smallest is named where none fits
+NUM_SMALLEST = 8  # layouts among which the smallest is found if none fits
 
 
 class LayoutSearch:
-    """
+    """Search among the layouts of one configuration.
+
     Args:
-        config: model, batch and all that is not searched for.
+        config: model, batch, and every key that is not searched.
         world: number of ranks.
-        cluster: on which.
-        imbalance: rows that the busiest rank's experts are sent, of an even share; None = an even
-            share for the time, `moe.planned_imbalance` for the memory, as the run itself forecasts
-            it.
+        cluster: hardware.
+        imbalance: rows that the busiest rank's experts receive, relative to an even share; None = 1
+            for the time and `moe.planned_imbalance` for the memory, as in the run's own forecast.
         fixed: keys that keep their values.
 
     Attributes:
-        found_legal: `candidates` has met a shape that the checks admit, whether it fits or not.
+        has_legal_shape: `candidates` has met a shape that the checks accept, whether it fits or
+            not.
 
     Raises:
-        ValueError: no layout's time can be predicted (`check_predictable`).
+        ValueError: step times cannot be predicted (`check_predictable`).
     """
 
     def __init__(
@@ -167,36 +167,37 @@ class LayoutSearch:
         check_predictable(config)
         self.config, self.world, self.cluster, self.fixed = config, world, cluster, set(fixed)
         self._proposals = Proposals(config, world, cluster.node, self.fixed)
-        careful = config.moe.planned_imbalance if imbalance is None else imbalance
-        self._target = Target(cluster.architecture, careful)
+        for_memory = config.moe.planned_imbalance if imbalance is None else imbalance
+        self._target = Target(cluster.architecture, for_memory)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
-        even = config.model.num_experts and imbalance is None
-        self._careful = Estimator(cluster, careful) if even else self._estimator
-        self.found_legal = False
+        differs = config.model.num_experts and imbalance is None
+        self._memory_estimator = Estimator(cluster, for_memory) if differs else self._estimator
+        self.has_legal_shape = False
         self._layouts: dict[tuple, PipelineLayout | None] = {}
-        # of each shape: bytes at a glance, and the layout
+        # by shape: estimated bytes, and the layout
         self._smallest: dict[tuple, tuple[float, Change]] = {}
 
-    def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
-        """Layouts that are not too large at a glance, with a first guess of their time, and the
-        given one.
+    def candidates(
+        self, capacity: int, progress: Callable[[], None] = lambda: None
+    ) -> list[Candidate]:
+        """Layouts whose first estimate fits, with a guess of their time, and the configured one.
 
         Args:
-            have: bytes of one device.
-            progress: called for each shape that is looked at.
+            capacity: bytes of one device.
+            progress: called for each shape.
         """
-        found = [Candidate(self._given(), 0.0)]
+        candidates = [Candidate(self._configured(), 0.0)]
         for shape in self._proposals.shapes():
             progress()
-            shape = self._with_lines(shape)
+            shape = self._with_inner_axes(shape)
             if self._is_legal(shape):
-                self.found_legal = True
-                found += [each for each in self._glances(shape, have) if self.overrides(each)]
-        return found
+                self.has_legal_shape = True
+                estimates = self._estimates(shape, capacity)
+                candidates += [candidate for candidate in estimates if self.overrides(candidate)]
+        return candidates
 
     def overrides(self, candidate: Candidate) -> Change:
-        """Returns what a candidate says otherwise than the configuration: empty for the given
-        one."""
+        """What a candidate changes in the configuration; empty for the configured layout."""
         return {
             key: value
             for key, value in candidate.change.items()
@@ -206,55 +207,58 @@ class LayoutSearch:
     def best(
         self,
         candidates: Sequence[Candidate],
-        have: int,
+        capacity: int,
         count: int,
         progress: Callable[[], None] = lambda: None,
     ) -> list[Candidate]:
-        """Returns the fastest that fit: each time from its Program, each memory as a run's own
-        forecast has it.
+        """The fastest layouts that fit, by simulated time and by the run's own memory forecast.
 
         Args:
             candidates: of `candidates`.
-            have: bytes of one device.
-            count: how many are wanted.
-            progress: called for each layout that is looked at.
+            capacity: bytes of one device.
+            count: number of results.
+            progress: called for each layout that is evaluated.
         """
-        questions = Questions(
+        evaluation = Evaluation(
             runs=self._runs,
-            least=lambda change: max(self._estimator.least_bytes(*self._laid(change))),
-            price=lambda change: self._estimator.step(*self._laid(change)),
-            need=partial(self._need, have=have),
+            min_bytes=lambda change: max(self._estimator.min_bytes(*self._arguments(change))),
+            price=lambda change: self._estimator.step(*self._arguments(change)),
+            needed_bytes=partial(self._needed_bytes, capacity=capacity),
         )
-        return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
+        return best(
+            candidates,
+            evaluation,
+            capacity=capacity,
+            count=count,
+            limit=LIMIT,
+            progress=progress,
+        )
 
     def smallest(self) -> Candidate | None:
-        """Returns the layout that needs least memory, of those that look smallest; None where none
-        is legal."""
-        looks = nsmallest(SMALL_LOOKING, self._smallest.values(), key=lambda each: each[0])
-        legal = [change for _, change in looks if self._runs(change)]
-        found = [Candidate(change, 0.0, needed=self._need(change, inf)) for change in legal]
-        return min(found, key=lambda each: each.needed, default=None)
+        """The layout that needs least memory, of the smallest estimates; None if none is legal."""
+        estimates = nsmallest(NUM_SMALLEST, self._smallest.values(), key=lambda pair: pair[0])
+        changes = [change for _, change in estimates if self._runs(change)]
+        candidates = [Candidate(c, 0.0, needed=self._needed_bytes(c, inf)) for c in changes]
+        return min(candidates, key=lambda candidate: candidate.needed, default=None)
 
-    def _given(self) -> Change:
-        """Returns the layout of the configuration itself, with which the others compete."""
+    def _configured(self) -> Change:
+        """The layout of the configuration itself, which competes with the others."""
         names = ("tp", "cp", "pp", "sp", "ep", "etp", "zero", "cp_method", "cp_inner", "vpp")
-        keys = [
-            *(f"parallel.{name}" for name in names),
-            "train.mbs",
-            "recompute.mode",
-            "pipeline.schedule",
-        ]
+        keys = [f"parallel.{name}" for name in names]
+        keys += ["train.mbs", "recompute.mode", "pipeline.schedule"]
         return {key: _value(self.config, key) for key in keys}
 
-    def _with_lines(self, shape: Change) -> Change:
-        """Returns how cp and ep are parted, where nobody says so: attention as sends least between
-        nodes, experts as given."""
+    def _with_inner_axes(self, shape: Change) -> Change:
+        """A shape with the division of cp and ep over nodes, where that is not fixed.
+
+        Attention uses the method that sends least between nodes, experts the configured division.
+        """
         parallel = self.config.parallel
         if not {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
             method, inner = parallel.cp_method, parallel.cp_inner
             if shape["parallel.cp"] > 1:
                 method, inner = recommended(changed(self.config, shape), self.cluster.node)
-            elif inner > 1:  # the given one parts a longer line
+            elif inner > 1:  # configured for a larger cp
                 method, inner = "ring", 1
             shape = {**shape, "parallel.cp_method": method, "parallel.cp_inner": inner}
         if "parallel.ep_inner" not in self.fixed and shape["parallel.ep"] % parallel.ep_inner:
@@ -262,67 +266,76 @@ class LayoutSearch:
         return shape
 
     def _is_legal(self, shape: Change) -> bool:
-        """Says if a shape is legal with some schedule and recompute; checks of the axes ask for
-        neither."""
+        """Whether a shape is legal with some schedule and recompute mode."""
         dp = data_parallel(changed(self.config, shape), self.world)
-        return any(
-            not run_checks(changed(self.config, {**shape, **batch, **way}), self.world, files=False)
+        variants = (
+            changed(self.config, {**shape, **batch, **schedule})
             for batch in islice(self._proposals.batches(dp), len(MODES))
-            for way in self._proposals.schedules(shape["parallel.pp"])
+            for schedule in self._proposals.schedules(shape["parallel.pp"])
         )
+        return any(not run_checks(variant, self.world, files=False) for variant in variants)
 
-    def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
-        """Yields a first guess of the time of a shape with every micro-batch and schedule: equal
-        ranks, no messages."""
+    def _estimates(self, shape: Change, capacity: int) -> Iterator[Candidate]:
+        """A shape with every micro-batch and schedule whose first estimate of memory fits.
+
+        The guess of the time assumes equal ranks and no messages.
+        """
         config = changed(self.config, shape)
-        prices = Prices(
-            self.cluster,
-            config,
-            planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads),
-        )
-        pp, dp, key = config.parallel.pp, data_parallel(config, self.world), tuple(shape.values())
+        sizes = sizes_of(config, self.world)
+        mesh = planned_mesh(sizes, num_kv_heads=config.model.num_kv_heads)
+        prices = Prices(self.cluster, config, mesh)
+        pp, dp = config.parallel.pp, data_parallel(config, self.world)
         for batch in self._proposals.batches(dp):
-            laid = changed(config, batch)
-            units = self._estimator.workloads.counted(laid, "FB")
-            m = laid.train.gbs // (laid.train.mbs * dp)
-            state = (
-                sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
-            )
-            kept = sum(
-                n * unit.passes["F"].kept_bytes
-                for unit, n, is_layer in units
-                if is_layer or pp == 1
-            )
-            kept *= min(1.0, m / pp) * (1.0 if pp == 1 else FIRST)
-            ways = []
-            for way in self._proposals.schedules(pp):
-                least = minimum_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0))
-                if least < self._smallest.get(key, (inf,))[0]:
-                    self._smallest[key] = least, {**shape, **batch, **way}
-                if least <= have:
-                    ways.append(way)
-            if not ways:
+            train = changed(config, batch).train
+            units = self._estimator.workloads.counted(changed(config, batch), "FB")
+            m = train.gbs // (train.mbs * dp)
+            schedules = self._fitting_schedules({**shape, **batch}, units, prices, m, capacity)
+            if not schedules:
                 continue
-            busy, a2a = (
-                sum(each) / pp for each in zip(*(_seconds(prices, unit, n) for unit, n, _ in units))
-            )
-            for way in ways:
-                bubble = (pp - 1) * BUBBLES.get(_name(way), 1.0) / way["parallel.vpp"]
-                # which it hides
-                passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)
-                yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
+            times = zip(*(_seconds(prices, unit, count) for unit, count, _ in units))
+            compute, a2a = (sum(of_units) / pp for of_units in times)
+            for schedule in schedules:
+                name = _schedule_name(schedule)
+                bubble = (pp - 1) * BUBBLES.get(name, 1.0) / schedule["parallel.vpp"]
+                # DualPipe hides the all-to-alls.
+                passes = compute + (0.0 if name.startswith("dualpipe") else a2a)
+                yield Candidate({**shape, **batch, **schedule}, passes * (m + bubble))
+
+    def _fitting_schedules(
+        self,
+        change: Change,
+        units: Sequence[tuple[Unit, int, bool]],
+        prices: Prices,
+        num_microbatches: int,
+        capacity: int,
+    ) -> list[Change]:
+        """Schedules with which state and the first rank's activations fit; notes the smallest."""
+        pp = change["parallel.pp"]
+        key = tuple(value for name, value in change.items() if name not in BATCH_KEYS)
+        state_bytes = [count * prices.sharding.state_bytes([unit]) for unit, count, _ in units]
+        state = sum(state_bytes) / pp
+        activations = sum(
+            count * unit.passes["F"].kept_bytes
+            for unit, count, is_layer in units
+            if is_layer or pp == 1
+        )
+        activations *= min(1.0, num_microbatches / pp) * (1.0 if pp == 1 else FIRST)
+        fitting = []
+        for schedule in self._proposals.schedules(pp):
+            in_flight = IN_FLIGHT.get(_schedule_name(schedule), 1.0)
+            needed = minimum_needed(state + activations * in_flight)
+            if needed < self._smallest.get(key, (inf,))[0]:
+                self._smallest[key] = needed, {**change, **schedule}
+            if needed <= capacity:
+                fitting.append(schedule)
+        return fitting
 
     def _layout(self, config: Config) -> PipelineLayout | None:
-        """Returns none where the schedule, the layers or a tied embedding do not fit together; many
-        layouts share one."""
+        """Pipeline layout, shared by many candidates; None if schedule and layers do not fit."""
         parallel, schedule = config.parallel, config.pipeline.schedule
-        key: tuple = (
-            parallel.pp,
-            parallel.vpp,
-            schedule,
-            tuple(micro_batch_counts(config, self.world)),
-        )
-        if schedule == "auto":  # it weighs communication against computation
+        counts = tuple(micro_batch_counts(config, self.world))
+        key: tuple = (parallel.pp, parallel.vpp, schedule, counts)
+        if schedule == "auto":  # weighs communication against computation
             key += repr(parallel), repr(config.train)
         if key not in self._layouts:
             self._layouts[key] = None
@@ -331,43 +344,38 @@ class LayoutSearch:
         return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
-        """Returns whether it is legal, schedule, layers and tied embedding included."""
+        """Whether a layout is legal, including its schedule, layers and tied embedding."""
         config = changed(self.config, change)
         return not run_checks(config, self.world, files=False) and self._layout(config) is not None
 
-    def _laid(self, change: Change) -> tuple[Config, int, PipelineLayout | None]:
+    def _arguments(self, change: Change) -> tuple[Config, int, PipelineLayout | None]:
         config = changed(self.config, change)
         return config, self.world, self._layout(config)
 
-    def _need(self, change: Change, have: float) -> float:
-        """Returns bytes of the rank that needs most; the one that looks so is asked first.
+    def _needed_bytes(self, change: Change, capacity: float) -> float:
+        """Bytes of the rank that needs most; ranks are forecast in the order of their bounds.
 
-        Of ranks with the same layers, those are not asked that surely keep less between two slots,
-        or as much.
+        Ranks are skipped if a rank with the same layers keeps more between two slots, or as much.
         """
-        config, world, layout = self._laid(change)
+        config, world, layout = self._arguments(change)
         assert layout is not None
-        likely, most = self._careful.least_bytes(config, world, layout), 0
-        if max(likely) > have:
-            return max(likely)
-        stages = self._careful.workloads.stages(config, layout, "F")
-        forecaster, asked = (
-            Forecaster(config, world, self._target, layout),
-            defaultdict[tuple, list[float]](list),
-        )
-        for rank in sorted(range(config.parallel.pp), key=lambda rank: -likely[rank]):
-            known = asked[
-                tuple(
-                    tuple(map(id, stages[stage])) for _, stage in layout.placement.stages_of(rank)
-                )
-            ]
-            if likely[rank] not in known and (not known or likely[rank] >= SURE * known[0]):
-                known.append(likely[rank])
-                most = max(most, forecaster.rank(rank).needed)
-            if most > have:
-                return most
+        bounds, largest = self._memory_estimator.min_bytes(config, world, layout), 0
+        if max(bounds) > capacity:
+            return max(bounds)
+        stages = self._memory_estimator.workloads.stages(config, layout, "F")
+        forecaster = Forecaster(config, world, self._target, layout)
+        forecast_bounds = defaultdict[tuple, list[float]](list)  # by the layers of a rank
+        for rank in sorted(range(config.parallel.pp), key=lambda rank: -bounds[rank]):
+            local = [stages[stage] for _, stage in layout.placement.stages_of(rank)]
+            same_layers = forecast_bounds[tuple(tuple(map(id, units)) for units in local)]
+            is_new = bounds[rank] not in same_layers
+            if is_new and (not same_layers or bounds[rank] >= SURE * same_layers[0]):
+                same_layers.append(bounds[rank])
+                largest = max(largest, forecaster.rank(rank).needed)
+            if largest > capacity:
+                return largest
         verified_program(layout.program_of(micro_batch_counts(config, self.world)[-1]))
-        return most
+        return largest
 
 
 def _value(config: Config, key: str) -> Any:
@@ -375,14 +383,13 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, group), name)
 
 
-def _name(way: Change) -> str:
-    """Returns the schedule, without the path of a file."""
-    return way["pipeline.schedule"].partition(":")[0]
+def _schedule_name(schedule: Change) -> str:
+    """Name of a schedule, without the path of a file."""
+    return schedule["pipeline.schedule"].partition(":")[0]
 
 
 def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
-    """Returns one micro-batch's forward and backward of this many units, and their all-to-alls."""
-    both = [prices.stage([unit], op) for op in "FB"]
-    return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(
-        a2a for _, a2a in both
-    )
+    """Seconds of one micro-batch's forward and backward of several units, and of all-to-alls."""
+    passes = [prices.stage([unit], op) for op in "FB"]
+    compute = sum(sum(kinds.values()) for kinds, _ in passes)
+    return count * compute, count * sum(a2a for _, a2a in passes)

@@ -1,6 +1,6 @@
-"""Configurations of runs that are only asked about, for tools/plan.py, tools/parity.py and reports.
+"""Configurations of runs that are planned or checked, for tools and reports.
 
-A wrong one is refused without torch, whose import takes seconds, wherever that is possible.
+An invalid one is rejected without torch, whose import takes seconds, wherever that is possible.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megatron5d.pipeline_parallel.registry import schedule_faults
 
 
 def planned_config(overrides: Sequence[str], world: int, files: bool = False) -> Config:
-    """Returns what pretrain.py would make of a command line.
+    """The configuration that pretrain.py would use for a command line.
 
     Args:
         overrides: as pretrain.py takes them.
         world: number of ranks.
-        files: whether the files of such a run are checked; they need not be there.
+        files: also check the files that the configuration names.
 
     Raises:
-        ConfigError: it could not run.
-        ValueError: no rank at all.
+        ConfigError: it cannot run.
+        ValueError: the number of ranks is below 1.
     """
     _check_world(world)
     return load_config(
@@ -38,15 +38,14 @@ def planned_config(overrides: Sequence[str], world: int, files: bool = False) ->
 
 
 def unplanned_config(overrides: Sequence[str], world: int) -> Config:
-    """Returns what a command line says, before anybody has asked whether it could run: a layout is
-    still to be found.
+    """The configuration of a command line without checks, because its layout is still to be found.
 
     Args:
         overrides, world: as in `planned_config`.
 
     Raises:
-        ConfigError: it is spelled wrong.
-        ValueError: no rank at all.
+        ConfigError: a key or value is misspelled.
+        ValueError: the number of ranks is below 1.
     """
     _check_world(world)
     return load_config(overrides, model_from_hf=model_from_hf)
@@ -54,11 +53,11 @@ def unplanned_config(overrides: Sequence[str], world: int) -> Config:
 
 def _check_world(world: int) -> None:
     if world < 1:
-        raise ValueError(f"--world {world}: a run has at least 1 rank")
+        raise ValueError(f"--world requires at least 1 rank (got {world})")
 
 
 def model_from_hf(folder: str) -> Mapping[str, Any]:
-    """Fields of ModelConfig that a Hugging Face folder's config.json gives."""
+    """Fields of ModelConfig from the config.json of a Hugging Face folder."""
     from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 
     return model_config_from_hf(folder)

@@ -1,5 +1,4 @@
-"""Layouts to try, of a model on a number of ranks: by size only, so that many of them fail some
-check."""
+"""Layouts to try for a model on a number of ranks, by size only: many of them fail some check."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from megatron5d.config.convert import Change
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
 
-MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
+MODES = ("none", "selective", "full")  # of recompute; the first one keeps most
 SCHEDULES = (  # (schedule, chunks per rank)
     ("1f1b", 1),
     ("interleaved", 2),
@@ -21,11 +20,11 @@ SCHEDULES = (  # (schedule, chunks per rank)
     ("zb_v", 1),
     ("dualpipe_v", 1),
 )
-# tokens of a sequence on one rank; cp is not tried where there would be fewer
-SHORTEST_SLICE = 4096
-DEEPEST = 32  # most pipeline ranks
-MOST_EXPERTS = 32  # most experts of one rank
+MIN_SLICE = 4096  # tokens of a sequence on one rank, with cp
+MAX_PP = 32
+MAX_EXPERTS = 32  # of one rank
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+BATCH_KEYS = ("train.mbs", "recompute.mode")
 
 
 class Proposals:
@@ -42,7 +41,7 @@ class Proposals:
         self.config, self.world, self.node, self.fixed = config, world, node, set(fixed)
 
     def _free(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Returns the values to try for a key: `values`, or only its own where it is fixed."""
+        """Values to try for a key: `values`, or only the configured one if it is fixed."""
         group, name = key.split(".")
         return [getattr(getattr(self.config, group), name)] if key in self.fixed else values
 
@@ -51,12 +50,12 @@ class Proposals:
         model, world = self.config.model, self.world
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         tps = [n for n in divisors if n <= self.node and model.num_heads % n == 0]
-        cps = [n for n in divisors if n == 1 or self.config.train.seq_len // n >= SHORTEST_SLICE]
-        pps = [n for n in divisors if n <= min(DEEPEST, model.num_layers)]
+        cps = [n for n in divisors if n == 1 or self.config.train.seq_len // n >= MIN_SLICE]
+        pps = [n for n in divisors if n <= min(MAX_PP, model.num_layers)]
         experts = [
             n
             for n in divisors
-            if model.num_experts % n == 0 and n * MOST_EXPERTS >= model.num_experts
+            if model.num_experts % n == 0 and n * MAX_EXPERTS >= model.num_experts
         ]
         for tp, cp, pp in product(
             *(self._free(f"parallel.{n}", v) for n, v in (("tp", tps), ("cp", cps), ("pp", pps)))
@@ -87,10 +86,8 @@ class Proposals:
             dp: data-parallel ranks.
         """
         sizes = [n for n in MICRO_BATCHES if self.config.train.gbs % (n * dp) == 0]
-        for mbs, mode in product(
-            self._free("train.mbs", sizes), self._free("recompute.mode", MODES)
-        ):
-            yield {"train.mbs": mbs, "recompute.mode": mode}
+        for values in product(*map(self._free, BATCH_KEYS, (sizes, MODES))):
+            yield dict(zip(BATCH_KEYS, values))
 
     def schedules(self, pp: int) -> list[Change]:
         """Combinations of schedules and chunks per rank, for pp pipeline ranks."""
@@ -100,6 +97,7 @@ class Proposals:
             for name, vpp in SCHEDULES
             if pp > 1 and max(vpp, find_schedule(name).chunks) <= deepest
         ] or SCHEDULES[:1]
-        ways = [{"pipeline.schedule": name, "parallel.vpp": vpp} for name, vpp in pairs]
-        kept = {key: self._free(key, ())[0] for key in ways[0] if key in self.fixed}
-        return [way for way in ways if way | kept == way] or [ways[0] | kept]
+        changes = [{"pipeline.schedule": name, "parallel.vpp": vpp} for name, vpp in pairs]
+        fixed = {key: self._free(key, ())[0] for key in changes[0] if key in self.fixed}
+        matching = [change for change in changes if change | fixed == change]
+        return matching or [changes[0] | fixed]

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, config: Config) -> int:
     )
     with _counting("shapes of a layout") as count:
         candidates = search.candidates(have, count)
-    if not search.found_legal:
+    if not search.has_legal_shape:
         planned_config(options.overrides, options.world)  # says what is wrong
     with _counting(f"times and memories, of {len(candidates):,} layouts at most") as count:
         found = search.best(candidates, have, options.count, count)

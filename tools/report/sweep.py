@@ -46,7 +46,7 @@ def planned(
             search = LayoutSearch(config, world, cluster, fixed=keys_given(overrides))
             candidates = search.candidates(cluster.memory_bytes)
             found = search.best(candidates, cluster.memory_bytes, count)
-            refused += [] if search.found_legal else [world]
+            refused += [] if search.has_legal_shape else [world]
             records += [_record(search, each, world) for each in found]
     if not records:
         for world in refused:

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -132,22 +132,14 @@ class Forecaster:
         return num_bytes
 
     def _memory_of(self, mesh: Mesh) -> RankMemory:
-        config, rank, on_gpu = self.config, mesh["pp"].rank, self.target.architecture is not None
-        # state: everything that exists before the first step
+        config, rank, architecture = self.config, mesh["pp"].rank, self.target.architecture
         with MemoryWatch(self.target.block) as watch:
             with without_memory():
                 stages = self.layout.stage_specs(rank)
                 model = GPT(config, mesh, "meta", stages, self.layout.shared)
             sync = build_sync(config, mesh, model)
             optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
-            on_host = _host_bytes(optimizer, watch)
-            excluded = on_host + watch.rounded(model.overlap.buffer_bytes)
-            resident, setup = watch.live_bytes - excluded, watch.peak_bytes - excluded
-            buckets = sync.buckets
-            weights = _bytes([t for bucket in buckets for t in bucket.resident_weights], watch)
-            gradients = _bytes([bucket.resident_grads for bucket in buckets], watch)
-            on_gpus = [t for _, t, state in optimizer.tensors() if not state.on_host]
-            moments = _bytes(on_gpus, watch)
+            state = _state_memory(model, sync, optimizer, watch)
             update = _update_bytes(sync, optimizer, watch)
 
         # passes: what a step adds
@@ -156,19 +148,16 @@ class Forecaster:
         for stage in model.stages:
             self._traces[stage], self._symmetric[stage] = self._trace(model, sync, stage, batch)
         peak, reduction, after_reduction = self._peak(model, sync, rank)
-        return RankMemory(
-            weights=weights + _copies_bytes(sync, watch),
-            gradients=gradients,
-            optimizer=moments,
-            buffers=resident - weights - gradients - moments,
+        on_gpu = architecture is not None
+        return replace(
+            state,
+            weights=state.weights + _copies_bytes(sync, watch),
             inputs=self._inputs(batch, watch),
             peak=peak,
             end_of_step=max(reduction, after_reduction + update),
-            setup=setup,
-            library=gemm_workspace(self.target.architecture),
+            library=gemm_workspace(architecture),
             symmetric=max(self._symmetric[stage] for stage in model.stages),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
-            host_optimizer=on_host,
         )
 
     def _inputs(self, batch: MicroBatch, watch: MemoryWatch) -> int:
@@ -349,6 +338,25 @@ def _host_bytes(optimizer: Optimizer, watch: MemoryWatch) -> int:
     return _bytes(
         [t for state in on_host for t in (state.master, state.grads, *state.moments.values())],
         watch,
+    )
+
+
+def _state_memory(
+    model: GPT, sync: GradSync, optimizer: Optimizer, watch: MemoryWatch
+) -> RankMemory:
+    """Memory before the first step, with every tensor that has been made inside of `watch`."""
+    on_host = _host_bytes(optimizer, watch)
+    excluded = on_host + watch.rounded(model.overlap.buffer_bytes)
+    weights = _bytes([t for bucket in sync.buckets for t in bucket.resident_weights], watch)
+    gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
+    moments = _bytes([t for _, t, state in optimizer.tensors() if not state.on_host], watch)
+    return RankMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=moments,
+        buffers=watch.live_bytes - excluded - weights - gradients - moments,
+        setup=watch.peak_bytes - excluded,
+        host_optimizer=on_host,
     )
 
 

@@ -101,6 +101,14 @@ class _RankSlots:
                 for flow, count in self.completed.get(action, ()):
                     arrived[flow] = max(arrived[flow], count)
 
+    def steady(
+        self, first: int, length: int, shift: int, sends: Mapping[Flow, int]
+    ) -> Iterator[bool]:
+        """Whether each period from slot `first` ends in the state in which it began, shifted."""
+        for (in_flight, arrived), (later, arrived_later) in pairwise(self.states(first, length)):
+            shifted = {m + shift: passed for m, passed in in_flight.items()}
+            yield shifted == later and arrived_later - arrived == sends
+
 
 def find_repeat(program: Program, rank: int) -> Repeat | None:
     """The slots of a verified Program that repeat those before them.
@@ -125,14 +133,13 @@ def find_repeat(program: Program, rank: int) -> Repeat | None:
             first -= 1
         while last + length < len(slots.slots) and is_same(last):
             last += 1
+        # what does the same in the period before it, and in the one after it
         start, stop = first + 2 * length, last + length - max(length, SLOTS_AHEAD)
-        states = slots.states(first + length, length)
-        for (in_flight, arrived), (later, arrived_later) in pairwise(states):
+        for is_steady in slots.steady(first + length, length, shift, sends):
             times = (stop - start) // length
             if times < 1:
                 break
-            shifted = {m + shift: passed for m, passed in in_flight.items()}
-            if shifted == later and arrived_later - arrived == sends:
+            if is_steady:
                 forwards = Counter(action.stage for action in period if action.op == "F")
                 passes = {stage: times * count for stage, count in forwards.items()}
                 all_sends = {flow: times * count for flow, count in sends.items()}

@@ -95,7 +95,7 @@ class Sharding:
         return dense, expert
 
     def reduced(self, units: Iterable[Unit], *, last: bool = False) -> Transfers:
-        """What the end of a step sends: reductions outside of passes, sums over replicas and copies.
+        """What the end of a step sends: reductions outside of passes, sums over replicas or copies.
 
         Args:
             last: include the reductions of the last pass.

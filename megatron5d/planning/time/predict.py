@@ -1,8 +1,6 @@
-"""The expected time of a step of a run: its layers' work, its Program and its axes, priced on a
-cluster.
+"""Predicts the step time of a run: the work of its layers, its Program and its axes on a cluster.
 
-A run is told the same of its first steps (`prediction_of`), to show it beside what they have taken
-and sent.
+A run logs the same predictions (`prediction_of`) beside the measurements of its first steps.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ class Estimator:
     """Times of any layouts of one model on one cluster.
 
     Args:
-        cluster: on which.
-        imbalance: rows that the busiest rank's experts are sent, of an even share.
+        cluster: hardware.
+        imbalance: rows that the busiest rank's experts receive, relative to an even share.
     """
 
     def __init__(self, cluster: Cluster, imbalance: float = 1.0) -> None:
@@ -47,16 +45,15 @@ class Estimator:
         self.workloads = Workloads(Target(cluster.architecture, imbalance))
 
     def step(self, config: Config, world: int, layout: PipelineLayout | None = None) -> StepCost:
-        """Returns the time of a step.
+        """Predicted cost of a step.
 
         Args:
             config: a valid configuration.
             world: number of ranks.
-            layout: of the pipeline; None = made here, without the search that `pipeline.schedule =
-                auto` will make.
+            layout: of the pipeline; None = one without the search of `pipeline.schedule = auto`.
 
         Raises:
-            ValueError: it has something of which nothing is known (`check_predictable`).
+            ValueError: the time cannot be predicted (`check_predictable`).
         """
         check_predictable(config)
         layout = layout or quick_layout(config, world)
@@ -66,13 +63,12 @@ class Estimator:
         prices = Prices(self.cluster, config, _mesh(config, world, layout), layout)
         return step_cost(prices, program, stages, world, flops)
 
-    def least_bytes(
+    def min_bytes(
         self, config: Config, world: int, layout: PipelineLayout | None = None
     ) -> list[float]:
-        """Returns the bytes each pipeline rank needs at least: its state, and what passes keep
-        between two slots.
+        """Lower bound of each pipeline rank's bytes: its state, and what passes keep between slots.
 
-        What the forecast counts besides, temporary tensors and messages above all, is left out.
+        It excludes what else the forecast counts, above all temporary tensors and messages.
 
         Args:
             config: a valid configuration.
@@ -82,26 +78,22 @@ class Estimator:
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-        ops = used_ops(program).replace("B", "")  # of which only the price asks
+        ops = used_ops(program).replace("B", "")  # B keeps nothing
         stages = self.workloads.stages(config, layout, ops)
         kept = {
             op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages])
             for op in ops
         }
-        allocated = peak_between_slots(
-            program, kept["F"], kept["F"] + kept["I"] if "I" in ops else 0.0
-        )
+        stash = kept["F"] + kept["I"] if "I" in ops else 0.0
+        allocated = peak_between_slots(program, kept["F"], stash)
         for rank in range(program.num_ranks):
-            mine = [
-                unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]
-            ]
-            allocated[rank] += sharding.state_bytes(mine)
-        return [minimum_needed(each) for each in allocated.tolist()]
+            local = [stages[stage] for _, stage in program.placement.stages_of(rank)]
+            allocated[rank] += sharding.state_bytes(unit for units in local for unit in units)
+        return [minimum_needed(num_bytes) for num_bytes in allocated.tolist()]
 
 
 def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mapping[str, int], ...]:
-    """Returns, for each pipeline rank, axis -> bytes that it sends in a step, of experts that are
-    evenly loaded.
+    """For each pipeline rank, axis -> bytes that it sends in a step, with evenly loaded experts.
 
     Args:
         config: a valid configuration.
@@ -115,50 +107,49 @@ def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mappin
 
 
 def _mesh(config: Config, world: int, layout: PipelineLayout) -> Mesh:
-    """Returns the axes of rank 0."""
+    """Axes of rank 0."""
     return planned_mesh(
         sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, shared=layout.shared
     )
 
 
 def check_predictable(config: Config) -> None:
-    """
+    """Checks that step times of a configuration can be predicted.
+
     Raises:
-        ValueError: the speed of GEMMs wider than 16 bits is not known.
+        ValueError: its dtype has more than 16 bits, for which no efficiency is known.
     """
     if config.precision.dtype != "bf16":
         raise ValueError(
-            f"precision.dtype = {config.precision.dtype}: what share of its peak a device reaches is known in 16 bits "
-            "alone; set precision.dtype=bf16"
+            "predicting a step requires precision.dtype=bf16, "
+            f"because no efficiency is known for other dtypes (got {config.precision.dtype})"
         )
 
 
 def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> Prediction:
-    """Predicts what `train` writes beside its measurements; all but the peak on rank 0 alone.
+    """Predictions that `train` logs beside its measurements; ranks above 0 only get the peak.
 
-    Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes
-    that take as long as their FLOPs. Where the batch grows, memory alone is predicted.
+    Step times are predicted for GPUs of planning/clusters.py; elsewhere the bubble assumes that
+    passes take as long as their FLOPs. While the batch grows, only memory is predicted.
 
     Args:
         config: of a run that begins.
         process: this rank.
         layout: of its pipeline.
     """
-    cluster = _cluster_here(process.device)
-    found = Prediction(peak_tflops(config.log, process.device))
+    prediction = Prediction(peak_tflops(config.log, process.device))
     if process.rank != 0:
-        return found
+        return prediction
     if config.train.gbs_ramp is None:
-        found = _with_step(found, config, process.world, layout, cluster)
-    return (
-        found
-        if config.log.memory_check == "off"
-        else _with_memory(found, config, process.world, layout)
-    )
+        cluster = _cluster_here(process.device)
+        prediction = _with_step(prediction, config, process.world, layout, cluster)
+    if config.log.memory_check == "off":
+        return prediction
+    return _with_memory(prediction, config, process.world, layout)
 
 
 def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
-    """Returns the peak of one device for MFU; None where it is not known (a CPU)."""
+    """Peak of one device for MFU; None where it is not known (a CPU)."""
     cluster = _cluster_here(device)
     return log.peak_tflops or (None if cluster is None else cluster.flops / 1e12)
 
@@ -168,65 +159,66 @@ def _cluster_here(device: torch.device) -> Cluster | None:
 
 
 def _with_step(
-    found: Prediction, config: Config, world: int, layout: PipelineLayout, cluster: Cluster | None
+    prediction: Prediction,
+    config: Config,
+    world: int,
+    layout: PipelineLayout,
+    cluster: Cluster | None,
 ) -> Prediction:
     bubble: Sequence[float] = ()
     if config.parallel.pp > 1:
-        bubble = expected_bubble(
-            config, layout, layout.program_of(micro_batch_counts(config, world)[-1])
-        )
+        program = layout.program_of(micro_batch_counts(config, world)[-1])
+        bubble = expected_bubble(config, layout, program)
     if world == 1 and cluster is None:
-        return replace(found, sent=({},))
+        return replace(prediction, sent=({},))
+    # A layer that needs values cannot be traced; the run trains without the prediction.
     try:
         sent = bytes_on(config, world, layout)
-    except (
-        Exception
-    ) as error:  # a layer that needs values cannot be counted; it trains all the same
-        return replace(
-            found, bubble=bubble, report=[f"what a step sends is not predicted: {_named(error)}"]
-        )
-    found = replace(found, bubble=bubble, sent=sent)
+    except Exception as error:
+        report = [f"bytes sent in a step are not predicted: {_error_text(error)}"]
+        return replace(prediction, bubble=bubble, report=report)
+    prediction = replace(prediction, bubble=bubble, sent=sent)
     if cluster is None:
-        return found
+        return prediction
     try:
         cost = Estimator(cluster).step(config, world, layout)
     except Exception as error:
-        return replace(found, report=[f"the time of a step is not predicted: {error}"])
-    mfu = cost.tflops_per_gpu / (found.peak_tflops or cluster.flops / 1e12)
-    said = f"predicted: {cost.step_s:.3g} s a step, MFU {mfu:.1%}; experts evenly loaded (docs/planning.md)"
-    return replace(found, step_s=cost.step_s, mfu=mfu, bubble=cost.bubble, report=[said])
+        return replace(prediction, report=[f"the time of a step is not predicted: {error}"])
+    mfu = cost.tflops_per_gpu / (prediction.peak_tflops or cluster.flops / 1e12)
+    figures = f"{cost.step_s:.3g} s a step, MFU {mfu:.1%}"
+    report = [f"predicted: {figures}; experts evenly loaded (docs/planning.md)"]
+    return replace(prediction, step_s=cost.step_s, mfu=mfu, bubble=cost.bubble, report=report)
 
 
 def _with_memory(
-    found: Prediction, config: Config, world: int, layout: PipelineLayout
+    prediction: Prediction, config: Config, world: int, layout: PipelineLayout
 ) -> Prediction:
+    report = list(prediction.report)
     try:
         ranks = Forecaster(config, world, target_here(config), layout).ranks()
-    except Exception as error:  # as above
-        return replace(
-            found, report=[*found.report, f"memory could not be predicted: {_named(error)}"]
-        )
-    have = device_bytes(config)
-    lack = None if have is None else shortage(ranks, have)
-    report = [*found.report, f"predicted memory of each rank, by pipeline rank:\n{table(ranks)}"]
-    report += [] if lack is None else [f"WARNING: this will not fit: {lack}"]
-    return replace(
-        found, memory=[ranks[rank].allocated for rank in range(len(ranks))], report=report
-    )
+    except Exception as error:  # as in `_with_step`
+        report.append(f"memory is not predicted: {_error_text(error)}")
+        return replace(prediction, report=report)
+    report.append(f"predicted memory of each rank, by pipeline rank:\n{table(ranks)}")
+    capacity = device_bytes(config)
+    if capacity is not None and (reason := shortage(ranks, capacity)):
+        report.append(f"WARNING: this will not fit: {reason}")
+    memory = [ranks[rank].allocated for rank in range(len(ranks))]
+    return replace(prediction, memory=memory, report=report)
 
 
-def _named(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def expected_bubble(config: Config, layout: PipelineLayout, program: Program) -> list[float]:
-    """Returns the bubble of every pipeline rank, see `idle_fractions`.
+    """Bubble of every pipeline rank, see `idle_fractions`.
 
     Args:
         config: of the run.
-        layout: deals the layers; `pipeline.schedule=auto` may have found another split than the
-            configuration has.
+        layout: has the division of layers; `pipeline.schedule=auto` may have found another one than
+            the configuration has.
         program: of a step.
     """
-    dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
-    return idle_fractions(program, simulate(program, run_costs(dealt).of(program.placement)))
+    divided = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
+    return idle_fractions(program, simulate(program, run_costs(divided).of(program.placement)))

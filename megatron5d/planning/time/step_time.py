@@ -112,9 +112,9 @@ def _sent_by_passes(
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
 EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes of all-to-alls
-# Shares of tp's bytes that are sent under GEMMs, (with sp, without). A column-parallel layer gathers
-# its input under dx, and reduces the gradient of its input under dW, if that is in the same pass
-# (tensor_parallel/linear.py).
+# Shares of tp's bytes that are sent under GEMMs, (with sp, without). A column-parallel layer
+# gathers its input under dx, and reduces the gradient of its input under dW if that runs in the
+# same pass (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
 
 

@@ -267,7 +267,7 @@ def _count_linear(counter: Counts, gemm, name: str):
 
 
 def _count_grouped(counter: Counts, gemm, name: str):
-    """A counted grouped GEMM: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, ...)."""
+    """A counted grouped GEMM: (x, weights, experts, offsets), (dy, ..) or (weights, dy, x, ..)."""
 
     def counted(*arguments):
         is_wgrad = name == "weight_grad"

@@ -269,7 +269,7 @@ def test_a_run_expects_a_time_where_its_device_is_known(monkeypatch):
         "gb200",
     ]
     wide = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp32"))
-    assert "precision.dtype = fp32" in predicted(wide).report[0]
+    assert "precision.dtype=bf16, because" in predicted(wide).report[0]
     halved = dataclasses.replace(config, log=LogConfig(peak_tflops=H100.flops / 2e12))
     assert predicted(halved).step_s == found.step_s and predicted(halved).mfu == pytest.approx(
         2 * found.mfu
@@ -380,7 +380,7 @@ def test_the_slowest_link_of_a_line_counts(op, size, near, rate):
     group = H100.group(
         [rank if rank < near else 8 * rank for rank in range(size)] if near < size else range(size)
     )
-    assert (group.size, group.near) == (size, near)
+    assert (group.size, group.in_node) == (size, near)
     small, large = (H100.seconds(group, op, 1, num_bytes) for num_bytes in (0, 10**9))
     assert large - small == pytest.approx(1e9 / rate / H100.efficiency.links) and small > 0
 

@@ -20,7 +20,7 @@ from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import peak_memory
-from megatron5d.planning.fit import memory_faults, nearest_fit, shortage, ways_out
+from megatron5d.planning.fit import memory_faults, nearest_fit, shortage, suggestions
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.peak import Replay, find_peak
 from megatron5d.planning.memory.rank_memory import GIB, Peak, RankMemory, table
@@ -256,7 +256,7 @@ def test_what_cannot_fit_is_refused_where_that_is_asked_for():
     assert memory_faults(refusing(0.1, "warn"), 1) == []
     (fault,) = memory_faults(refusing(0.1), 1)
     assert fault.id == "memory" and "pipeline rank 0 needs" in fault.reason
-    assert "tensor parallelism makes it fit" in fault.fix, "CUDA alone needs more"
+    assert "tensor parallelism are not enough" in fault.fix, "CUDA alone needs more"
 
 
 def test_a_refusal_names_what_is_enough():
@@ -368,11 +368,9 @@ def test_memory_that_runs_out_in_a_step_is_written_and_ways_out_are_told(tmp_pat
         said = crash_message(raised.value, 0, 1)
         if isinstance(inside, torch.OutOfMemoryError):
             assert f"action 0F0: CUDA out of memory\n  allocations: {path}" in said
-            ways = ways_out(config_of(), 1)
-            assert (
-                ways.startswith("ways to need less, the cheapest first: ")
-                and "recompute.mode=full" in ways
-            )
+            overrides = suggestions(config_of(), 1)
+            assert overrides.startswith("to need less, the cheapest first: ")
+            assert "recompute.mode=full" in overrides
         else:
             assert said is None
 

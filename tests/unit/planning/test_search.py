@@ -13,7 +13,7 @@ from megatron5d.config.schema import PrecisionConfig
 from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.planning import layout_search as layouts
 from megatron5d.planning.clusters import cluster_called
-from megatron5d.planning.layout_search import Candidate, LayoutSearch, Questions, best
+from megatron5d.planning.layout_search import Candidate, Evaluation, LayoutSearch, best
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.rank_memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.planning.planned_config import planned_config
@@ -74,13 +74,14 @@ def test_layouts_are_lawful_fit_and_keep_what_is_fixed():
     assert not search.best(candidates[:2], 10**8, 1)  # CUDA's own context takes more
 
 
-def proposed(change, have=790_000_000, **kept):
+def proposed(change, capacity=790_000_000, **kept):
     """Changes that are proposed besides the given layout; `kept` are axes that stay."""
     kept = {f"parallel.{name}": value for name, value in kept.items()}
     given = changed(config(), {"parallel.tp": 1, **kept, **change})
     fixed = {*kept, *(key for key in change if key in ("pipeline.schedule", "recompute.offload"))}
     return [
-        each.change for each in LayoutSearch(given, 8, CLUSTER, fixed=fixed).candidates(have)[1:]
+        each.change
+        for each in LayoutSearch(given, 8, CLUSTER, fixed=fixed).candidates(capacity)[1:]
     ]
 
 
@@ -91,7 +92,7 @@ def test_what_is_proposed_does_not_depend_on_what_is_not_fixed():
     assert one == many and {each["recompute.mode"] for each in one} >= {"full"}
     # a check refuses that with `none`
     partly = {"recompute.mode": "full", "recompute.num_layers": 1}
-    found = proposed(partly, have=2_000_000_000, tp=1, pp=2, ep=1)
+    found = proposed(partly, capacity=2_000_000_000, tp=1, pp=2, ep=1)
     assert {each["recompute.mode"] for each in found} >= {"selective", "full"}
     parted = {
         "parallel.cp": 2,
@@ -215,7 +216,7 @@ def test_the_fastest_that_fit_are_found_and_few_are_asked_about():
 
         return answered
 
-    questions = Questions(
+    evaluation = Evaluation(
         answer("runs", lambda name: name != "refused"),
         answer("least", lambda name: known[name][2]),
         answer("price", lambda name: SimpleNamespace(step_s=known[name][1])),
@@ -224,7 +225,7 @@ def test_the_fastest_that_fit_are_found_and_few_are_asked_about():
 
     def found(**bounds):
         candidates = [Candidate({"name": name}, known[name][0]) for name in reversed(known)]
-        return best(candidates, questions, have=50, **bounds)
+        return best(candidates, evaluation, capacity=50, **bounds)
 
     first, second = found(count=2, limit=9)
     assert (first.change["name"], first.seconds, first.needed) == ("best", 1.6, 50)
@@ -256,7 +257,7 @@ def test_a_rank_needs_a_little_more_than_what_it_is_said_to_need_at_least(schedu
         },
     )
     estimator, plan, target = Estimator(CLUSTER, 1.5), quick_layout(laid, 8), Target("sm_90", 1.5)
-    least = estimator.least_bytes(laid, 8, plan)
+    least = estimator.min_bytes(laid, 8, plan)
     for rank, memory in Forecaster(laid, 8, target, plan).ranks().items():
         fixed = memory.outside - CONTEXT_BYTES + (1 + FRAGMENTATION) * memory.library
         assert 0.9 * (memory.needed - fixed) < least[rank] <= memory.needed - fixed
@@ -279,7 +280,7 @@ def test_ranks_that_are_not_asked_need_no_more_than_those_that_are(schedule, mon
     monkeypatch.setattr(
         Forecaster, "rank", lambda self, place: asked.append(place) or rank(self, place)
     )
-    needed = search._need(search._given(), 10**15)
+    needed = search._needed_bytes(search._configured(), 10**15)
     assert len(asked) < 8
     memories = Forecaster(given, 16, search._target).ranks().values()
     assert needed == pytest.approx(max(memory.needed for memory in memories), rel=1e-5)
