@@ -10,31 +10,30 @@ a save ends. Measurements alternate, and the least of several counts: a busy mac
 least. Only our checkpoints write and check checksums. Exit code 2 for bad input.
 """
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.config.errors import exit_code
 from megatron5d.tools.options import add_measurement
 
 RANKS = 64
 ROWS, COLUMNS = 1024, 1024  # of each tensor
 
 
-def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser = OptionParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="10^9 bytes of tensors (default 0.5)")
     add_measurement(parser)
@@ -53,31 +52,43 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.folder import newest_checkpoint
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
     save_folder,
     stored_tensors,
 )
 from megatron5d.checkpoint.hf.tensor_table import Entry
+from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor
-from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, load_tensors
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import (
+    WEIGHT_PREFIX,
+    SavedWeights,
+    load_tensors,
+    resolve_checkpoint,
+)
 from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools.bench.harness import Calls, least_seconds
+from megatron5d.tools.bench.results import print_rows, seconds_line
 from megatron5d.tools.conversion.new_checkpoint import save_weights
 from megatron5d.tools.conversion.reshard import rank_tensors, reshard
 
 
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {
-        WEIGHT_PREFIX + name: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)
-        for name, x in tensors.items()
-    }
+def _shards(
+    tensors: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1
+) -> dict[str, ShardedTensor]:
+    """The rows of each tensor that a rank saves or loads, in global coordinates."""
+    shards = {}
+    for name, x in tensors.items():
+        count = len(x) // ranks
+        offset = (rank * count, *(0,) * (x.dim() - 1))
+        rows = x[rank * count : (rank + 1) * count]
+        shards[WEIGHT_PREFIX + name] = ShardedTensor(x.shape, [(offset, rows)], x.dtype)
+    return shards
 
 
 class Bench:
@@ -99,7 +110,7 @@ class Bench:
 
     def save_ours(self, tensors: dict[str, ShardedTensor] | None = None) -> None:
         self.steps += 1
-        self.saver.save(self.steps, _whole(self.model) if tensors is None else tensors, {})
+        self.saver.save(self.steps, _shards(self.model) if tensors is None else tensors, {})
 
     def save_torch(self) -> None:
         with (self.folder / "torch.pt").open("wb") as file:
@@ -108,9 +119,7 @@ class Bench:
             os.fsync(file.fileno())
 
     def newest(self) -> Path:
-        checkpoint = newest_checkpoint(self.folder / "ours")
-        assert checkpoint is not None
-        return checkpoint
+        return resolve_checkpoint(self.folder / "ours", "")
 
     def export_ours(self) -> None:
         shutil.rmtree(self.folder / "exported", ignore_errors=True)
@@ -125,13 +134,7 @@ class Bench:
 
     def import_ours(self) -> None:
         with SafetensorsFolder(self.folder / "exported") as stored:
-            shape, tensors = (ROWS, COLUMNS), {}
-            for name in self.model:
-                read_tensor = partial(stored.read, name, shape=shape)
-                tensors[WEIGHT_PREFIX + name] = LazyTensor(
-                    shape, {(0, 0): shape}, torch.float32, read_tensor
-                )
-            self.save_ours(dict(tensors))
+            self.save_ours(dict(lazy_weights(self.entries, stored, torch.float32)))
 
     def import_others(self) -> None:
         dcp.save(
@@ -146,22 +149,19 @@ class Bench:
         )
         model = replace(model, num_layers=max(1, round(self.num_bytes / 51e6)))
         config = Config(model=model, precision=PrecisionConfig(dtype="fp32"))
-        described = rank_tensors(config, 1, searched_layout(config, 1), 0)
         tensors = {
             key.removeprefix(WEIGHT_PREFIX): torch.randn(tensor.shape)
-            for key, tensor in described.items()
+            for key, tensor in rank_tensors(config, 1, searched_layout(config, 1), 0).items()
             if key.startswith(WEIGHT_PREFIX)
         }
-        save_weights(self.folder / "one", _whole(tensors), config)
+        save_weights(self.folder / "one", _shards(tensors), config)
         self.reshard("one", "two", 2, "parallel.tp=2")
 
     def reshard(self, source: str, out: str, world: int, *overrides: str) -> None:
         shutil.rmtree(self.folder / out, ignore_errors=True)
         options = {"source": self.folder / source, "out": self.folder / out, "world": world}
         with redirect_stdout(None):
-            reshard(
-                argparse.Namespace(**options, workers=os.cpu_count(), overrides=list(overrides))
-            )
+            reshard(Namespace(**options, workers=os.cpu_count(), overrides=list(overrides)))
 
     def copy(self) -> None:
         shutil.rmtree(self.folder / "copy", ignore_errors=True)
@@ -172,30 +172,18 @@ class Bench:
         """Saves and reads as many ranks do; returns the bytes read per byte of the model."""
         folder, save, messages = self.folder / "ranks", Save("bench", 1), []
         folder.mkdir()
-
-        def local(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, ShardedTensor]:
-            rows = slice(rank * ROWS // RANKS, (rank + 1) * ROWS // RANKS)
-            return {
-                WEIGHT_PREFIX + name: ShardedTensor(x.shape, [((rows.start, 0), x[rows])], x.dtype)
-                for name, x in tensors.items()
-            }
-
         for rank in range(RANKS):
-            messages.append(write_rank_file(folder, local(self.model, rank), rank, save))
+            messages.append(write_rank_file(folder, _shards(self.model, rank, RANKS), rank, save))
         IndexWriter().write(folder, messages, save)
         (folder / "files.json").write_text('{"run.json": 0}')
         reader, before = Reader(folder), _bytes_read()
         for rank in range(RANKS):
-            reader.fill([local(self.loaded, rank)])
+            reader.fill([_shards(self.loaded, rank, RANKS)])
         return (_bytes_read() - before) / self.num_bytes
 
-    def run(self, repeats: int) -> dict[str, dict[str, float]]:
-        """Measures everything.
-
-        Returns:
-            Row -> way -> CPU seconds; wall seconds of "reshard, wall", bytes of the restart.
-        """
-        parts = _whole(self.loaded)
+    def measure(self, repeats: int) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yields CPU seconds of each row; also wall seconds of resharding, bytes of a restart."""
+        shards = _shards(self.loaded)
         torch_file, dcp_folder = self.folder / "torch.pt", self.folder / "dcp"
         rows: dict[str, Calls] = {
             "save": {
@@ -204,23 +192,25 @@ class Bench:
                 "dcp.save": lambda: dcp.save(self.model, checkpoint_id=dcp_folder),
             },
             "load": {
-                "ours": lambda: load_tensors(self.newest(), parts),
+                "ours": lambda: load_tensors(self.newest(), shards),
                 "torch.load": lambda: torch.load(torch_file, weights_only=True),
                 "dcp.load": lambda: dcp.load(self.loaded, checkpoint_id=dcp_folder),
             },
             "export": {"ours": self.export_ours, "dcp.load, save_file": self.export_others},
             "import": {"ours": self.import_ours, "load_file, dcp.save": self.import_others},
-            "reshard": {
-                "ours": lambda: self.reshard("two", "eight", 8, "parallel.tp=4", "parallel.zero=1"),
-                "cp, sync": self.copy,
-            },
         }
+        for row, calls in rows.items():
+            yield row, least_seconds(calls, repeats)[0]
         self.prepare_resharding()
-        measured = {row: least_seconds(calls, repeats) for row, calls in rows.items()}
-        seconds = {row: cpu for row, (cpu, _) in measured.items()}
-        seconds["reshard, wall"] = measured["reshard"][1]
+        resharding: Calls = {
+            "ours": lambda: self.reshard("two", "eight", 8, "parallel.tp=4", "parallel.zero=1"),
+            "cp, sync": self.copy,
+        }
+        cpu, wall = least_seconds(resharding, repeats)
+        yield "reshard", cpu
+        yield "reshard, wall", wall
         assert all(torch.equal(x, self.loaded[name]) for name, x in self.model.items())
-        return seconds | {f"restart of {RANKS} ranks": {"ours": self.restart()}}
+        yield f"restart of {RANKS} ranks", {"ours": self.restart()}
 
 
 def _bytes_read() -> int:
@@ -228,33 +218,23 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
-def _table(rows: dict[str, dict[str, float]], num_bytes: int) -> str:
-    lines = [f"{num_bytes / 1e9:.2f} GB, CPU seconds (ours / other)"]
-    for row, seconds in rows.items():
-        ours = seconds["ours"]
-        line = f"{row:22}{ours:8.3f}"
-        if row.startswith("restart"):
-            line += " bytes read per byte of the model"
-        for name, other in seconds.items():
-            if name != "ours":
-                line += f"   {name} {other:.3f} ({ours / other:.2f})"
-        lines.append(line)
-    return "\n".join(lines)
+def _line(row: str, figures: dict[str, float]) -> str:
+    if row.startswith("restart"):
+        return f"{row:28}{figures['ours']:8.3f} bytes read per byte of the model"
+    return seconds_line(row, figures)
+
+
+def run(arguments: Namespace) -> None:
+    warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+        bench = Bench(Path(folder), arguments.gb * 1e9)
+        print_rows(bench.measure(arguments.repeats), _line, arguments.json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
-    warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-            bench = Bench(Path(folder), arguments.gb * 1e9)
-            rows = bench.run(arguments.repeats)
-    except OSError as error:
-        print(f"bench_checkpoint: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(rows) if arguments.json else _table(rows, bench.num_bytes))
-    return 0
+    return exit_code("bench_checkpoint", lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ measured on half of the texts and on all: the difference excludes the start. Exi
 input or where a peer is missing.
 """
 
-import argparse
 import json
 import logging
 import multiprocessing
@@ -19,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -37,7 +37,7 @@ WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 PROVIDERS = ("ours", "megatron")
 
 
-def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser = OptionParser(description=__doc__)
     parser.add_argument("--mb", type=float, default=8.0, help="10^6 bytes of text (default 8)")
     parser.add_argument(
@@ -65,7 +65,7 @@ from megatron5d.data.preprocess import Job, preprocess
 from megatron5d.data.samples import Samples, open_samples
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.tools.bench.harness import Calls, least_seconds
-from megatron5d.tools.bench.results import print_rows
+from megatron5d.tools.bench.results import print_rows, seconds_line
 from megatron5d.tools.tokenizer import train_byte_level
 
 Seconds = dict[str, float]  # provider -> CPU seconds
@@ -240,7 +240,7 @@ def measure_order(prefixes: Sequence[str], tokens: float, cache: Path, repeats: 
     return least_seconds(calls, repeats, check)[0]
 
 
-def measured_rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Seconds]]:
+def measured_rows(arguments: Namespace, folder: Path) -> Iterator[tuple[str, Seconds]]:
     """Yields the rows of the table."""
     import torch.distributed as dist
 
@@ -264,21 +264,12 @@ def measured_rows(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple
         dist.destroy_process_group()
 
 
-def _line(name: str, seconds: Seconds) -> str:
-    ratios = (
-        f"{seconds['ours'] / other:6.2f} of {peer} ({other:.3f})"
-        for peer, other in seconds.items()
-        if peer != "ours"
-    )
-    return f"{name:28}{seconds['ours']:8.3f} CPU s  {'  '.join(ratios)}"
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     warnings.simplefilter("ignore")  # megatron-core announces what it would do with a GPU
     logging.disable(logging.WARNING)
     try:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-            print_rows(measured_rows(arguments, Path(folder)), _line, arguments.json)
+            print_rows(measured_rows(arguments, Path(folder)), seconds_line, arguments.json)
     except ImportError as error:
         raise ValueError(error) from error
 

@@ -19,7 +19,6 @@ rounds counts: a busy machine changes it least. Peers that are not installed are
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from copy import copy
 from functools import partial
 from importlib.util import find_spec
@@ -75,7 +74,7 @@ from megatron5d.phases.phase import phases_in
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.phase_graphs import PhaseGraphs
 from megatron5d.tensor_parallel.linear import local_linear
-from megatron5d.tools.bench.harness import Calls
+from megatron5d.tools.bench.harness import Call, Calls, least_seconds
 from megatron5d.tools.bench.results import print_rows
 from megatron5d.tools.bench.training import (
     our_step,
@@ -130,13 +129,12 @@ GPT2 = [
     "optim.clip=1.0",
 ]
 CPU = torch.device("cpu")
-Forward = Callable[..., Tensor]
 MIN_ROUND_S = 0.02  # of several calls, where one takes less
 
 
 def our_layer(
     config: Config, world: int = 1, device: torch.device = CPU, graphs: bool = False
-) -> Callable[[], object]:
+) -> Call:
     """Forward and backward of a block as a stage runs them, into main gradients as in training."""
     model = GPT(config, build_mesh(sizes_of(config, world)), device)
     model.initialize(0)
@@ -165,7 +163,7 @@ def our_layer(
     return run
 
 
-def with_backward(forward: Forward, *inputs: Tensor) -> Callable[[], object]:
+def with_backward(forward: Call, *inputs: Tensor) -> Call:
     """Forward and backward of plain autograd, whose gradients add up in the leaves."""
     leaves = [x.requires_grad_() for x in inputs]
     dy = torch.randn_like(forward(*leaves))
@@ -305,7 +303,7 @@ def operation(name: str) -> Calls:
     tables = angle.cos(), angle.sin()
     cos, sin = (torch.cat((x, x), -1).unsqueeze(2) for x in tables)
     rows, heads = (8, 1, 32), (8, 1, 4, 8)
-    operations: dict[str, tuple[Forward, Forward, tuple[tuple[int, ...], ...]]] = {
+    operations: dict[str, tuple[Call, Call, tuple[tuple[int, ...], ...]]] = {
         "layer_norm": (
             partial(layer_norm, eps=1e-5),
             lambda x, w, b: F.layer_norm(x, (32,), w, b),
@@ -354,19 +352,21 @@ def calls_of(row: str) -> Calls:
 
 def cpu_seconds(calls: Calls, rounds: int) -> dict[str, float]:
     """Least CPU time of each call; the calls alternate."""
-    counts, least = {}, dict.fromkeys(calls, float("inf"))
+    counts: dict[str, int] = {}
+    batches: Calls = {}
     for name, call in calls.items():
         call()
         start = time.process_time()
         call()
         counts[name] = max(1, round(MIN_ROUND_S / max(time.process_time() - start, 1e-5)))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.process_time()
-            for _ in range(counts[name]):
-                call()
-            least[name] = min(least[name], (time.process_time() - start) / counts[name])
-    return least
+        batches[name] = partial(_repeat, call, counts[name])
+    seconds, _ = least_seconds(batches, rounds)
+    return {name: seconds[name] / counts[name] for name in calls}
+
+
+def _repeat(call: Call, count: int) -> None:
+    for _ in range(count):
+        call()
 
 
 def ratios(row: str, rounds: int) -> dict[str, float]:

@@ -55,21 +55,23 @@ from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.harness import (
     LIBRARIES,
     Benchmark,
+    Call,
     clear_device,
     copy_gb_s,
     device_is_lost,
     gemm_tflop_s,
     median_ms,
+    no_gpu,
     peak_bytes,
 )
-from megatron5d.tools.bench.processes import run_tasks
-from megatron5d.tools.bench.results import Row, collect, unavailable, write_entries
+from megatron5d.tools.bench.processes import Send, run_tasks
+from megatron5d.tools.bench.results import Figures, collect, unavailable, write_entries
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 SILENCE_S = 150.0  # of one provider: three compilations and all its calls
 
 
-def request_of(call: Callable[[], object]) -> choice.Request | None:
+def request_of(call: Call) -> choice.Request | None:
     """The last request that a call makes for a library; None where it makes none."""
     requests: list[choice.Request] = []
     original = choice.provider
@@ -85,7 +87,7 @@ def request_of(call: Callable[[], object]) -> choice.Request | None:
 
 def measure(
     benchmark: Benchmark, sets: int, repeats: int, select: Callable[[str], bool] = bool
-) -> Iterator[tuple[str, Row]]:
+) -> Iterator[tuple[str, Figures]]:
     """Yields time, rate and peak memory of each selected provider, or why it has none.
 
     Raises:
@@ -118,7 +120,7 @@ def measure(
         yield provider, figures
 
 
-def work(sets: int, repeats: int, names: Sequence[str], send: Callable[[tuple], None]) -> None:
+def work(sets: int, repeats: int, names: Sequence[str], send: Send) -> None:
     """Measures the device and the named rows: the worker of `run_tasks`."""
     # or what is compiled refuses to go back through its graph again
     torch._functorch.config.donated_buffer = False
@@ -136,7 +138,7 @@ def work(sets: int, repeats: int, names: Sequence[str], send: Callable[[tuple], 
         clear_device()
 
 
-def report(results: Iterator[tuple], file: Path | None) -> dict[str, Any]:
+def report(results: Iterator[tuple], file: Path | None) -> Figures:
     """Prints and collects the results of `work`, as `collect` does."""
     reports = (
         (name, {"the rest": {"unavailable": figures}} if isinstance(figures, str) else figures)
@@ -145,7 +147,7 @@ def report(results: Iterator[tuple], file: Path | None) -> dict[str, Any]:
     return collect(reports, header, table, file)
 
 
-def header(facts: Mapping[str, Any]) -> str:
+def header(facts: Figures) -> str:
     limits = facts["limits"]
     return (
         f"{facts['device']}, torch {facts['torch']}: copy {limits['GB/s']:.0f} GB/s, "
@@ -153,7 +155,7 @@ def header(facts: Mapping[str, Any]) -> str:
     )
 
 
-def table(name: str, row: Row, facts: Mapping[str, Any]) -> str:
+def table(name: str, row: Figures, facts: Figures) -> str:
     """Rate, share of the device's limit, memory, and our speed over each provider's."""
     lines = [name]
     ours = row.get("ours", {}).get("ms")
@@ -174,7 +176,7 @@ Timing = tuple[str, dict[str, int], dict[str, float]]
 """The operation that chooses a library, the key of its shape, and milliseconds by library."""
 
 
-def timings(rows: Mapping[str, Row]) -> Iterator[Timing]:
+def timings(rows: Mapping[str, Figures]) -> Iterator[Timing]:
     """Yields the times of rows that more than one library computed."""
     libraries = {library for names in LIBRARIES.values() for library in names}
     for row in rows.values():
@@ -189,7 +191,7 @@ def timings(rows: Mapping[str, Row]) -> Iterator[Timing]:
                 yield figures["way"], figures["key"], times
 
 
-def orders(measured: Iterable[Timing]) -> dict[str, list[dict[str, Any]]]:
+def orders(measured: Iterable[Timing]) -> dict[str, list[Figures]]:
     """Table of an architecture: operation -> entries, the smallest shapes first.
 
     A size is unbounded in the entry of its largest measured value.
@@ -198,7 +200,7 @@ def orders(measured: Iterable[Timing]) -> dict[str, list[dict[str, Any]]]:
     for operation, key, times in measured:
         fastest_first = sorted(times, key=lambda library: times[library])
         by_operation.setdefault(operation, []).append((key, fastest_first))
-    table: dict[str, list[dict[str, Any]]] = {}
+    table: dict[str, list[Figures]] = {}
     for operation, shapes in by_operation.items():
         if all(order == shapes[0][1] for _, order in shapes):
             table[operation] = [{"config": {"order": shapes[0][1]}}]  # of any shape
@@ -206,12 +208,12 @@ def orders(measured: Iterable[Timing]) -> dict[str, list[dict[str, Any]]]:
         largest = {name: max(key[name] for key, _ in shapes) for name in shapes[0][0]}
         for key, order in sorted(shapes, key=lambda shape: tuple(shape[0].items())):
             bounds = {name: size for name, size in key.items() if size < largest[name]}
-            entry: dict[str, Any] = {"up_to": bounds} if bounds else {}
+            entry: Figures = {"up_to": bounds} if bounds else {}
             table.setdefault(operation, []).append(entry | {"config": {"order": order}})
     return table
 
 
-def write_orders(rows: Mapping[str, Row], capability: int) -> Path | None:
+def write_orders(rows: Mapping[str, Figures], capability: int) -> Path | None:
     """Replaces the table of an architecture; returns None where nothing was compared."""
     table = orders(timings(rows))
     if not table:
@@ -235,18 +237,11 @@ def main() -> int:
     if args.list:
         print("\n".join(names))
         return 0
-    if not torch.cuda.is_available():
-        print(
-            "bench_kernels needs a GPU, and torch finds none; --list works without", file=sys.stderr
-        )
+    if no_gpu("bench_kernels", "--list works without"):
         return 2
     worker = functools.partial(work, args.sets, args.repeats)
     deadline = time.monotonic() + 60 * args.minutes
-    try:
-        results = report(run_tasks(worker, names, SILENCE_S, deadline), args.json)
-    except KeyboardInterrupt:
-        print("interrupted: the figures above were measured", file=sys.stderr)
-        return 130
+    results = report(run_tasks(worker, names, SILENCE_S, deadline), args.json)
     if args.choose:
         print(f"written: {write_orders(results['rows'], results.get('capability', 0))}")
     return 0

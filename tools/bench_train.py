@@ -22,11 +22,10 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,15 +33,10 @@ if not __package__:  # a script of a checkout
 from megatron5d.config.command_line import OptionParser, print_anywhere
 
 CASES = {
-    "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
-    "8b": ["model=llama3_8b", "train.seq_len=8192", "train.mbs=1"],
-    "moe": [
-        "model=qwen3_30b_a3b",
-        "model.num_layers=16",
-        "model.num_experts=32",
-        "train.seq_len=4096",
-        "train.mbs=4",
-    ],
+    "1b": "model=llama3_1b train.seq_len=8192 train.mbs=2",
+    "8b": "model=llama3_8b train.seq_len=8192 train.mbs=1",
+    "moe": "model=qwen3_30b_a3b model.num_layers=16 model.num_experts=32 train.seq_len=4096 "
+    "train.mbs=4",
 }
 
 
@@ -79,9 +73,9 @@ from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.planning.fit import device_bytes, target_here
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.time.predict import peak_tflops
-from megatron5d.tools.bench.harness import clear_device, device_is_lost
-from megatron5d.tools.bench.processes import run_tasks
-from megatron5d.tools.bench.results import Row, collect, error_line
+from megatron5d.tools.bench.harness import clear_device, device_is_lost, no_gpu
+from megatron5d.tools.bench.processes import Send, run_tasks
+from megatron5d.tools.bench.results import Figures, collect, error_line
 from megatron5d.tools.bench.training import (
     Step,
     configured,
@@ -100,19 +94,6 @@ PROVIDERS: dict[str, Callable[[Config, torch.device], Step]] = {
     "ours": our_step,
     "transformers + compile": transformers_step,
 }
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of one provider on one model."""
-
-    steps: int  # timed so far
-    step_s: float
-    tokens_per_s: float
-    mfu: float | None  # of the device's data-sheet peak; None where it is not known
-    memory_gb: float
-    first_loss: float
-    last_loss: float
 
 
 def fitted(config: Config, available_bytes: int, target: Target) -> Config:
@@ -144,15 +125,21 @@ def measure(step: Step, config: Config, device: torch.device, steps: int) -> Ite
         if i >= WARM_UP:
             times.append(time.perf_counter() - start)
             rate = num_tokens / median(times)
-            mfu = None if peak is None else rate * flops / (peak * 1e12)
-            yield Figures(
-                len(times), median(times), rate, mfu, memory_gb(device), losses[0], losses[-1]
-            )
+            yield {
+                "steps": len(times),
+                "step_s": median(times),
+                "tokens_per_s": rate,
+                # of the device's data-sheet peak, if that is known
+                "mfu": None if peak is None else rate * flops / (peak * 1e12),
+                "memory_gb": memory_gb(device),
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+            }
 
 
 def measure_side(
     provider: str, config: Config, device: torch.device, steps: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Figures]:
     """Yields the figures of a provider, then the reason why it ended early, if it did.
 
     Raises:
@@ -161,8 +148,7 @@ def measure_side(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        for figures in measure(PROVIDERS[provider](config, device), config, device, steps):
-            yield asdict(figures)
+        yield from measure(PROVIDERS[provider](config, device), config, device, steps)
     except Exception as error:  # a side that is missing, too large or broken must not end the run
         if not isinstance(error, (ImportError, torch.OutOfMemoryError)):
             traceback.print_exc()
@@ -177,7 +163,7 @@ def work(
     device_type: str,
     steps: int,
     tasks: Sequence[str],
-    send: Callable[[tuple], None],
+    send: Send,
 ) -> None:
     """Measures tasks, `<case>: <provider>`: the worker of `run_tasks`."""
     cuda = device_type == "cuda"
@@ -212,7 +198,7 @@ def work(
 def report(results: Iterator[tuple], overrides: list[str], file: Path | None) -> None:
     """Prints and collects the results of `work`, as `collect` does: a row is a case."""
 
-    def by_case() -> Iterator[tuple[str | None, Row]]:
+    def by_case() -> Iterator[tuple[str | None, Figures]]:
         for task, figures in results:
             if task is None:
                 yield None, figures
@@ -223,11 +209,11 @@ def report(results: Iterator[tuple], overrides: list[str], file: Path | None) ->
     collect(by_case(), header, table, file, overrides=overrides)
 
 
-def header(facts: Mapping[str, Any]) -> str:
+def header(facts: Figures) -> str:
     return f"{facts['device']}, torch {facts['torch']}"
 
 
-def table(name: str, row: Row, facts: Mapping[str, Any]) -> str:
+def table(name: str, row: Figures, facts: Figures) -> str:
     """Lines about one model."""
     lines = [name]
     if "model" in row:
@@ -255,32 +241,25 @@ def table(name: str, row: Row, facts: Mapping[str, Any]) -> str:
 
 def main() -> int:
     arguments = _arguments()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "bench_train needs a GPU, and torch finds none; --device cpu works without",
-            file=sys.stderr,
-        )
+    if arguments.device == "cuda" and no_gpu("bench_train", "--device cpu works without"):
         return 2
     cases = {name: CASES[name] for name in arguments.cases or CASES}
     if arguments.model:
-        sizes = [f"train.seq_len={arguments.seq_len}", f"train.mbs={arguments.mbs}"]
-        cases = {arguments.model: [f"model={arguments.model}", *sizes]}
+        sizes = f"train.seq_len={arguments.seq_len} train.mbs={arguments.mbs}"
+        cases = {arguments.model: f"model={arguments.model} {sizes}"}
     ours, peer = PROVIDERS
     providers = {"ours": [ours], "peer": [peer]}.get(arguments.only, [ours, peer])
     try:
         configs = {
-            name: configured([*overrides, *arguments.set]) for name, overrides in cases.items()
+            name: configured([*overrides.split(), *arguments.set])
+            for name, overrides in cases.items()
         }
     except ConfigError as error:
         refuse(error.faults)
     tasks = [f"{case}: {provider}" for case in configs for provider in providers]
     worker = functools.partial(work, configs, arguments.device, arguments.steps)
     deadline = time.monotonic() + 60 * arguments.minutes
-    try:
-        report(run_tasks(worker, tasks, SILENCE_S, deadline), arguments.set, arguments.json)
-    except KeyboardInterrupt:
-        print("interrupted: the figures above were measured", file=sys.stderr)
-        return 130
+    report(run_tasks(worker, tasks, SILENCE_S, deadline), arguments.set, arguments.json)
     return 0
 
 

@@ -36,8 +36,6 @@ as one of these: phi3, seed_oss, dots1, hy_v3, glm4_moe_lite, kimi_k2, gemma3 (d
 Exit code 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -256,22 +254,22 @@ COMMANDS = {
             option(
                 "--num-experts",
                 "of every mixture; each slice counts",
-                type=int,
+                type=whole_number(),
                 required=True,
                 metavar="E",
             ),
-            option("--top-k", "experts per token", type=int, required=True, metavar="K"),
+            option("--top-k", "experts per token", type=whole_number(), required=True, metavar="K"),
             option(
                 "--granularity",
                 "slices of each copy of the MLP (default 1)",
-                type=int,
+                type=whole_number(),
                 default=1,
                 metavar="G",
             ),
             option(
                 "--first-k-dense",
                 "first layers that stay dense (default 0)",
-                type=int,
+                type=whole_number(0),
                 default=0,
                 metavar="N",
             ),

@@ -13,12 +13,11 @@ of special tokens in the prompt stand for them, which chat models need:
 Exit code 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> Namespace:
     parser = OptionParser(description=__doc__)
     add_model(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
@@ -84,7 +83,7 @@ from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
 
 
-def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, Path]:
+def tokenizer_of(args: Namespace, config: Config) -> tuple[Tokenizer, Path]:
     """The tokenizer of the command line, or else of the model's source, and its path."""
     path = args.tokenizer or args.hf or token_source(config)
     if path is None:
@@ -96,7 +95,7 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, P
         raise ValueError(f"{error}{hint}") from error
 
 
-def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
+def begin_of_prompt(tokenizer: Tokenizer, args: Namespace, config: Config) -> list[int]:
     """The begin-of-text token, if prompts start with one.
 
     By default, none is added for a model that was trained here: if its data began with one,
@@ -125,7 +124,7 @@ def continue_text(
     tokenizer: Tokenizer,
     prompt: list[int],
     end_ids: set[int | None],
-    args: argparse.Namespace,
+    args: Namespace,
 ) -> list[int]:
     """Ids of the prompt and of its continuation, without the token that ended it."""
     model = predictor.config.model
@@ -152,7 +151,7 @@ def continue_text(
     return tokens
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     environment = read_environment()
     if args.max_tokens < 1 or not args.temperature >= 0 or args.top_k < 0:
         raise ValueError(

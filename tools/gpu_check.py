@@ -30,10 +30,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -67,16 +66,23 @@ from megatron5d.config.json_file import write_whole
 from megatron5d.kernels import choice
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.compare import ADDMM, LOSSES, addmm, losses, reference
-from megatron5d.tools.bench.harness import clear_device, copy_gb_s, device_is_lost, gemm_tflop_s
+from megatron5d.tools.bench.harness import (
+    clear_device,
+    copy_gb_s,
+    device_is_lost,
+    gemm_tflop_s,
+    no_gpu,
+)
 from megatron5d.tools.bench.processes import (
     NOT_REACHED,
     OUT_OF_TIME,
+    Send,
     finish_program,
     kill_program,
     run_tasks,
     start_program,
 )
-from megatron5d.tools.bench.results import unavailable
+from megatron5d.tools.bench.results import Figures, unavailable
 from megatron5d.tools.bench_kernels import measure, write_orders
 from megatron5d.tools.tune_kernels import SPACE
 
@@ -114,7 +120,7 @@ def start_sanitizers(rows: Sequence[str]) -> dict[str, subprocess.Popen[str]]:
     }
 
 
-def sanitizer_errors(program: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
+def sanitizer_errors(program: subprocess.Popen[str], deadline: float) -> Figures:
     """Number of errors that compute-sanitizer reports."""
     _, output = finish_program(program, deadline, lines=20)
     # ERROR SUMMARY: 0 errors        RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
@@ -155,7 +161,6 @@ TITLES = {
     "training": "Whole steps",
     "tuning": "Tuned",
 }
-NESTED = ("reference", "benchmarks", "training")  # sections whose figures are by provider
 
 
 class Results:
@@ -168,9 +173,9 @@ class Results:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.sections: dict[str, dict[str, dict[str, Any]]] = {}
+        self.sections: dict[str, dict[str, Figures]] = {}
 
-    def add(self, section: str, name: str, figures: Mapping[str, Any]) -> None:
+    def add(self, section: str, name: str, figures: Figures) -> None:
         """Adds figures to those of the same name, prints them, and writes both files."""
         self.sections.setdefault(section, {}).setdefault(name, {}).update(figures)
         print(f"{section}: {name}: {_in_words(figures)}", flush=True)
@@ -194,7 +199,7 @@ class Results:
     def all_right(self) -> bool:
         """Whether no comparison differs and the sanitizer reports no error."""
 
-        def is_wrong(figures: Mapping[str, Any]) -> bool:
+        def is_wrong(figures: Figures) -> bool:
             return (
                 figures.get("right") is False
                 or figures.get("in place") is False
@@ -209,18 +214,17 @@ class Results:
         lines = ["# GPU check"]
         for section, title in TITLES.items():
             if section in self.sections:
-                rows = _table(self.sections[section], section in NESTED)
-                lines += ["", f"## {title}", "", *rows]
+                lines += ["", f"## {title}", "", *_table(self.sections[section])]
         return "\n".join(lines) + "\n"
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]], nested: bool) -> Iterator[str]:
-    yield "| | | |\n|---|---|---|" if nested else "| | |\n|---|---|"
+def _table(rows: dict[str, Figures]) -> Iterator[str]:
+    yield "| | | |\n|---|---|---|"
     for name, row in rows.items():
-        providers = {key: value for key, value in row.items() if nested and isinstance(value, dict)}
+        providers = {key: value for key, value in row.items() if isinstance(value, dict)}
         properties = {key: value for key, value in row.items() if key not in providers}
         if properties:
-            yield f"| {name} | {_in_words(properties)} |" + " |" * nested
+            yield f"| {name} | | {_in_words(properties)} |"
         ours = providers.get("ours", {}).get("ms")
         for provider, figures in providers.items():
             compared = ours and "ms" in figures and provider != "ours"
@@ -228,7 +232,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]], nested: bool) -> Iterator[str]
             yield f"| {name} | {provider} | {_in_words(figures)}{ratio} |"
 
 
-def _in_words(figures: Mapping[str, Any]) -> str:
+def _in_words(figures: Figures) -> str:
     """Figures in one line, without the shape of a request, which is for programs."""
     if "ms" in figures:
         return (
@@ -244,14 +248,13 @@ def _in_words(figures: Mapping[str, Any]) -> str:
         bits = "" if figures.get("same bits", True) else ", other bits each time"
         verdict = "right" if figures["right"] else "WRONG"
         return f"{verdict}, differs by {figures['difference']:.1e}{bits}{curves}"
-    words = (
-        f"{key} {_in_words(value) if isinstance(value, dict) else _figure(value)}"
-        for key, value in figures.items()
-    )
+    words = (f"{key} {_figure(value)}" for key, value in figures.items())
     return "; ".join(words).replace("|", "/").replace("\n", " / ")
 
 
 def _figure(value: object) -> str:
+    if isinstance(value, dict):
+        return _in_words(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -276,7 +279,7 @@ SELECTED: dict[str, Callable[[str], bool]] = {
 }
 
 
-def device_facts() -> dict[str, Any]:
+def device_facts() -> Figures:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     facts = {
         "device": properties.name,
@@ -287,7 +290,7 @@ def device_facts() -> dict[str, Any]:
     return facts | versions()
 
 
-CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
+CHECKS: dict[str, Callable[[str], Figures]] = {
     "device": lambda _: device_facts(),
     "addmm": lambda name: addmm(*ADDMM[name]),
     "limits": lambda _: {"copy, GB/s": copy_gb_s(), "bfloat16 GEMM, TFLOP/s": gemm_tflop_s()},
@@ -296,7 +299,7 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-def work(tasks: Sequence[str], send: Callable[[tuple], None]) -> None:
+def work(tasks: Sequence[str], send: Send) -> None:
     """Runs tasks, `<section>: <name>`: the worker of `run_tasks`."""
     for task in tasks:
         section, _, name = task.partition(": ")
@@ -316,9 +319,6 @@ def work(tasks: Sequence[str], send: Callable[[tuple], None]) -> None:
 
 def measure_training(results: Results, deadline: float) -> None:
     """Measures whole steps in bfloat16 and FP8, without and with CUDA graphs."""
-    if find_spec("hydra") is None:
-        results.add("training", "whole steps", {"unavailable": "hydra-core is not installed"})
-        return
     variants = [
         (case, fp8, graph)
         for graph in ("none", "phases")
@@ -363,7 +363,8 @@ def check(results: Results, minutes: float, write: bool) -> None:
     rows = by_importance(list(BENCHMARKS))
     check_kernels(results, rows, end_of["checks"])
 
-    if find_spec("hydra") is not None:
+    has_hydra = find_spec("hydra") is not None
+    if has_hydra:
         from megatron5d.tools.bench.layouts import compared  # needs more than torch and Triton
 
         for name, figures in compared(results.folder, end_of["layouts"]):
@@ -378,7 +379,10 @@ def check(results: Results, minutes: float, write: bool) -> None:
         if file is not None:
             results.add("device", "order of libraries", {"written": str(file)})
 
-    measure_training(results, end_of["training"])
+    if has_hydra:
+        measure_training(results, end_of["training"])
+    else:
+        results.add("training", "whole steps", {"unavailable": "hydra-core is not installed"})
     tune(results, start + 60 * minutes, write)
 
 
@@ -406,8 +410,7 @@ def main() -> int:
                 call()
         torch.cuda.synchronize()
         return 0
-    if not torch.cuda.is_available():
-        print("gpu_check needs a GPU, and torch finds none", file=sys.stderr)
+    if no_gpu("gpu_check"):
         return 2
     results = Results(args.out)
     try:

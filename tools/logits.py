@@ -8,10 +8,8 @@ Ids [b, s] of any integer type, or [s] for one row, give logits [b, s, vocab_siz
 --dtype fp64, else float32. Further ranks than --tp divide the rows. Exit code 2 for bad input.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from megatron5d.config.errors import exit_code
 from megatron5d.tools.options import add_model
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> Namespace:
     parser = OptionParser(description=__doc__)
     add_model(parser)
     parser.add_argument(
@@ -101,7 +99,7 @@ def all_logits(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tupl
         yield first, all_gather(local.contiguous(), dp).cpu()[: step - missing]
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     environment = read_environment()
     source = Source(hf=args.hf, checkpoint=args.checkpoint)
     config = source.config(environment.world, tp=args.tp, sp=args.sp, dtype=args.dtype)

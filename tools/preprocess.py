@@ -10,12 +10,10 @@ command is given again, and ends with the same bytes. Exit codes: 0 done, or not
 bad settings, a bad line or a damaged file.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 if not __package__:  # a script of a checkout
@@ -34,7 +32,7 @@ SHOWN_BAD_LINES = 10
 SHOWN_FILES = 5
 
 
-def arguments() -> argparse.Namespace:
+def arguments() -> Namespace:
     """Parses the command line."""
     parser = OptionParser(description=__doc__)
     add_corpus(parser)
@@ -98,7 +96,7 @@ def warn(text: str) -> None:
     tqdm.write(f"preprocess: {text}", file=sys.stderr)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Preprocesses, with a progress bar on stderr, and prints the summary."""
     skipped_files: list[Path] = []
     files = tuple(list_files(args.input, args.glob, args.exclude, skipped_files))
@@ -137,7 +135,7 @@ def reporting_to(bar: tqdm) -> Reporting:
     return Reporting(progress, bad_line, lambda text: warn(f"WARNING: {text}"))
 
 
-def print_summary(summary: dict, args: argparse.Namespace) -> None:
+def print_summary(summary: dict, args: Namespace) -> None:
     for prefix, counts in summary["outputs"].items():
         if counts["tokens"] == 0:
             warn(f"WARNING: {prefix} has no tokens, so that no run can use it")

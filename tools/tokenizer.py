@@ -9,15 +9,13 @@ AutoTokenizer. `show` opens sentencepiece, tokenizer.json, tekken.json, vocab.js
 and tiktoken files. Exit codes: 0 done; 1 the text does not survive a round trip; 2 for bad input.
 """
 
-from __future__ import annotations
-
-import argparse
 import io
 import json
 import os
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -38,7 +36,7 @@ from megatron5d.data.tokenizer import changes_text, load_tokenizer
 from megatron5d.tools.options import add_corpus, add_json
 
 
-def arguments() -> argparse.Namespace:
+def arguments() -> Namespace:
     """Parses the command line."""
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -258,7 +256,7 @@ def read_texts(
             bar.update(unit.done_bytes - bar.n)
 
 
-def train(args: argparse.Namespace) -> dict:
+def train(args: Namespace) -> dict:
     """Trains and writes PREFIX.model, or PREFIX/tokenizer.json."""
     start = time.monotonic()
     files = list_files(args.input, args.glob, args.exclude)
@@ -276,7 +274,7 @@ def train(args: argparse.Namespace) -> dict:
     }
 
 
-def show(args: argparse.Namespace) -> dict:
+def show(args: Namespace) -> dict:
     """Describes a tokenizer, and encodes and decodes a text."""
     tokenizer = load_tokenizer(args.file)
     description: dict[str, Any] = {
@@ -303,7 +301,7 @@ def show(args: argparse.Namespace) -> dict:
     }
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     result = train(args) if args.command == "train" else show(args)
     if args.json:
         print(json.dumps(result))

@@ -13,12 +13,11 @@ one-dimensional array is one document, or several that end with the id --eod. Ex
 input: a damaged file, different id types, or an id outside the vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +41,7 @@ CHUNK_TOKENS = 1 << 22  # read or copied at a time
 COMPARED_DOCUMENTS = 1000  # whose last tokens `inspect` compares
 
 
-def arguments() -> argparse.Namespace:
+def arguments() -> Namespace:
     """Parses the command line."""
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -146,7 +145,7 @@ def _stream(data: IndexedDataset, borders: np.ndarray, description: str) -> Iter
             bar.update(end - start)
 
 
-def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+def decode(args: Namespace) -> list[dict[str, Any]]:
     """Some documents or samples as text."""
     data, tokenizer = IndexedDataset(args.prefix), load_tokenizer(args.tokenizer)
     records = []
@@ -161,7 +160,7 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
-def _selected(data: IndexedDataset, args: argparse.Namespace) -> list[tuple[str, np.ndarray]]:
+def _selected(data: IndexedDataset, args: Namespace) -> list[tuple[str, np.ndarray]]:
     generator, count = random.Random(args.seed), args.documents
     if args.sample is not None:
         last = data.num_tokens - args.sample
@@ -269,7 +268,7 @@ def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarra
                 yield ids
 
 
-def import_arrays(args: argparse.Namespace) -> dict[str, Any]:
+def import_arrays(args: Namespace) -> dict[str, Any]:
     """Writes the documents of all files to one pair."""
     with _writer(args.out, dtype_for_vocab(args.vocab_size), args.overwrite) as writer:
         for name in tqdm(args.files, unit="file", desc="importing", disable=None):
@@ -287,7 +286,7 @@ def import_arrays(args: argparse.Namespace) -> dict[str, Any]:
     return inspect(args.out, scan=False)
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Runs the command; returns one record for each file or text."""
     if args.command == "inspect":
         return [inspect(prefix, args.scan) for prefix in args.prefixes]
@@ -307,7 +306,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [copy(parts, args.out, args.overwrite)]
 
 
-def print_records(records: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def print_records(records: list[dict[str, Any]], args: Namespace) -> None:
     if args.json:
         print(json.dumps(records))
         return

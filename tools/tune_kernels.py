@@ -56,8 +56,8 @@ import torch
 
 from megatron5d.kernels import tuning
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.harness import copies_of, device_is_lost, median_ms
-from megatron5d.tools.bench.processes import NOT_REACHED, run_tasks
+from megatron5d.tools.bench.harness import Call, copies_of, device_is_lost, median_ms, no_gpu
+from megatron5d.tools.bench.processes import NOT_REACHED, Send, run_tasks
 from megatron5d.tools.bench.results import error_line, write_entries
 
 SILENCE_S = 60.0  # of one candidate's compilation
@@ -188,7 +188,7 @@ class Search:
             self.call = self._fresh_call()
             self.expected = copies_of(self.call())
 
-    def _fresh_call(self) -> Callable[[], object]:
+    def _fresh_call(self) -> Call:
         """The benchmark's call on inputs that are the same every time, even if it changes them."""
         torch.manual_seed(0)
         return BENCHMARKS[self.row].calls(**self.inputs)[self.provider]
@@ -199,9 +199,7 @@ class Search:
             self.present = dict(config)
         return config
 
-    def run(
-        self, candidate: dict, measure: Callable[[Callable[[], object]], float]
-    ) -> float | None:
+    def run(self, candidate: dict, measure: Callable[[Call], float]) -> float | None:
         """Measures the call with a candidate; None where it does not run or its result differs.
 
         Raises:
@@ -231,7 +229,7 @@ def _compile(
     row: str | None,
     every_candidate: Sequence[dict],
     numbers: Sequence[str],
-    send: Callable[[tuple], None],
+    send: Send,
 ) -> None:
     """Runs the candidates of these numbers: the worker of `run_tasks`."""
     search = Search(operation, row)
@@ -320,10 +318,7 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{name}: {len(candidates(name))} candidates" for name in operations))
         return 0
-    if not torch.cuda.is_available():
-        print(
-            "tune_kernels needs a GPU, and torch finds none; --list works without", file=sys.stderr
-        )
+    if no_gpu("tune_kernels", "--list works without"):
         return 2
     exit_code = 0
     for operation in operations:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron5d import kernels
 from megatron5d.tools.bench.harness import (
     OURS,
     Benchmark,
+    Call,
     Calls,
     Forward,
     forward_or_backward,
@@ -45,7 +45,7 @@ def _flex(window: int, document: int, q: Tensor, k: Tensor, v: Tensor) -> Forwar
         return visible & (query // document == key // document) if document else visible
 
     @functools.cache
-    def prepare() -> tuple[Callable[..., Tensor], BlockMask]:
+    def prepare() -> tuple[Call, BlockMask]:
         mask = create_block_mask(is_visible, None, None, s, s, q.device)
         return torch.compile(flex_attention, dynamic=False), mask
 

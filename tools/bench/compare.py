@@ -1,8 +1,7 @@
 """Correctness on a GPU: kernels, libraries and whole steps compared with the plain path."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -11,8 +10,8 @@ import torch
 from megatron5d.kernels import dispatch
 from megatron5d.kernels.gemm import accumulate_weight_grad_triton
 from megatron5d.tools.bench import BENCHMARKS
-from megatron5d.tools.bench.harness import clear_device, copies_of, device_is_lost, median_ms
-from megatron5d.tools.bench.results import unavailable
+from megatron5d.tools.bench.harness import Calls, clear_device, copies_of, device_is_lost, median_ms
+from megatron5d.tools.bench.results import Figures, unavailable
 
 REPEATS = 3  # of a call of ours, which must give the same bits each time
 TOLERANCE = 2e-2  # relative difference in norm between two summation orders in bfloat16 or FP8
@@ -38,7 +37,7 @@ LOSSES = {
 ADDMM = {"14336x4096x8192": (14336, 4096, 8192), "4096x1792x8192": (4096, 1792, 8192)}
 
 
-def addmm(m: int, n: int, k: int, device: str = "cuda") -> dict[str, Any]:
+def addmm(m: int, n: int, k: int, device: str = "cuda") -> Figures:
     """Whether `torch.addmm` adds bfloat16 `[k, m]ᵀ [k, n]` into an fp32 main gradient in place."""
     dy, x = (torch.randn(k, size, device=device, dtype=torch.bfloat16) for size in (m, n))
     main = torch.randn(m, n, device=device)
@@ -48,11 +47,11 @@ def addmm(m: int, n: int, k: int, device: str = "cuda") -> dict[str, Any]:
         return torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main)
 
     result = add()
-    figures: dict[str, Any] = {
+    figures: Figures = {
         "in place": result.data_ptr() == main.data_ptr(),
         "difference": difference([result], [expected]),
     }
-    calls: dict[str, Callable[[], object]] = {
+    calls: Calls = {
         "torch.addmm into it": add,
         "GEMM, then sum": lambda: main.add_(dy.t() @ x),
         "Triton": lambda: accumulate_weight_grad_triton(main, dy, x),
@@ -78,7 +77,7 @@ def without_triton() -> Any:
 
 def reference(
     name: str, device: str = "cuda", tiny: bool = False, repeats: int = REPEATS
-) -> dict[str, Any]:
+) -> Figures:
     """Compares our calls of a row, and the libraries behind them, with the plain path.
 
     Returns:
@@ -89,7 +88,7 @@ def reference(
         torch.manual_seed(0)
         return copies_of(BENCHMARKS[name].calls_by_library(device, tiny)[provider]())
 
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for provider in BENCHMARKS[name].calls_by_library(device, tiny):
         if not provider.startswith("ours"):
             continue
@@ -114,10 +113,9 @@ def reference(
     return figures
 
 
-def losses(name: str, device: str = "cuda") -> dict[str, Any]:
+def losses(name: str, device: str = "cuda") -> Figures:
     """Trains a small model for five steps on one batch, with the kernels and by the plain path."""
-    if find_spec("hydra") is None:
-        return {"unavailable": "hydra-core is not installed"}
+    # needs Hydra; the other checks need torch and Triton only
     from megatron5d.tools.bench.training import configured, our_step, token_rows
 
     config = configured(LOSSES[name])

@@ -1,6 +1,5 @@
 """GEMMs: in FP8, of experts, into a main gradient, and of rows from other ranks."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,6 +26,7 @@ from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of
 from megatron5d.tools.bench.harness import (
     OURS,
     Benchmark,
+    Call,
     Calls,
     randn,
     returning,
@@ -46,7 +46,7 @@ def float8(device: str, m: int, n: int, k: int) -> Calls:
 
     def torch_scaled(
         a: Quantized, b: Quantized, a_scales: Tensor, b_scales: Tensor, out_dtype=torch.bfloat16
-    ) -> Callable[[], Tensor]:
+    ) -> Call:
         b_values = b.values.t()
         return lambda: torch._scaled_mm(a.values, b_values, a_scales, b_scales, out_dtype=out_dtype)
 

@@ -7,6 +7,7 @@ limits of the same device.
 import gc
 import importlib
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from megatron5d.kernels.choice import TRITON, Settings
 from megatron5d.kernels.fp8.quantize import Quantized
 
 OURS = Settings(TRITON, TRITON, TRITON, TRITON)
-Calls = dict[str, Callable[..., object]]
+Call = Callable[..., Any]
+Calls = dict[str, Call]
 """Provider -> a call of its implementation."""
 Sizes = Mapping[str, int]
 LIBRARIES = {
@@ -92,7 +94,7 @@ def randn(
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
 
 
-def returning(call: Callable[[], object], *outputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def returning(call: Call, *outputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     """A call that returns the tensors into which it writes."""
 
     def run() -> tuple[Tensor, ...]:
@@ -102,7 +104,7 @@ def returning(call: Callable[[], object], *outputs: Tensor) -> Callable[[], tupl
     return run
 
 
-def liger(name: str) -> Callable[..., Any]:
+def liger(name: str) -> Call:
     """Function of Liger-Kernel, or one that raises the reason why there is none."""
     try:
         return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
@@ -115,7 +117,7 @@ def liger(name: str) -> Callable[..., Any]:
     return missing
 
 
-Forward = tuple[Callable[..., Any], tuple[Tensor, ...]]
+Forward = tuple[Call, tuple[Tensor, ...]]
 """A call, and the leaves whose gradients its backward computes."""
 
 
@@ -127,7 +129,7 @@ def forward_or_backward(forwards: Mapping[str, Forward], backward: bool) -> Call
     }
 
 
-def _backward(run: Callable[..., Any], leaves: tuple[Tensor, ...]) -> Callable[..., object]:
+def _backward(run: Call, leaves: tuple[Tensor, ...]) -> Call:
     graphs: dict[object, tuple[tuple[Tensor, ...], ...]] = {}
 
     def call(**options) -> tuple[Tensor, ...]:
@@ -143,8 +145,8 @@ def _backward(run: Callable[..., Any], leaves: tuple[Tensor, ...]) -> Callable[.
 
 
 def with_compiled(
-    ours: Callable[..., Any],
-    reference: Callable[..., Any],
+    ours: Call,
+    reference: Call,
     leaves: tuple[Tensor, ...],
     backward: bool,
     **others,
@@ -161,7 +163,7 @@ CLOCK_HZ = 2e9  # about the highest of GPUs in data centers; `median_ms` waits t
 _MAX_LAUNCH_S = 0.01
 
 
-def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float:
+def median_ms(calls: Sequence[Call], repeats: int = 50) -> float:
     """Median time of a call on the device, in milliseconds.
 
     Args:
@@ -189,7 +191,7 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
     return times[len(times) // 2]
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
+def peak_bytes(call: Call) -> int:
     """Peak of what a call allocates, its outputs included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -210,6 +212,14 @@ def gemm_tflop_s() -> float:
     """Rate of a bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9
+
+
+def no_gpu(tool: str, alternative: str = "") -> bool:
+    """Whether torch finds no GPU; prints that the tool needs one."""
+    if torch.cuda.is_available():
+        return False
+    print(f"{tool} needs a GPU, and torch finds none; {alternative}".rstrip("; "), file=sys.stderr)
+    return True
 
 
 def device_is_lost() -> bool:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from megatron5d.tools.bench.processes import (
     kill_program,
     start_program,
 )
+from megatron5d.tools.bench.results import Figures
 
 PRETRAIN = Path(__file__).resolve().parents[2] / "pretrain.py"
 TOLERANCE = 2e-3  # of the loss: bfloat16 sums in another order, after four steps
@@ -64,7 +64,7 @@ LAYOUTS = {
 }
 
 
-def compared(folder: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def compared(folder: Path, deadline: float) -> Iterator[tuple[str, Figures]]:
     """Trains on one rank and on each layout, and yields how far their losses differ.
 
     Args:

@@ -1,6 +1,5 @@
 """Operations on hidden states that memory bounds: norms, activations, RoPE, quantization."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,8 +30,8 @@ from megatron5d.kernels.fp8.transpose import (
 from megatron5d.tools.bench.harness import (
     OURS,
     Benchmark,
+    Call,
     Calls,
-    Forward,
     forward_or_backward,
     liger,
     randn,
@@ -106,12 +105,14 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     gate_up = randn(device, rows, 2 * width, grad=backward)
     halves = [part.detach().contiguous().requires_grad_(backward) for part in gate_up.chunk(2, -1)]
     compiled = torch.compile(kernels.activation_reference)
-    forwards: dict[str, Forward] = {
-        "ours": (lambda: kernels.activate(gate_up, "swiglu"), (gate_up,)),
-        "torch.compile": (lambda: compiled(gate_up, "swiglu"), (gate_up,)),
-        "Liger, of two tensors": (lambda: liger("liger_swiglu")(*halves), tuple(halves)),
-    }
-    return forward_or_backward(forwards, backward)
+    return forward_or_backward(
+        {
+            "ours": (lambda: kernels.activate(gate_up, "swiglu"), (gate_up,)),
+            "torch.compile": (lambda: compiled(gate_up, "swiglu"), (gate_up,)),
+            "Liger, of two tensors": (lambda: liger("liger_swiglu")(*halves), tuple(halves)),
+        },
+        backward,
+    )
 
 
 def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
@@ -149,16 +150,18 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
     qh, kh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k))
     compiled = torch.compile(kernels.apply_rope_reference)
     transposed = qkv * 1 if backward else qkv  # the kernel writes into a projection, never a leaf
-    forwards: dict[str, Forward] = {
-        "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
-        "ours, in a projection": (
-            lambda: kernels.apply_rope_to_projection(transposed, (a, g), *tables),
-            (qkv,),
-        ),
-        "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
-        "Liger": (lambda: liger("liger_rope")(qh, kh, angles.cos(), angles.sin()), (qh, kh)),
-    }
-    return forward_or_backward(forwards, backward)
+    return forward_or_backward(
+        {
+            "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
+            "ours, in a projection": (
+                lambda: kernels.apply_rope_to_projection(transposed, (a, g), *tables),
+                (qkv,),
+            ),
+            "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
+            "Liger": (lambda: liger("liger_rope")(qh, kh, angles.cos(), angles.sin()), (qh, kh)),
+        },
+        backward,
+    )
 
 
 def quantized(device: str, rows: int, width: int) -> Calls:
@@ -197,7 +200,7 @@ def transposed(device: str, rows: int, width: int) -> Calls:
     }
 
 
-def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: Tensor) -> Calls:
+def _to_float8(ours: Call, kernel: Call, reference: Call, *inputs: Tensor) -> Calls:
     compiled = torch.compile(lambda *inputs: quantize_reference(reference(*inputs), 1))
     return {
         "ours": lambda: ours(*inputs),
@@ -255,13 +258,29 @@ FEW_HEADS = {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
 
 
 def _row(
-    make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int], family: str | None = None
+    make: Call, bytes_each: int, sizes: dict[str, int], family: str | None = None
 ) -> Benchmark:
     """Row whose work is `bytes_each` for every element."""
     families = {} if family is None else {"ours": family}
     return Benchmark(
         make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY, families
     )
+
+
+def _pair(
+    name: str,
+    make: Call,
+    bytes_each: tuple[int, int],
+    sizes: dict[str, int],
+    families: tuple[str | None, str | None] = (None, None),
+) -> dict[str, Benchmark]:
+    """Rows of an operation's forward and backward."""
+    return {
+        f"{name} {direction} {sizes['rows']}x{sizes['width']}": _row(
+            partial(make, backward=direction == "backward"), each, sizes, family
+        )
+        for direction, each, family in zip(("forward", "backward"), bytes_each, families)
+    }
 
 
 def _rope_row(backward: bool) -> Benchmark:
@@ -277,25 +296,14 @@ POINTWISE = {
     "SwiGLU backward to float8 8192x14336": _row(swiglu_backward_to_float8, 10, FEED_FORWARD),
     "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centered=False), 3, ROWS),
     "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centered=True), 3, ROWS),
-    "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS, "norm"),
-    "RMSNorm backward 16384x4096": _row(partial(rms_norm, backward=True), 6, ROWS),
-    "RMSNorm forward 4096x18432": _row(partial(rms_norm, backward=False), 4, WIDE, "norm"),
-    "RMSNorm backward 4096x18432": _row(partial(rms_norm, backward=True), 6, WIDE, "norm"),
-    "LayerNorm forward 16384x4096": _row(partial(layer_norm, backward=False), 4, ROWS, "norm"),
-    "LayerNorm backward 16384x4096": _row(partial(layer_norm, backward=True), 6, ROWS, "norm"),
-    "sum and RMSNorm forward 16384x4096": _row(partial(add_rms_norm, backward=False), 8, ROWS),
-    "sum and RMSNorm backward 16384x4096": _row(partial(add_rms_norm, backward=True), 8, ROWS),
+    **_pair("RMSNorm", rms_norm, (4, 6), ROWS, ("norm", None)),
+    **_pair("RMSNorm", rms_norm, (4, 6), WIDE, ("norm", "norm")),
+    **_pair("LayerNorm", layer_norm, (4, 6), ROWS, ("norm", "norm")),
+    **_pair("sum and RMSNorm", add_rms_norm, (8, 8), ROWS),
     "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS, "norm"),
-    "SwiGLU forward 8192x14336": _row(partial(swiglu, backward=False), 6, FEED_FORWARD),
-    "SwiGLU backward 8192x14336": _row(partial(swiglu, backward=True), 10, FEED_FORWARD),
-    "SwiGLU of experts forward 65536x2048": _row(
-        partial(expert_swiglu, backward=False), 6, EXPERTS
-    ),
-    "SwiGLU of experts backward 65536x2048": _row(
-        partial(expert_swiglu, backward=True), 10, EXPERTS
-    ),
-    "GELU forward 8192x14336": _row(partial(gelu, backward=False), 4, FEED_FORWARD),
-    "GELU backward 8192x14336": _row(partial(gelu, backward=True), 6, FEED_FORWARD),
+    **_pair("SwiGLU", swiglu, (6, 10), FEED_FORWARD),
+    **_pair("SwiGLU of experts", expert_swiglu, (6, 10), EXPERTS),
+    **_pair("GELU", gelu, (4, 6), FEED_FORWARD),
     "RoPE, 32 and 8 heads, 16 k tokens": _rope_row(False),
     "RoPE backward, 32 and 8 heads, 16 k tokens": _rope_row(True),
 }

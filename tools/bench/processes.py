@@ -13,7 +13,8 @@ from multiprocessing.context import BaseContext
 OUT_OF_TIME = "out of time"
 NOT_REACHED = f"not reached: {OUT_OF_TIME}"
 
-Worker = Callable[[Sequence[str], Callable[[tuple], None]], None]
+Send = Callable[[tuple], None]
+Worker = Callable[[Sequence[str], Send], None]
 """Runs tasks in their order and sends their results, then `(task,)` once a task is done."""
 
 

@@ -1,14 +1,15 @@
 """Results of benchmarks: collected and printed as they arrive, and written to files."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron5d.config.json_file import write_whole
 
-Row = dict[str, Any]
-"""Provider -> its figures; also properties of the row itself."""
+Figures = dict[str, Any]
+"""Figures by name; those of a row by provider, beside properties of the row itself."""
 
 
 def error_line(error: Exception) -> str:
@@ -23,12 +24,12 @@ def unavailable(error: Exception) -> dict[str, str]:
 
 
 def collect(
-    reports: Iterator[tuple[str | None, Row]],
-    header: Callable[[dict[str, Any]], str],
-    table: Callable[[str, Row, dict[str, Any]], str],
+    reports: Iterator[tuple[str | None, Figures]],
+    header: Callable[[Figures], str],
+    table: Callable[[str, Figures, Figures], str],
     file: Path | None,
     **facts: Any,
-) -> dict[str, Any]:
+) -> Figures:
     """Collects reports, and prints each row once it is complete.
 
     Args:
@@ -39,8 +40,11 @@ def collect(
 
     Returns:
         The facts, and `rows`.
+
+    Raises:
+        SystemExit: code 130, on Ctrl-C.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, Figures] = {}
     current = None
 
     def print_current() -> None:
@@ -62,13 +66,16 @@ def collect(
                     row[key] = row.get(key, {}) | value if isinstance(value, dict) else value
             if file:
                 write_whole(file, json.dumps({**facts, "rows": rows}, indent=1))
+    except KeyboardInterrupt:
+        print("interrupted: the figures above were measured", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         print_current()
     return {**facts, "rows": rows}
 
 
 def print_rows(
-    rows: Iterable[tuple[str, Row]], line: Callable[[str, Row], str], as_json: bool
+    rows: Iterable[tuple[str, Figures]], line: Callable[[str, Figures], str], as_json: bool
 ) -> None:
     """Prints each row as soon as it is measured, or all of them as one JSON object."""
     results = {}
@@ -78,6 +85,17 @@ def print_rows(
             print(line(name, row), flush=True)
     if as_json:
         print(json.dumps(results))
+
+
+def seconds_line(name: str, seconds: Figures) -> str:
+    """Our seconds, and their ratio to each peer's."""
+    ours = seconds["ours"]
+    ratios = (
+        f"  {ours / other:6.2f} of {peer} ({other:.3f})"
+        for peer, other in seconds.items()
+        if peer != "ours"
+    )
+    return f"{name:28}{ours:8.3f} s{''.join(ratios)}"
 
 
 def write_entries(path: Path, table: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

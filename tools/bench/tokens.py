@@ -114,12 +114,14 @@ def unpermute(
         return rows[permutation.row_of_choice].float().sum(1).to(rows.dtype)
 
     compiled = torch.compile(plain)
-    forwards: dict[str, Forward] = {
-        "ours": (lambda: moe.unpermute(rows, permutation), (rows,)),
-        "torch.compile": (lambda: compiled(rows), (rows,)),
-        "torch": (lambda: plain(rows), (rows,)),
-    }
-    return forward_or_backward(forwards, backward)
+    return forward_or_backward(
+        {
+            "ours": (lambda: moe.unpermute(rows, permutation), (rows,)),
+            "torch.compile": (lambda: compiled(rows), (rows,)),
+            "torch": (lambda: plain(rows), (rows,)),
+        },
+        backward,
+    )
 
 
 def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:

@@ -1,9 +1,7 @@
 """Examines checkpoints: their contents, whether every byte is intact, and how two differ."""
 
-from __future__ import annotations
-
-import argparse
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,7 +30,7 @@ Read = Callable[[Shape, Shape], Tensor]
 """Reads the rectangle of a tensor at an offset, of a shape."""
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(args: Namespace) -> int:
     """Prints the contents of a checkpoint, and which run saved it.
 
     Raises:
@@ -70,7 +68,7 @@ def inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(args: Namespace) -> int:
     """Reads every byte of a checkpoint, and prints what is damaged.
 
     Returns:
@@ -100,7 +98,7 @@ def verify(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-def diff(args: argparse.Namespace) -> int:
+def diff(args: Namespace) -> int:
     """Compares the tensors of two checkpoints or Hugging Face folders, and prints differences.
 
     Of two checkpoints the optimizer's state is compared, too, if both contain it.

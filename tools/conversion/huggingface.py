@@ -1,9 +1,7 @@
 """Conversion from and to Hugging Face folders, with one tensor in memory at a time."""
 
-from __future__ import annotations
-
-import argparse
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from megatron5d.train.hf_export import has_tokenizer, plan_export
 from megatron5d.train.state import read_record
 
 
-def from_hf(args: argparse.Namespace) -> int:
+def from_hf(args: Namespace) -> int:
     """Writes a checkpoint of step 0, and prints its folder.
 
     Raises:
@@ -59,7 +57,7 @@ def from_hf(args: argparse.Namespace) -> int:
     return 0
 
 
-def to_hf(args: argparse.Namespace) -> int:
+def to_hf(args: Namespace) -> int:
     """Writes a Hugging Face folder, and prints the size of its weights.
 
     Raises:

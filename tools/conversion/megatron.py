@@ -1,8 +1,5 @@
 """Conversion from and to checkpoints of Megatron-LM, with one tensor in memory at a time."""
 
-from __future__ import annotations
-
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -45,11 +42,12 @@ from megatron5d.tools.conversion.new_checkpoint import (
 from megatron5d.train.hf_export import check_tensor_names
 from megatron5d.train.state import Progress, read_record, twin_key
 
+Shape = tuple[int, ...]
 # kinds of the optimizer's state that Megatron-Core spells in two ways
 _SPELLINGS = {"fp32_param": "param"}
 
 
-def from_megatron(args: argparse.Namespace) -> int:
+def from_megatron(args: Namespace) -> int:
     """Writes a checkpoint, of step 0 without the optimizer's state, and prints its folder.
 
     Raises:
@@ -121,7 +119,7 @@ def _fitted(
     return lazy_weights(entries, stored, dtype)
 
 
-def to_megatron(args: argparse.Namespace) -> int:
+def to_megatron(args: Namespace) -> int:
     """Writes a `torch_dist` release, or an iteration with the optimizer, and prints its folder.
 
     Raises:
@@ -167,8 +165,8 @@ def _training_state(folder: Path, config: Config, arguments: Namespace) -> Train
             "--expert-model-parallel-size is above 1, and only there: write weights only"
         )
 
-    def reader(kind: str) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
-        def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def reader(kind: str) -> Callable[[str, Shape, Shape], Tensor]:
+        def read(name: str, offset: Shape, shape: Shape) -> Tensor:
             key = f"optim.{kind}.{name}"
             if kind == "master" and key not in saved.tensors:
                 key = WEIGHT_PREFIX + name  # of a run in fp32 the weights are the masters

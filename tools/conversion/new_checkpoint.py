@@ -1,7 +1,5 @@
 """Writing a new checkpoint, as every conversion does, and the average of several."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Calls in forked processes, which share what this process has opened and computed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

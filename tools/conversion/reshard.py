@@ -9,8 +9,6 @@ in memory at a time.
     step-00000100.reshard/rank-N       where rank N's shards are, once its file is complete
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -176,14 +174,14 @@ class Resharding:
     def _complete_record(self, rank: int) -> bytes:
         """The record of a rank whose file is complete; else b""."""
         record = self._record_file(rank)
-        message = record.read_bytes() if record.exists() else b""
-        return message if message and self._is_complete(message) else b""
-
-    def _is_complete(self, message: bytes) -> bool:
+        if not record.exists():
+            return b""
+        message = record.read_bytes()
         items = _items(message)
         dtypes = {key: self.source.tensors[key].dtype for key, _ in items}
-        path = self.temporary / (items[0][1].file if items else "")
-        return not items or file_error(path, self.save, items, dtypes) is None
+        if items and file_error(self.temporary / items[0][1].file, self.save, items, dtypes):
+            return b""
+        return message
 
     def finish(self, messages: list[bytes]) -> None:
         """Writes the index, and gives the checkpoint its name.

@@ -1,7 +1,5 @@
 """Upcycling: a mixture of experts that computes what a dense model does."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,7 @@ from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
 from megatron5d.topology.init_weights import normal, stream_key
 from megatron5d.train.state import twin_key
 
-Shards = dict[tuple[int, ...], tuple[int, ...]]  # offset -> shape
+Shape = tuple[int, ...]
 PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
 
 
@@ -45,12 +43,13 @@ def upcycle(args: argparse.Namespace) -> int:
 
 
 def upcycled(
-    dense: ModelConfig, num_experts: int, top_k: int, granularity: int = 1, first_k_dense: int = 0
+    dense: ModelConfig, num_experts: int, top_k: int, granularity: int, first_k_dense: int
 ) -> ModelConfig:
     """Architecture of the mixture.
 
     Args:
-        num_experts, top_k: of every layer from `first_k_dense` on; each slice counts.
+        num_experts, top_k: of every layer from `first_k_dense` on; each slice counts. Both, and
+            the granularity, are at least 1.
         granularity: slices of each copy of the MLP.
         first_k_dense: first layers, which stay dense.
 
@@ -59,8 +58,6 @@ def upcycled(
             nearest that do.
     """
     f = dense.ffn_hidden_size
-    if granularity < 1:
-        raise ValueError(f"--granularity {granularity} is below 1")
     errors = []
     if dense.num_experts:
         errors.append(f"the model has {dense.num_experts} experts already: give a dense one")
@@ -69,9 +66,7 @@ def upcycled(
     if f % granularity:
         errors.append(f"--granularity {granularity} does not divide model.ffn_hidden_size = {f}")
     for option, value in (("--num-experts", num_experts), ("--top-k", top_k)):
-        if value < 1:
-            errors.append(f"{option} {value} is below 1")
-        elif value % granularity:
+        if value % granularity:
             nearest = max(granularity, value // granularity * granularity)
             errors.append(
                 f"{option} requires a multiple of --granularity {granularity} (got {value}); "
@@ -79,10 +74,10 @@ def upcycled(
             )
     if top_k > num_experts:
         errors.append(f"--top-k {top_k} is above --num-experts {num_experts}")
-    if not 0 <= first_k_dense < dense.num_layers:
+    if first_k_dense >= dense.num_layers:
         errors.append(
-            f"--first-k-dense requires 0 to {dense.num_layers - 1}, for one of the "
-            f"{dense.num_layers} layers at least gets experts (got {first_k_dense})"
+            f"--first-k-dense {first_k_dense} leaves no layer for experts: "
+            f"at most {dense.num_layers - 1}"
         )
     if errors:
         raise ValueError("; ".join(errors))
@@ -148,7 +143,7 @@ class Upcycling:
         rows, columns = entry.size
         shape = (rows // slices, columns) if part == "up" else (rows, columns // slices)
 
-        def expert(offset: tuple[int, ...]) -> Tensor:
+        def expert(offset: Shape) -> Tensor:
             e, matrix = offset[0], self.saved.read(source, (0, 0), (rows, columns))
             if part == "up":  # gate rows, then up rows
                 halves = matrix.chunk(2 if self.dense.gated else 1)
@@ -160,7 +155,7 @@ class Upcycling:
                 weight = weight + self.noise * matrix.std() * noise
             return weight.reshape(1, *shape).contiguous()
 
-        shards: Shards = {(e, 0, 0): (1, *shape) for e in range(num_experts)}
+        shards: dict[Shape, Shape] = {(e, 0, 0): (1, *shape) for e in range(num_experts)}
         return LazyTensor((num_experts, *shape), shards, entry.dtype, expert)
 
     def _router(self, i: int) -> LazyTensor:
@@ -171,13 +166,13 @@ class Upcycling:
         )
         dtype = self.saved.tensors[f"layers.{i}.mlp.down.weight"].dtype
 
-        def rows(_: tuple[int, ...]) -> Tensor:
+        def rows(_: Shape) -> Tensor:
             copies = _normal(self.seed, name, (shape[0] // self.slices, shape[1]))
             return (self.sparse.init_std * copies).repeat_interleave(self.slices, 0).to(dtype)
 
         return LazyTensor(shape, {(0, 0): shape}, dtype, rows)
 
 
-def _normal(seed: int, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
+def _normal(seed: int, name: str, shape: Shape | torch.Size) -> Tensor:
     index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
     return normal(stream_key(seed, name), index).view(shape)
