@@ -1,4 +1,4 @@
-"""The tuner takes no candidate whose result is another, and refuses a benchmark that shows none."""
+"""The tuner takes no candidate with another result, and rejects a benchmark that returns none."""
 
 import pytest
 import torch
@@ -10,40 +10,37 @@ from megatron5d.tools.bench.processes import NOT_REACHED
 from megatron5d.tools.tune_kernels import agrees
 
 
-def test_results_are_copies_of_everything_returned():
+def test_every_returned_tensor_is_copied():
     x = torch.randn(4, 256)
-    both = quantize_blocks(x)
-    found = copies_of((x, both))
-    assert [tuple(each.shape) for each in found] == [(4, 256), (4, 256), (1, 2), (256, 4), (2, 1)]
+    copies = copies_of((x, quantize_blocks(x)))
+    assert [tuple(copy.shape) for copy in copies] == [(4, 256), (4, 256), (1, 2), (256, 4), (2, 1)]
     x.zero_()
-    assert found[0].norm() > 0
+    assert copies[0].norm() > 0
 
 
 @pytest.mark.parametrize("nothing", [None, (), [None]])
-def test_nothing_to_compare_is_refused(nothing):
+def test_nothing_to_compare_is_rejected(nothing):
     with pytest.raises(TypeError, match="has to return tensors"):
         copies_of(nothing)
 
 
 def test_agreement_is_up_to_rounding():
-    want = copies_of(torch.randn(64, 64))
-    assert agrees([want[0] * 1.001], want)
-    assert not agrees([want[0] * 1.1], want)
-    assert not agrees([torch.full((64, 64), torch.nan)], want)
+    expected = [torch.randn(64, 64)]
+    assert agrees([expected[0] * 1.001], expected)
+    assert not agrees([expected[0] * 1.1], expected)
+    assert not agrees([torch.full((64, 64), torch.nan)], expected)
     with pytest.raises(ValueError):
-        agrees([], want)
+        agrees([], expected)
 
 
-@pytest.fixture
-def search(monkeypatch):
-    """Candidates of one value; the present one takes 5 ms, any other its value, and 0 breaks the
-    device."""
+def test_the_best_is_written_even_if_the_search_breaks_off(monkeypatch):
+    """Candidate n takes n ms, the present one 5, and 0 breaks the device."""
 
-    class Fake:
+    class FakeSearch:
         present, call = {"BLOCK": 5}, None
 
         def __init__(self, operation, row):
-            self.operation = operation
+            pass
 
         def ms(self, candidate):
             if candidate["BLOCK"] == 0:
@@ -51,42 +48,34 @@ def search(monkeypatch):
             return float(candidate["BLOCK"])
 
     written = []
-    monkeypatch.setattr(tune_kernels, "Search", Fake)
-    monkeypatch.setattr(tune_kernels, "median_ms", lambda calls: 5.0)
-    monkeypatch.setattr(tune_kernels, "compiled", lambda operation, row, every, until: every)
-    monkeypatch.setattr(tune_kernels, "write_entry", lambda *entry: written.append(entry[1:]))
+    for name, value in {
+        "Search": FakeSearch,
+        "median_ms": lambda calls: 5.0,
+        "candidates": lambda *_: [{"BLOCK": n} for n in (7, 3, 0, 1)],
+        "compiled": lambda operation, row, every_candidate, deadline: every_candidate,
+        "write_entry": lambda architecture, *entry: written.append(entry),
+    }.items():
+        monkeypatch.setattr(tune_kernels, name, value)
+    monkeypatch.setattr(tune_kernels.random.Random, "shuffle", lambda self, items: None)
     monkeypatch.setattr(tune_kernels.tuning, "architecture", lambda device: "sm_90")
-    return written
-
-
-def test_the_best_is_written_also_where_the_search_breaks_off(search, monkeypatch):
-    monkeypatch.setattr(tune_kernels.random.Random, "shuffle", lambda self, every: None)
-    monkeypatch.setattr(
-        tune_kernels, "candidates", lambda *of: [{"BLOCK": n} for n in (7, 3, 0, 1)]
-    )
     with pytest.raises(RuntimeError, match="broken"):
         tune_kernels.tune("swiglu", 1.0, False)
-    assert search == [("swiglu", {"BLOCK": 5}, {"BLOCK": 3})]
-    search.clear()
+    assert written == [("swiglu", {"BLOCK": 5}, {"BLOCK": 3})]
+    written.clear()
     tune_kernels.tune("swiglu", 0.0, False)
-    assert search == []
+    assert written == []
 
 
-def test_candidates_are_compiled_side_by_side(monkeypatch):
-    """Those that fail are left out; one whose process dies takes no other along; what the time ran
-    out for is tried."""
-    every = [{"BLOCK": n} for n in range(24)]
+def test_candidates_are_compiled_in_parallel(monkeypatch):
+    """Those that fail are left out, and those whose process dies; those without time are tried."""
+    every_candidate = [{"BLOCK": n} for n in range(24)]
+    failures = {"3": False, "4": "its process died", "5": NOT_REACHED}
 
-    def follow(worker, mine, silence_s, deadline):
-        assert worker.args == ("swiglu", None, every)
-        for number in mine:
-            yield (
-                number,
-                {3: False, 4: "its process has died", 5: NOT_REACHED}.get(int(number), True),
-            )
+    def run(worker, numbers, silence_s, deadline):
+        assert worker.args == ("swiglu", None, every_candidate)
+        return ((number, failures.get(number, True)) for number in numbers)
 
-    monkeypatch.setattr(tune_kernels, "run_tasks", follow)
+    monkeypatch.setattr(tune_kernels, "run_tasks", run)
     monkeypatch.setattr(tune_kernels.os, "cpu_count", lambda: 6)
-    assert tune_kernels.compiled("swiglu", None, every, 0.0) == [
-        c for c in every if c["BLOCK"] not in (3, 4)
-    ]
+    compiled = tune_kernels.compiled("swiglu", None, every_candidate, 0.0)
+    assert compiled == [c for c in every_candidate if c["BLOCK"] not in (3, 4)]
