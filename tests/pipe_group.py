@@ -39,8 +39,8 @@ _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031  # of Linux
 _MEMORY_BYTES = 1 << 30  # for messages of a rank; unused pages cost nothing
 _NO_RESERVE = 0x4000  # of Linux
-# Of a message in a pipe: its bytes, sender, group, tag, number, offset in the sender's memory, bytes
-# of data. Header and call are shorter than the 4096 bytes that a pipe keeps together.
+# Of a message in a pipe: its bytes, sender, group, tag, number, offset in the sender's memory,
+# bytes of data. Header and call are shorter than the 4096 bytes that a pipe keeps together.
 _HEADER = struct.Struct("<HHQiIQI")
 NAME = "pipes"
 _COLLECTIVE = -1  # in place of a tag
@@ -255,15 +255,15 @@ class Group(dist.ProcessGroup):
         self.calls.append(call)
         if send_bytes:
             ends = accumulate(send_bytes)
-            parts = [before[end - size : end] for size, end in zip(send_bytes, ends)]
+            slices = [before[end - size : end] for size, end in zip(send_bytes, ends)]
             for peer in self.peers:
-                self.pipes.send([self.ranks[peer]], address, call, parts[peer])
+                self.pipes.send([self.ranks[peer]], address, call, slices[peer])
         else:
-            parts = [before] * self.size()
+            slices = [before] * self.size()
             self.pipes.send([self.ranks[peer] for peer in self.peers], address, call, before)
 
         def end() -> None:
-            received: list[Data] = list(parts)
+            received: list[Data] = list(slices)
             for peer in self.peers:
                 rank = self.ranks[peer]
                 peer_call, data = self.pipes.receive((rank, *address))
@@ -295,9 +295,9 @@ class Group(dist.ProcessGroup):
         work = self._start(
             f"all_gather {_meta(x)}", x, lambda received: _concatenate(out, received)
         )
-        for index, part in enumerate(out.view(self.size(), -1).unbind()):
-            if index != self.rank():  # its own part may be x itself
-                _spoil(part)
+        for index, row in enumerate(out.view(self.size(), -1).unbind()):
+            if index != self.rank():  # its own row may be x itself
+                _spoil(row)
         return work
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts=None) -> _Work:

@@ -123,7 +123,7 @@ class Reader:
             self._fill(groups)
         except (OSError, ValueError) as error:
             message = str(error) or type(error).__name__
-        if failed := first_failure(message, alone=self.alone):
+        if failed := first_failure(message, local_only=self.alone):
             raise ValueError(f"a checkpoint cannot be read: {failed}. {self.advice()}")
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -143,18 +143,18 @@ def _decoded(message: bytes) -> Any:
     return message[1:] if message.startswith(_BYTES) else json.loads(message)
 
 
-def first_failure(error: str | None, *, alone: bool = False) -> Failure | None:
+def first_failure(error: str | None, *, local_only: bool = False) -> Failure | None:
     """The failure of the first rank that has an error, the same on every rank; None without errors.
 
     Args:
         error: of this rank, in words; None = none.
-        alone: considers this rank only, without communication.
+        local_only: considers this rank only, without communication.
 
-    Comm: unless alone, an all_reduce of one number over the world; after an error another one, and
+    Comm: unless local_only, an all_reduce of one number over the world; after an error another one, and
         a broadcast of the words. (After an all_gather of objects each rank would read every answer
         back from its GPU one by one, which takes seconds for thousands of ranks.)
     """
-    first = _first(error, alone)
+    first = _first(error, local_only)
     return None if first is None else Failure(*first)
 
 
@@ -173,12 +173,12 @@ def first_value(value: T | None) -> T | None:
     return None if first is None else first[1]
 
 
-def _first(value: T | None, alone: bool = False) -> tuple[int, T, int] | None:
+def _first(value: T | None, local_only: bool = False) -> tuple[int, T, int] | None:
     """(rank, value, number of others) of the first rank with a value.
 
     Comm: as `first_failure`.
     """
-    if alone or not dist.is_initialized():
+    if local_only or not dist.is_initialized():
         return None if value is None else (0, value, 0)
     rank, device = dist.get_rank(), _device()
     count = torch.tensor(int(value is not None), device=device)

@@ -124,9 +124,9 @@ class ConfigAgreement:
         assert config is not None
         values = {key: (value_of(self._config, key), value_of(config, key)) for key in leaves()}
         differences = [
-            f"{key} = {first}, {own} on {self._name}"
-            for key, (first, own) in values.items()
-            if first != own
+            f"{key} = {rank_0_value}, {value} on {self._name}"
+            for key, (rank_0_value, value) in values.items()
+            if value != rank_0_value
         ]
         num_hidden = len(differences) - _SHOWN_KEYS
         more = f" and {num_hidden} more keys" if num_hidden > 0 else ""
@@ -148,8 +148,8 @@ class ConfigAgreement:
             for _, name, text, _ in errors:
                 if text not in printed:
                     names_by_text.setdefault(text, []).append(name)
-            for text, (name, *others) in names_by_text.items():
-                plural = "s" if len(others) > 1 else ""
-                more = f" (and {len(others)} more rank{plural})" if others else ""
+            for text, (name, *more_names) in names_by_text.items():
+                plural = "s" if len(more_names) > 1 else ""
+                more = f" (and {len(more_names)} more rank{plural})" if more_names else ""
                 print(f"{name}{more}: {text}", file=sys.stderr, flush=True)
         raise SystemExit(min(code for *_, code in errors))

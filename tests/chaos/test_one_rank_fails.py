@@ -125,7 +125,10 @@ def test_an_error_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monk
 
     for (victim, _, arguments, _, *texts), *outcomes in zip(PLANTS, *run_ranks(on_rank, 2)):
         text = texts[0] if texts else "/a/file"
-        own, other = outcomes[victim], outcomes[1 - victim]
-        assert re.match("((OS|Permission|Value|Key)Error|Refused): ", own), (arguments, outcomes)
+        outcome, peer_outcome = outcomes[victim], outcomes[1 - victim]
+        assert re.match("((OS|Permission|Value|Key)Error|Refused): ", outcome), (
+            arguments,
+            outcomes,
+        )
         message = rf"((OS|Value|Runtime)Error|Refused): rank {victim}[: ](?s:.)*{text}"
-        assert re.match(message, other), (arguments, outcomes)
+        assert re.match(message, peer_outcome), (arguments, outcomes)

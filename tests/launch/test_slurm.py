@@ -79,8 +79,8 @@ def test_eight_ranks_on_four_nodes_give_the_loss_of_one_process(job, tmp_path):
     eight, one = tmp_path / "eight.jsonl", tmp_path / "one.jsonl"
     job.submit(*layout, "train.steps=4", f"log.jsonl={eight}", size=EIGHT_RANKS)
     job.assert_ends_with(0)
-    alone = [*job.experiment, "train.steps=4", f"log.jsonl={one}"]
-    assert run_ranks(lambda rank, world: main(alone), 1) == [0]
+    overrides = [*job.experiment, "train.steps=4", f"log.jsonl={one}"]
+    assert run_ranks(lambda rank, world: main(overrides), 1) == [0]
 
     losses, reference = curve(eight), curve(one)
     assert len(losses) == 4

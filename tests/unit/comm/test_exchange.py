@@ -1,4 +1,4 @@
-"""An all-to-all between two phases, and uneven gathers: values, gradients, and the elements sent."""
+"""An all-to-all between two phases, and uneven gathers: values, gradients, and elements sent."""
 
 import pytest
 import torch

@@ -109,13 +109,13 @@ def test_absent_ranks_are_named(tmp_path, monkeypatch, capfd, port, scheme):
     monkeypatch.setattr(rendezvous, "REPORT_INTERVAL_S", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    rest = {"file": f"{tmp_path}/store", "tcp": f"127.0.0.1:{port}", "env": ""}[scheme]
+    path = {"file": f"{tmp_path}/store", "tcp": f"127.0.0.1:{port}", "env": ""}[scheme]
 
     def on_rank(rank):
         if rank != 1:
             message = "of 3 ranks these did not appear within 3 s: 1$"
             with pytest.raises(TimeoutError, match=message):
-                start_process(600.0, Environment(rank, 3, rank, f"{scheme}://{rest}"))
+                start_process(600.0, Environment(rank, 3, rank, f"{scheme}://{path}"))
 
     launched(on_rank, 3)
     assert "rank 0 of 3 waits for ranks 1\n" in capfd.readouterr().err

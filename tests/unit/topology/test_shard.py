@@ -19,11 +19,11 @@ def test_rectangles_cover_a_flat_range_in_order(shape, data):
     start = data.draw(st.integers(0, numbers.numel()))
     stop = data.draw(st.integers(start, numbers.numel()))
     covered = torch.empty(0, dtype=torch.int64)
-    found = rectangles(tuple(shape), start, stop)
-    for offset, extent in found:
+    pieces = rectangles(tuple(shape), start, stop)
+    for offset, extent in pieces:
         index = tuple(slice(o, o + n) for o, n in zip(offset, extent))
         covered = torch.cat([covered, numbers[index].flatten()])
-    assert len(found) <= 2 * len(shape) - 1
+    assert len(pieces) <= 2 * len(shape) - 1
     assert torch.equal(covered, torch.arange(start, stop))
 
 
