@@ -1,10 +1,10 @@
-"""Fused operations for language models: plain torch beside Triton, one file an operation.
+"""Fused operations for language models in plain torch and in Triton, one file per operation.
 
-Every public function takes the plain path on the CPU (differentiable, float64 to bfloat16), the
-Triton path on a GPU. The package depends on torch alone; Triton is used where it is installed.
+Every public function takes the plain path on the CPU (differentiable, float64 to bfloat16) and the
+Triton path on a GPU. The package requires torch alone; Triton is used where it is installed.
 
-In a checkout this is the folder `kernels/`, which a link in the package makes `megatron5d.kernels`;
-so it stands beside the different package called `kernels` that Hugging Face publishes.
+In a checkout this is the folder `kernels/`, which a link in the package makes `megatron5d.kernels`.
+The package `kernels` that Hugging Face publishes is a different one, and may be installed as well.
 """
 
 from megatron5d.kernels.activation import activate, activation_backward, activation_reference

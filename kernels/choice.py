@@ -1,13 +1,14 @@
-"""Which implementation computes an operation on a GPU: ours, in Triton, or that of a library.
+"""Which implementation computes an operation on a GPU: ours, in Triton, or a library's.
 
-A library has a file in `providers/`: `missing` says what it lacks on this machine, `takes` which
-requests it serves, and its calls keep the contract of the operation, so that what is built on one
-works with any. What no library takes is Triton's; on the CPU nothing is chosen.
+A library has a module in `providers/`: `missing` gives the reason why this machine lacks it,
+`supports` says which requests it serves, and its functions keep the contract of the operation, so
+that callers need not know which one runs. Triton serves what no library supports; on the CPU
+nothing is chosen.
 
-Asked for by name, a library serves all that it takes. `auto` goes by what was measured for a
-similar request on this architecture (`configs/providers/<architecture>.json`, written by
-tools/bench_kernels.py), or else by ORDER: the first that is there and takes the request computes
-it. The file has the form of the tables of tiles; `config` is an `order`.
+A library named in the settings serves all requests that it supports. `auto` follows what was
+measured for a similar request on this architecture (`configs/providers/<architecture>.json`,
+written by tools/bench_kernels.py), or else DEFAULT_ORDER: the first provider that is installed and
+supports the request. The file has the form of the tables of tiles; `config` is an `order`.
 """
 
 import functools
@@ -23,16 +24,18 @@ from torch import Tensor
 from megatron5d.kernels import tuning
 
 TRITON = "triton"
-ORDER = {
+DEFAULT_ORDER = {
     "attention_forward": ("cudnn", "fa4"),
     "attention_backward": ("cudnn", "fa4"),
     "fp8_matmul": ("torch",),
-    "fp8_accumulate": (),  # torch's cannot add to what is there: one pass more over float32
+    # torch's cannot add to a tensor, which costs one more pass over float32.
+    "fp8_accumulate": (),
     "grouped_matmul": ("torch",),
-    "norm_forward": (),  # torch's do not add the residual: passes more over memory, each way
+    # torch's do not add the residual, which costs more passes over memory each way.
+    "norm_forward": (),
     "norm_backward": (),
 }
-"""By way: the libraries that `auto` tries before Triton where nothing has been measured."""
+"""By operation: libraries that `auto` tries before Triton where nothing has been measured."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,7 @@ class Settings:
     Args:
         attention, fp8, grouped, norm: auto, triton, or a library.
         deterministic: only what gives the same bits each time.
-        strict: a library that is named and does not serve a request is an error, as when it is
-            measured.
+        strict: raise if the named library does not support a request (for benchmarks).
     """
 
     attention: str = "auto"
@@ -58,22 +60,22 @@ AUTO = Settings()
 
 
 class Request(Protocol):
-    """What a choice depends on: sizes and kinds, and no tensor. `capability` is 90 for sm_90."""
+    """What a choice depends on: sizes and dtypes, no tensor. `capability` is 90 for sm_90."""
 
     @property
     def capability(self) -> int: ...
 
     @property
-    def way(self) -> str:
-        """A key of ORDER, the family before its first underscore."""
+    def operation(self) -> str:
+        """Key of DEFAULT_ORDER; its family precedes the first underscore."""
 
     @property
     def key(self) -> dict[str, int]:
-        """The shape keys that entries of a table bound."""
+        """Shape keys that entries of a table bound."""
 
 
 class AttentionRequest(NamedTuple):
-    """Attention of `[s, b, a, d]` to `[t, b, g, d | dv]`; `positions` are given ones."""
+    """Attention of `[s, b, a, d]` to `[t, b, g, d | dv]`; `positions`: they are given."""
 
     capability: int
     backward: bool
@@ -89,23 +91,22 @@ class AttentionRequest(NamedTuple):
     sinks: bool = False
 
     @property
-    def way(self) -> str:
+    def operation(self) -> str:
         return "attention_backward" if self.backward else "attention_forward"
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.q_shape[3], self.value_dim
+
+    @property
     def key(self) -> dict[str, int]:
-        s, b, a, d = self.q_shape
-        return {
-            "head_dim": max(d, self.value_dim),
-            "window": self.window or 0,
-            "heads": a * b,
-            "queries": s,
-        }
+        s, b, a, _ = self.q_shape
+        window = self.window or 0
+        return {"head_dim": max(self.head_dims), "window": window, "heads": a * b, "queries": s}
 
 
 class Fp8Request(NamedTuple):
-    """`[m, k]` times `[n, k]` transposed; `rows` are the rows that share a scale in either
-    (`Quantized`)."""
+    """`[m, k]` times `[n, k]` transposed; `rows` that share a scale in each (`Quantized`)."""
 
     capability: int
     sizes: tuple[int, int, int]  # m, n, k
@@ -115,7 +116,7 @@ class Fp8Request(NamedTuple):
     accumulate: bool = False
 
     @property
-    def way(self) -> str:
+    def operation(self) -> str:
         return "fp8_accumulate" if self.accumulate else "fp8_matmul"
 
     @property
@@ -124,7 +125,7 @@ class Fp8Request(NamedTuple):
 
 
 class GroupedRequest(NamedTuple):
-    """`[rows, k]` by experts' `[n, k]`, forward or input gradient."""
+    """`[rows, k]` times the experts' `[n, k]`, forward or input gradient."""
 
     capability: int
     dtype: torch.dtype
@@ -132,7 +133,7 @@ class GroupedRequest(NamedTuple):
     experts: int
     n: int
     k: int
-    way: str = "grouped_matmul"
+    operation: str = "grouped_matmul"
 
     @property
     def key(self) -> dict[str, int]:
@@ -140,7 +141,7 @@ class GroupedRequest(NamedTuple):
 
 
 class NormRequest(NamedTuple):
-    """RMSNorm, or with `centered` LayerNorm, of rows of `width`."""
+    """RMSNorm, or LayerNorm if `centered`, of rows of `width`."""
 
     capability: int
     backward: bool
@@ -150,7 +151,7 @@ class NormRequest(NamedTuple):
     centered: bool
 
     @property
-    def way(self) -> str:
+    def operation(self) -> str:
         return "norm_backward" if self.backward else "norm_forward"
 
     @property
@@ -159,8 +160,7 @@ class NormRequest(NamedTuple):
 
 
 def capability_of(x: Tensor) -> int:
-    """Returns the capability of an NVIDIA GPU that holds x, 90 for sm_90; 0 elsewhere, where
-    nothing is chosen."""
+    """Compute capability of the NVIDIA GPU that holds x, 90 for sm_90; 0 elsewhere."""
     return _capability(x.get_device()) if x.is_cuda and torch.version.hip is None else 0
 
 
@@ -171,81 +171,78 @@ def _capability(index: int) -> int:
 
 
 def library(family: str, name: str) -> ModuleType:
-    """Returns the file of a provider other than Triton."""
-    file = {
-        "fa4": "flash_attention_4",
-        "torch": "torch_norm" if family == "norm" else "torch_gemm",
-    }.get(name, name)
-    return importlib.import_module(f"megatron5d.kernels.providers.{file}")  # which few runs need
+    """Module of a provider other than Triton, imported where it is first needed."""
+    by_torch = "torch_norm" if family == "norm" else "torch_gemm"
+    module = {"fa4": "flash_attention_4", "torch": by_torch}.get(name, name)
+    return importlib.import_module(f"megatron5d.kernels.providers.{module}")
+
+
+def family_of(request: Request) -> str:
+    """Key of the settings that a request belongs to."""
+    return request.operation.partition("_")[0]
 
 
 @functools.lru_cache(4096)
 def provider(request: Request, settings: Settings) -> ModuleType | None:
-    """Returns the file of what serves a request; None = Triton. Raises ValueError:
-    `settings.strict`, and the library that is named does not serve it."""
-    name = chosen(request, settings)
-    asked = getattr(settings, family_of(request))
-    if settings.strict and asked not in ("auto", name):
-        why = library(family_of(request), asked).missing() or f"it does not take {request}"
-        raise ValueError(f"{asked}: {why}")
-    return None if name == TRITON else library(family_of(request), name)
+    """Module of the library that serves a request; None = Triton.
+
+    Raises:
+        ValueError: `settings.strict`, and the named library does not serve it.
+    """
+    family, name = family_of(request), provider_name(request, settings)
+    setting = getattr(settings, family)
+    if settings.strict and setting not in ("auto", name):
+        reason = library(family, setting).missing() or f"it does not support {request}"
+        raise ValueError(f"{setting}: {reason}")
+    return None if name == TRITON else library(family, name)
 
 
-def family_of(request: Request) -> str:
-    """Returns the key of `kernels` that a request belongs to."""
-    return request.way.partition("_")[0]
-
-
-def chosen(request: Request, settings: Settings, here: bool = True) -> str:
-    """Returns the name of what serves a request.
+def provider_name(request: Request, settings: Settings, on_this_machine: bool = True) -> str:
+    """Name of what serves a request.
 
     Args:
-        here: False for a GPU that is planned for: what comes with torch counts as there.
+        on_this_machine: False for a GPU that is planned for: what comes with torch counts as
+            installed.
     """
     family = family_of(request)
-    asked = getattr(settings, family)
-    for name in _order(request) if asked == "auto" else (asked,):
+    setting = getattr(settings, family)
+    for name in _order(request) if setting == "auto" else (setting,):
         if name == TRITON:
             break
-        file = library(family, name)
-        absent = file.missing() is not None and (here or name == "fa4")
-        if not absent and file.takes(request, settings.deterministic):
+        module = library(family, name)
+        missing = module.missing() is not None and (on_this_machine or name == "fa4")
+        if not missing and module.supports(request, settings.deterministic):
             return name
     return TRITON
 
 
 def _order(request: Request) -> Sequence[str]:
-    """Returns the measured order, or ORDER; libraries that were not there to be measured precede a
-    Triton that lost."""
-    default, measured = ORDER[request.way], order_of(request)
+    """The measured order, or the default one.
+
+    Libraries that could not be measured rank directly before Triton if Triton lost to another one.
+    """
+    default, measured = DEFAULT_ORDER[request.operation], measured_order(request)
     if measured is None or measured[0] == TRITON:
         return measured or default
-    place = measured.index(TRITON) if TRITON in measured else len(measured)
-    return [
-        *measured[:place],
-        *(name for name in default if name not in measured),
-        *measured[place:],
-    ]
+    rank = measured.index(TRITON) if TRITON in measured else len(measured)
+    unmeasured = [name for name in default if name not in measured]
+    return [*measured[:rank], *unmeasured, *measured[rank:]]
 
 
-def order_of(request: Request) -> list[str] | None:
-    """Returns the order that was measured for a similar request on this architecture; None where
-    none was."""
+def measured_order(request: Request) -> list[str] | None:
+    """Order measured for a similar request on this architecture, if any."""
     table = f"providers/sm_{request.capability}"
     if not (tuning.DIRECTORY / f"{table}.json").exists():
         return None
-    for entry in tuning.table(table).get(request.way, ()):
-        if all(request.key[name] <= bound for name, bound in entry.get("up_to", {}).items()):
-            return entry["config"]["order"]
-    return None
+    config = tuning.first_fitting(tuning.table(table).get(request.operation, ()), request.key)
+    return None if config is None else config["order"]
 
 
-def norm(
+def norm_provider(
     x: Tensor, weight: Tensor, centered: bool, settings: Settings, backward: bool = False
 ) -> ModuleType | None:
-    """Returns the file of the library that computes the norm of x; None = ours."""
+    """Module of the library that computes the norm of x; None = ours."""
     if not (capability := capability_of(x)) or not x.numel():
         return None
-    return provider(
-        NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centered), settings
-    )
+    request = NormRequest(capability, backward, x.dtype, weight.dtype, x.shape[-1], centered)
+    return provider(request, settings)

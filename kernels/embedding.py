@@ -1,14 +1,14 @@
-"""The gradient of an embedding: rows added to those of a matrix that tokens name.
+"""The gradient of an embedding: rows added to the rows of a matrix that tokens select.
 
-On a GPU torch's `index_add_` adds in whatever order its programs come: the sum of a token that is
-there more than once differs from run to run. Here tokens are sorted, and the first of equal ones
-adds up the rows of all in their order.
+On a GPU torch's `index_add_` adds in whatever order its programs run: the sum of a token that
+occurs more than once differs from run to run. Here tokens are sorted, and the program of the first
+of several equal ones adds up all their rows in order.
 """
 
 from torch import Tensor
 
 from megatron5d.kernels import dispatch
-from megatron5d.kernels.dispatch import cdiv, jit, rows_of, tl
+from megatron5d.kernels.dispatch import cdiv, jit, load_float32, rows_of, tl
 
 COLUMNS, ROWS = 512, 8  # that a program adds up at a time
 
@@ -28,33 +28,33 @@ def _accumulate_kernel(
 ):
     first = tl.program_id(0)
     row = tl.load(id_ptr + first)
-    before = tl.load(id_ptr + first - 1, first > 0, other=-1)
-    if (row != before) & (row < num_rows):
+    previous = tl.load(id_ptr + first - 1, first > 0, other=-1)
+    if (row != previous) & (row < num_rows):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros([COLUMNS], tl.float32)
-        place = first
+        start = first
         equal = row
         while equal == row:
-            places = place + tl.arange(0, ROWS)
-            mine = tl.load(id_ptr + places, places < num_ids, other=-1) == row
-            token = tl.load(order_ptr + places, mine, other=0)
-            live = mine[:, None] & (column < width)[None, :]
-            x = tl.load(rows_ptr + token[:, None] * rows_stride + column[None, :], live, other=0.0)
-            total += tl.sum(x.to(tl.float32), 0)
-            place += ROWS
-            equal = tl.load(id_ptr + place, place < num_ids, other=-1)
+            index = start + tl.arange(0, ROWS)
+            is_equal = tl.load(id_ptr + index, index < num_ids, other=-1) == row
+            token = tl.load(order_ptr + index, is_equal, other=0)
+            live = is_equal[:, None] & (column < width)[None, :]
+            total += tl.sum(
+                load_float32(rows_ptr + token[:, None] * rows_stride + column[None, :], live), 0
+            )
+            start += ROWS
+            equal = tl.load(id_ptr + start, start < num_ids, other=-1)
         target = into_ptr + row * width + column
-        total += tl.load(target, column < width, other=0.0).to(tl.float32)
-        tl.store(target, total.to(into_ptr.dtype.element_ty), column < width)
+        total += load_float32(target, column < width)
+        tl.store(target, total, column < width)
 
 
 def accumulate_rows(into: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds each row to the row of a matrix that its id names, in place, with the same bits whenever
-    it is called.
+    """Adds each row to the row of a matrix that its id selects, in place, with reproducible bits.
 
     Args:
         into: `[v, h]`, contiguous.
-        ids: int64 `[n]`; rows whose id is not one of 0 … v-1 are left out.
+        ids: int64 `[n]`; rows whose id is not in [0, v) are skipped.
         rows: `[n, h]`.
     """
     outside = (ids < 0) | (ids >= into.shape[0])

@@ -1,24 +1,25 @@
-"""GEMMs of experts over rows sorted by expert, and weight gradients added straight into float32
-main gradients.
+"""GEMMs of experts over rows sorted by expert, and weight gradients added to float32 main
+gradients.
 
-A grouped GEMM is one per expert, without asking the host how many rows each has:
+A grouped GEMM is one GEMM per expert, for which the host need not know how many rows each has:
 
     forward          y[r] = W[e] x[r]          for the rows r of expert e
     input gradient   dx[r] = W[e]ᵀ dy[r]
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ
-The grid is the largest that any distribution can need: ceil(rows / tile) + experts tiles of rows. A
-program finds its expert by counting how many experts end before it; rows past the last expert's get
-zeros from programs of their own, and programs beyond those leave. Rows of a tile that belong to the
-next expert are computed and not stored. Empty experts have no tile in the first two GEMMs and a
-gradient of zero in the third. (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with
-block-sparse matrices.)
+The grid is the largest that any distribution of rows needs: ceil(rows / tile) + experts tiles of
+rows. A program finds its expert by counting how many experts end before it. Rows past the last
+expert's get zeros from programs of their own; programs beyond those return. Rows of a tile that
+belong to the next expert are computed and not stored. Empty experts have no tile in the first two
+GEMMs and a gradient of zero in the third. (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same
+with block-sparse matrices.)
 
 A linear layer y = x Wᵀ has dW = dyᵀ x. Its main gradient is float32 while dy and x may be bfloat16:
-the GEMM accumulates in float32 and its result is never rounded to bfloat16 on the way (Micikevicius
-et al., arXiv:1710.03740, sec. 3).
+the GEMM accumulates in float32, and its result is never rounded to bfloat16 (Micikevicius et al.,
+arXiv:1710.03740, sec. 3).
 """
 
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,127 +39,122 @@ from megatron5d.kernels.dispatch import (
 from megatron5d.kernels.tuning import (
     by_pointers,
     matrix,
+    needs_mma_barrier,
+    read_by_all_warps,
     readable,
-    settles,
     swizzled,
-    taken_out,
     tiles_of,
 )
 
-_WORTH_UNITS = 1 << 23  # multiplications; starting these units takes longer than fewer of them
+# Multiplications from which a CPU's bfloat16 units pay: starting them takes as long as fewer.
+_LEAST_FOR_UNITS = 1 << 23
 
 
 def expert_lanes(count: int) -> int:
-    """Returns how many lanes look for a tile's expert; fewer than a warp's would be other binaries,
-    and no faster."""
+    """Lanes that look for a tile's expert; fewer than a warp's would need binaries of their own."""
     return max(next_power_of_2(count), 32)
 
 
-def ends_of(offsets: Tensor, rows: int) -> list[int]:
-    """Returns the offsets on the host; even ones where they have no values (meta)."""
-    return (
-        [rows * e // (len(offsets) - 1) for e in range(len(offsets))]
-        if offsets.is_meta
-        else offsets.tolist()
-    )
+def host_offsets(offsets: Tensor, rows: int) -> list[int]:
+    """The offsets on the host; equal shares for meta tensors, which have no values."""
+    if offsets.is_meta:
+        experts = len(offsets) - 1
+        return [rows * e // experts for e in range(experts + 1)]
+    return offsets.tolist()
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes `x[rows of e] W[e]ᵀ` in plain torch, one GEMM an expert; asks the host for the
-    offsets."""
-    ends = ends_of(offsets, x.shape[0])
-    parts = [x[lo:hi] @ w.t() for lo, hi, w in zip(ends, ends[1:], weight)]
-    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
+    """Computes `x[rows of e] W[e]ᵀ` in plain torch, one GEMM per expert; syncs with the host."""
+    bounds = host_offsets(offsets, x.shape[0])
+    products = [x[lo:hi] @ w.t() for lo, hi, w in zip(bounds, bounds[1:], weight)]
+    return torch.cat([*products, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])])
 
 
 def _by_torch(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """Multiplies x by `[E, in, out]`; on the CPU by torch's own loop over the reference's GEMMs,
-    where it takes them.
+    """Multiplies x by `[E, in, out]`; on the CPU by torch's `grouped_mm` where it supports them.
 
-    On the meta device, where memory is forecast, it makes what the CPU would: one output and no
-    parts of it.
+    On the meta device, where memory is forecast, it allocates what the CPU would: the output alone.
     """
-    plain = x.is_cpu or x.is_meta
-    narrow = (
-        plain and x.dtype == matrices.dtype != torch.float64 and x.numel() and x.is_contiguous()
-    )
     _, k, n = matrices.shape
-    aligned = narrow and not (k % 8 or n % 8 or x.data_ptr() % 16 or matrices.data_ptr() % 16)
-    if not aligned or matrices.stride() not in ((k * n, n, 1), (k * n, 1, k)):
+    supported = (
+        (x.is_cpu or x.is_meta)
+        and x.dtype == matrices.dtype != torch.float64
+        and x.numel()
+        and x.is_contiguous()
+        and not (k % 8 or n % 8 or x.data_ptr() % 16 or matrices.data_ptr() % 16)
+        and matrices.stride() in ((k * n, n, 1), (k * n, 1, k))
+    )
+    if not supported:
         return grouped_matmul_reference(x, matrices.mT, offsets)
     if x.is_meta:
         return x.new_empty(x.shape[0], n)
     y = F.grouped_mm(x, matrices, offs=offsets[1:].int())
-    if (last := ends_of(offsets, x.shape[0])[-1]) < x.shape[0]:
+    if (last := int(offsets[-1])) < x.shape[0]:
         y[last:] = 0
     return y
 
 
 def _add_matmul(grad: Tensor, a: Tensor, b: Tensor, accumulate: bool = True) -> None:
-    """Computes `grad += a b`, or `grad = a b`, in plain torch, wider than a and b where grad is.
+    """Computes `grad += a b`, or `grad = a b`, in plain torch, in the dtype of grad.
 
-    What was bfloat16 is multiplied exactly by units for bfloat16, too, which a CPU may have; sums
-    are float32.
+    A CPU's bfloat16 units multiply widened bfloat16 exactly as well; their sums are float32.
     """
-    beta = int(accumulate)  # 0: what grad holds is not read
+    beta = int(accumulate)  # with 0 the values of grad are not read
     if a.dtype == grad.dtype:
         grad.addmm_(a, b, beta=beta)
         return
-    units = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = units.fp32_precision
+    mkldnn: Any = torch.backends.mkldnn
+    previous = mkldnn.matmul.fp32_precision
     try:
-        if a.dtype == torch.bfloat16 and a.numel() * b.shape[1] >= _WORTH_UNITS:
-            units.fp32_precision = "bf16"
+        if a.dtype == torch.bfloat16 and a.numel() * b.shape[1] >= _LEAST_FOR_UNITS:
+            mkldnn.matmul.fp32_precision = "bf16"
         grad.addmm_(a.to(grad.dtype), b.to(grad.dtype), beta=beta)
     finally:
-        units.fp32_precision = before
+        mkldnn.matmul.fp32_precision = previous
 
 
 def grouped_weight_grad_reference(
     dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor, *, accumulate: bool = True
 ) -> None:
     """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
-    ends = ends_of(offsets, x.shape[0])
-    sizes = [hi - lo for lo, hi in zip(ends, ends[1:])]
-    if ends[-1] < x.shape[0]:
-        dy, x = dy[: ends[-1]], x[: ends[-1]]
-    for grad, *sides in zip(
-        main_grad.unbind(), dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)
-    ):
-        if sides[1].shape[0] or not accumulate:
-            _add_matmul(grad, sides[0], sides[1], accumulate)
+    bounds = host_offsets(offsets, x.shape[0])
+    sizes = [hi - lo for lo, hi in zip(bounds, bounds[1:])]
+    if bounds[-1] < x.shape[0]:
+        dy, x = dy[: bounds[-1]], x[: bounds[-1]]
+    dy_of_experts, x_of_experts = dy.t().split_with_sizes(sizes, 1), x.split_with_sizes(sizes)
+    for grad, expert_dy, expert_x in zip(main_grad.unbind(), dy_of_experts, x_of_experts):
+        if expert_x.shape[0] or not accumulate:
+            _add_matmul(grad, expert_dy, expert_x, accumulate)
 
 
 @jit
 def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns a tile's expert, first row, and where the expert ends.
+    """A tile's expert, its first row, and the end of the expert's rows.
 
-    Where there are more lanes than experts, the rows past the last offset are expert num_experts;
-    beyond them there is no tile: expert num_experts or more, and the end is 0.
+    If there are more lanes than experts, the rows past the last offset belong to expert
+    num_experts; tiles beyond them have an expert of num_experts or more, and 0 as the end.
     """
     lane = tl.arange(0, EXPERTS)
-    known = lane <= num_experts
-    first = tl.load(offsets_ptr + lane, known, other=0).to(tl.int32)
+    is_expert = lane <= num_experts
+    first = tl.load(offsets_ptr + lane, is_expert, other=0).to(tl.int32)
     last = tl.load(offsets_ptr + lane + 1, lane < num_experts, other=0).to(tl.int32)
     last = tl.where(lane == num_experts, rows, last)
-    tiles = tl.where(known, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles = tl.where(is_expert, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
     ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((known & (ends <= tile)).to(tl.int32), 0)
-    mine = lane == expert
-    row = tl.sum(tl.where(mine, first + (tile - (ends - tiles)) * BLOCK_M, 0), 0)
-    return expert, row, tl.sum(tl.where(mine, last, 0), 0)
+    expert = tl.sum((is_expert & (ends <= tile)).to(tl.int32), 0)
+    selected = lane == expert
+    row = tl.sum(tl.where(selected, first + (tile - (ends - tiles)) * BLOCK_M, 0), 0)
+    return expert, row, tl.sum(tl.where(selected, last, 0), 0)
 
 
 @jit
 def _store_rows(y_ptr, tile, row, last, column, n):
     """Stores the rows before `last` of a tile of y."""
     at = row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(
-        y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :]
-    )
+    tl.store(y_ptr + at, tile, (row < last)[:, None] & (column < n)[None, :])
 
 
-# which change with every batch of tokens
+# These change with every batch of tokens.
 @jit(do_not_specialize=["num_tiles", "num_experts", "rows"])
 def _rows_kernel(
     x_tiles,
@@ -189,14 +185,8 @@ def _rows_kernel(
     column = tile_n * BLOCK_N
     row = first + tl.arange(0, BLOCK_M)
     if expert >= num_experts:
-        _store_rows(
-            y_ptr,
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-            row,
-            last,
-            column + tl.arange(0, BLOCK_N),
-            n,
-        )
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        _store_rows(y_ptr, zeros, row, last, column + tl.arange(0, BLOCK_N), n)
         return
     base = expert * w_rows
     x_matrix = matrix(x_tiles, rows, k, BLOCK_M, BLOCK_K, POINTERS)
@@ -209,20 +199,19 @@ def _rows_kernel(
         x = x_matrix.load([first, step * BLOCK_K])
         if SCALED:
             w = w_matrix.load([base + column, step * BLOCK_K])
-            part = taken_out(tl.dot(x, w.T, out_dtype=tl.float32), SETTLE)
+            product = read_by_all_warps(tl.dot(x, w.T, out_dtype=tl.float32), SETTLE)
             groups = tl.cdiv(k, BLOCK_K)
             scale = tl.load(x_scales_ptr + row.to(tl.int64) * groups + step, row < last, other=0.0)
             blocks = tl.cdiv(n, BLOCK_K)
             block = (expert.to(tl.int64) * blocks + column // BLOCK_K) * groups + step
-            total += part * (scale * tl.load(w_scales_ptr + block))[:, None]
+            total += product * (scale * tl.load(w_scales_ptr + block))[:, None]
         elif TRANSPOSED:
             w = w_matrix.load([base + step * BLOCK_K, column])
-            # the last tile ends in the next expert's rows: zeros of x times their infinities are
-            # not zero
+            # The last tile ends in the next expert's rows, whose infinities times zeros of x are
+            # not zero.
             if CUT:
-                w = tl.where(
-                    (step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w)
-                )
+                live = step * BLOCK_K + tl.arange(0, BLOCK_K) < k
+                w = tl.where(live[:, None], w, tl.zeros_like(w))
             total = tl.dot(x, w, total)
         else:
             total = tl.dot(x, w_matrix.load([base + column, step * BLOCK_K]).T, total)
@@ -248,37 +237,35 @@ def _weight_grad_kernel(
     expert = tl.program_id(1).to(tl.int64)
     first = tl.load(offsets_ptr + expert).to(tl.int32)
     last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
-    whole = first + (last - first) // BLOCK_R * BLOCK_R
+    end = first + (last - first) // BLOCK_R * BLOCK_R  # of full tiles
     dy_matrix = matrix(dy_tiles, last, n, BLOCK_R, BLOCK_N, POINTERS)
     x_matrix = matrix(x_tiles, last, k, BLOCK_R, BLOCK_K, POINTERS)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for row in range(first, whole, BLOCK_R):
+    for row in range(first, end, BLOCK_R):
         dy = dy_matrix.load([row, tile_n * BLOCK_N])
         x = x_matrix.load([row, tile_k * BLOCK_K])
         total = tl.dot(dy.T, x, total)
-    if whole < last:
-        # The rest of the tile is another expert's rows. Both sides are cleared: zero times infinity
-        # is not zero.
-        mine = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
-        dy = dy_matrix.load([whole, tile_n * BLOCK_N])
-        x = x_matrix.load([whole, tile_k * BLOCK_K])
-        dy = tl.where(mine, dy, tl.zeros_like(dy))
-        x = tl.where(mine, x, tl.zeros_like(x))
+    if end < last:
+        # The last tile ends in another expert's rows. Both sides are cleared, because zero times
+        # infinity is not zero.
+        live = (end + tl.arange(0, BLOCK_R) < last)[:, None]
+        dy = dy_matrix.load([end, tile_n * BLOCK_N])
+        x = x_matrix.load([end, tile_k * BLOCK_K])
+        dy = tl.where(live, dy, tl.zeros_like(dy))
+        x = tl.where(live, x, tl.zeros_like(x))
         total = tl.dot(dy.T, x, total)
     out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     live = (out < n)[:, None] & (column < k)[None, :]
     at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
-    tl.store(
-        grad_ptr + at, tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0) + total, live
-    )
+    previous = tl.load(grad_ptr + at, live & (accumulate != 0), other=0.0)
+    tl.store(grad_ptr + at, previous + total, live)
 
 
 def launch_rows(
     x, weight, offsets, n: int, k: int, transposed: bool, scales: tuple | None, out_dtype
 ) -> Tensor:
-    """Computes y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when
-    transposed."""
+    """Computes y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, transposed `[E, k, n]`."""
     rows, experts = x.shape[0], weight.shape[0]
     config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
@@ -287,16 +274,26 @@ def launch_rows(
     operands = tiles_of(x, [block_m, block_k]), tiles_of(weight.flatten(0, 1), w_tile)
     num_tiles = cdiv(rows, block_m) + experts
     x_scales, w_scales = scales or (offsets, offsets)
-    sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
-    flags = {
-        "SCALED": scales is not None,
-        "TRANSPOSED": transposed,
-        "CUT": transposed and k % block_k != 0,
-    }
-    flags["EXPERTS"] = expert_lanes(experts + 1)  # a lane for the rows past the last offset
-    flags |= {"SETTLE": settles(x.device), "POINTERS": by_pointers(x.device)}
-    grid = (num_tiles * cdiv(n, block_n),)
-    _rows_kernel[grid](*operands, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
+    _rows_kernel[(num_tiles * cdiv(n, block_n),)](
+        *operands,
+        x_scales,
+        w_scales,
+        y,
+        offsets,
+        num_tiles,
+        experts,
+        rows,
+        n,
+        k,
+        weight.shape[1],
+        SCALED=scales is not None,
+        TRANSPOSED=transposed,
+        CUT=transposed and k % block_k != 0,
+        EXPERTS=expert_lanes(experts + 1),  # one more lane for the rows past the last offset
+        SETTLE=needs_mma_barrier(x.device),
+        POINTERS=by_pointers(x.device),
+        **config,
+    )
     return y
 
 
@@ -310,8 +307,7 @@ def _fast(x: Tensor, weight: Tensor) -> bool:
 
 
 def _library(x: Tensor, weight: Tensor, settings: Settings) -> ModuleType | None:
-    """Returns the file of the library that multiplies x by each expert's matrix transposed; None =
-    ours."""
+    """Module of the library that multiplies x by each expert's transposed matrix; None = ours."""
     capability = choice.capability_of(x)
     if not (capability and x.numel() and x.dtype == weight.dtype and x.stride(-1) == 1):
         return None
@@ -321,13 +317,12 @@ def _library(x: Tensor, weight: Tensor, settings: Settings) -> ModuleType | None
 
 
 def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor, settings: Settings = AUTO) -> Tensor:
-    """Computes `grouped_matmul` without a gradient."""
+    """Computes `grouped_matmul`, not differentiable."""
     if (library := _library(x, weight, settings)) is not None:
         return library.grouped_matmul(x, weight, offsets)
     if _fast(x, weight) and readable(x) and readable(weight[0]):
-        return launch_rows(
-            x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype
-        )
+        _, n, k = weight.shape
+        return launch_rows(x, weight, offsets, n, k, False, None, x.dtype)
     return _by_torch(x, weight.mT, offsets)
 
 
@@ -344,13 +339,11 @@ def grouped_input_grad(
     Returns:
         `[rows, k]`.
     """
-    turned = weight.mT
-    if (library := _library(dy, turned, settings)) is not None:
-        return library.grouped_matmul(dy, turned, offsets)
+    if (library := _library(dy, weight.mT, settings)) is not None:
+        return library.grouped_matmul(dy, weight.mT, offsets)
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
-        return launch_rows(
-            dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype
-        )
+        _, n, k = weight.shape
+        return launch_rows(dy, weight, offsets, k, n, True, None, dy.dtype)
     return _by_torch(dy, weight, offsets)
 
 
@@ -409,8 +402,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, settings: Setting
     Args:
         x: `[rows, k]` sorted by expert.
         weight: `[E, n, k]`.
-        offsets: `[E + 1]` integers on the device: expert e has the rows offsets[e] to offsets[e +
-            1]; the first is 0. Rows past the last offset are padding and give zeros.
+        offsets: `[E + 1]` integers on the device, from 0: expert e has the rows
+            [offsets[e], offsets[e + 1]). Rows past the last offset are padding and give zeros.
         settings: which library may compute it on a GPU.
 
     Returns:
@@ -422,16 +415,14 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, settings: Setting
 def accumulate_weight_grad_reference(
     main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True
 ) -> None:
-    """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not
-    copied."""
+    """Computes `main_grad += dyᵀ x` in plain torch, without copies if the dtypes are equal."""
     _add_matmul(main_grad, dy.t(), x, accumulate)
 
 
 def accumulate_weight_grad_triton(
     main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True
 ) -> None:
-    """Computes `main_grad += dyᵀ x` as the weight gradient of a single expert that owns every
-    row."""
+    """Computes `main_grad += dyᵀ x` as the weight gradient of one expert that has all rows."""
     offsets = torch.tensor([0, dy.shape[0]], dtype=torch.int32).to(dy.device, non_blocking=True)
     grouped_weight_grad(dy, x, offsets, main_grad[None], accumulate=accumulate)
 
@@ -439,10 +430,9 @@ def accumulate_weight_grad_triton(
 def accumulate_weight_grad(
     main_grad: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool = True
 ) -> None:
-    """Adds the weight gradient `dyᵀ x` into `main_grad`, in place.
+    """Adds the weight gradient `dyᵀ x` to `main_grad`, in place.
 
-    On a GPU the vendor's library does it in one call, where it can write float32 from narrower
-    inputs.
+    On a GPU the vendor's library does so in one call, which can write float32 from narrower inputs.
 
     Args:
         main_grad: `[out, in]`, float32 or float64.
@@ -451,16 +441,18 @@ def accumulate_weight_grad(
         accumulate: False: the gradient is written over `main_grad`, whose values are not read.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: the shapes do not fit.
     """
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
-        shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
-        raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
+        raise ValueError(
+            "a weight gradient requires main_grad [out, in], dy [n, out], x [n, in] "
+            f"(got {tuple(main_grad.shape)}, {tuple(dy.shape)}, {tuple(x.shape)})"
+        )
     beta = int(accumulate)
     if dy.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x, beta=beta)
     elif dy.is_meta and dispatch.PLANNED.get() is not None:
-        return  # one GEMM in place, which allocates nothing
+        return  # one GEMM in place allocates nothing
     elif not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x, accumulate=accumulate)
     elif dy.is_cuda and main_grad.is_contiguous():

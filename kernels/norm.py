@@ -174,7 +174,7 @@ def norm_forward(
         The norm `[..., h]`, the sum `[rows, h]`, and of each row mean (only if `centered`) and rstd
         (1 / standard deviation or root mean square), both `[rows]`.
     """
-    if (library := choice.norm(x, weight, centered, settings)) is not None:
+    if (library := choice.norm_provider(x, weight, centered, settings)) is not None:
         return library.forward(x, residual, weight, bias, eps, centered)
     shape, x = x.shape, rows_of(x)
     num_rows, width = x.shape
@@ -248,7 +248,7 @@ def norm_backward(
     Returns:
         dx `[..., h]`, dw and db `[h]` (None without a bias), in the dtypes of x, weight and bias.
     """
-    if (library := choice.norm(x, weight, centered, settings, backward=True)) is not None:
+    if (library := choice.norm_provider(x, weight, centered, settings, backward=True)) is not None:
         return library.backward(dy, x, weight, bias, statistics, dstream, centered)
     if dispatch.runs_triton(x):
         return _launch_backward(dy, x, weight, bias, statistics, dstream, centered)
@@ -362,7 +362,7 @@ def _add_norm(
     centered: bool,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    if not (dispatch.runs_triton(x) or choice.norm(x, weight, centered, settings)):
+    if not (dispatch.runs_triton(x) or choice.norm_provider(x, weight, centered, settings)):
         return norm_in_torch(x if residual is None else x + residual, weight, bias, eps, centered)
     bias = None if bias is None else bias.contiguous()
     return _Norm.apply(x, residual, weight.contiguous(), bias, eps, centered, settings)

@@ -1,7 +1,7 @@
-"""The names that kernels take from Triton, where it is not installed: all but the compiler.
+"""Stand-ins for the names that kernels import from Triton, where it is not installed.
 
-Files of kernels can be imported for their plain paths, and on the meta device, where nothing is
-launched (`tuning.py`), the code around a kernel is what it is with Triton.
+Modules of kernels can be imported for their plain paths, and the host code around a kernel runs on
+meta tensors, for which nothing is launched (`tuning.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,26 +12,30 @@ from torch import Tensor
 
 
 class KernelInterface:
-    """A kernel that nobody can compile: it has a name, and is launched on no grid."""
+    """A kernel that cannot be compiled or launched."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """Stands for `kernel[grid]`, which `tuning.py` replaces. Raises RuntimeError: always."""
+        """Stands for `kernel[grid]`, which `tuning.py` replaces.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError(
             f"{self.__name__} needs Triton, which is not installed: `pip install triton`"
         )
 
 
 def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Serves `@jit` and `@jit(options)`."""
+    """Stands for `@jit` and `@jit(options)`."""
     return KernelInterface if kernel is None else KernelInterface(kernel)
 
 
 @dataclass
 class TensorDescriptor:
-    """A tensor, and the tile of it that a copy engine takes."""
+    """A tensor, and the tile of it that a copy engine loads."""
 
     base: Tensor
     shape: Sequence[int]
@@ -44,8 +48,7 @@ class TensorDescriptor:
 
 
 class _Language:
-    """triton.language, as far as it is named outside kernels: dtypes, annotations of their
-    arguments, and constants."""
+    """triton.language as far as it is used outside kernels: dtypes, annotations, constants."""
 
     def __getattr__(self, name: str) -> "_Language":
         return self

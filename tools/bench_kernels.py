@@ -111,7 +111,7 @@ def measure(
                 "peak_bytes": peak_bytes(call),
             }
             if provider in benchmark.families and (request := request_of(call)):
-                figures |= {"way": request.way, "key": request.key}
+                figures |= {"way": request.operation, "key": request.key}
         except Exception as error:  # a provider that this build lacks must not end the run
             yield provider, unavailable(error)
             if device_is_lost():

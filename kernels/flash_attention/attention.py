@@ -77,9 +77,9 @@ def _runs_triton(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     if not (dispatch.runs_triton(q) and k.numel()):
         return False
     # The files of kernels are imported where they run: a run on CPUs does without them.
-    from megatron5d.kernels.flash_attention.tiles import takes
+    from megatron5d.kernels.flash_attention.tiles import supports
 
-    return takes(q, v, rule)
+    return supports(q, v, rule)
 
 
 def _library(

@@ -27,7 +27,7 @@ Triton would compile others for 1 and for multiples of 16, and always does so fo
 """
 
 
-def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
+def supports(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     """Whether the kernels support this dtype, these head dims and this scale."""
     dims = (q.shape[-1], v.shape[-1])
     return (

@@ -25,8 +25,13 @@ from megatron5d.kernels import choice, dispatch, tuning
 from megatron5d.kernels.choice import AUTO, Fp8Request, Settings
 from megatron5d.kernels.dispatch import TensorDescriptor, cdiv, jit, load_float32, tl
 from megatron5d.kernels.fp8.quantize import GROUP, Quantized
-from megatron5d.kernels.gemm import ends_of, expert_lanes, grouped_matmul_reference, launch_rows
-from megatron5d.kernels.tuning import readable, settles, swizzled, taken_out
+from megatron5d.kernels.gemm import (
+    expert_lanes,
+    grouped_matmul_reference,
+    host_offsets,
+    launch_rows,
+)
+from megatron5d.kernels.tuning import needs_mma_barrier, read_by_all_warps, readable, swizzled
 
 
 def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,7 +105,7 @@ def _fp8_matmul_kernel(
     for group in range(tl.cdiv(k, GROUP)):
         a = a_desc.load([tile_m * BLOCK_M, group * GROUP])
         b = b_desc.load([tile_n * BLOCK_N, group * GROUP])
-        product = taken_out(tl.dot(a, b.T, out_dtype=tl.float32), SETTLE)
+        product = read_by_all_warps(tl.dot(a, b.T, out_dtype=tl.float32), SETTLE)
         a_scale = scales_of_tile(
             a_scales, a_strides, tile_m * BLOCK_M, row, m, group, A_ROWS, GROUP
         )
@@ -180,7 +185,7 @@ def _launch_matmul(
     descriptors = _descriptors(a, b, block_m, block_n)
     scales = (a.scales, a.scales.stride(), b.scales, b.scales.stride())
     config |= {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "INTO": into is not None}
-    config |= {"GROUP": GROUP, "SETTLE": settles(out.device)}
+    config |= {"GROUP": GROUP, "SETTLE": needs_mma_barrier(out.device)}
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)
     _fp8_matmul_kernel[grid](*descriptors, *scales, out, m, n, k, int(accumulate), **config)
     return out
@@ -228,7 +233,7 @@ def grouped_weight_grad_fp8_reference(
     """Computes `grouped_weight_grad_fp8` in plain torch; copies the offsets to the host."""
     wide = dispatch.statistics_dtype(main_grad.dtype)
     a, b, group = dy.dequantize(wide), x.dequantize(wide), 0
-    ends = ends_of(offsets, (dy.scales.shape[1] - offsets.numel() + 1) * GROUP)
+    ends = host_offsets(offsets, (dy.scales.shape[1] - offsets.numel() + 1) * GROUP)
     for grad, first, last in zip(main_grad, ends, ends[1:]):
         tokens = slice(group * GROUP, group * GROUP + last - first)
         if not accumulate:
@@ -280,7 +285,7 @@ def _weight_grad_fp8_kernel(
     for group in range(begin, begin + count):
         dy = dy_desc.load([tile_n * BLOCK_N, group * GROUP])
         x = x_desc.load([tile_k * BLOCK_K, group * GROUP])
-        product = taken_out(tl.dot(dy, x.T, out_dtype=tl.float32), SETTLE)
+        product = read_by_all_warps(tl.dot(dy, x.T, out_dtype=tl.float32), SETTLE)
         dy_scale = scales_of_tile(dy_scales, dy_strides, 0, row, n, group, 1, GROUP)
         x_scale = scales_of_tile(x_scales, x_strides, 0, column, k, group, 1, GROUP)
         total = add_scaled(total, product, dy_scale, x_scale, 1, 1)
@@ -322,6 +327,6 @@ def grouped_weight_grad_fp8(
     scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
     sizes = (n, k, experts, int(accumulate))
     config |= {"EXPERTS": expert_lanes(experts), "GROUP": GROUP}
-    config["SETTLE"] = settles(main_grad.device)
+    config["SETTLE"] = needs_mma_barrier(main_grad.device)
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
     _weight_grad_fp8_kernel[grid](*descriptors, *scales, main_grad, offsets, *sizes, **config)

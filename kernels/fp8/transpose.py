@@ -28,7 +28,7 @@ from megatron5d.kernels.fp8.quantize import (
     scale_and_factor,
 )
 from megatron5d.kernels.fp8.tiles import amax_of_slices, load_slices, store_transposed
-from megatron5d.kernels.gemm import ends_of, expert_lanes, expert_of
+from megatron5d.kernels.gemm import expert_lanes, expert_of, host_offsets
 
 
 def fp8_transpose_reference(
@@ -40,7 +40,7 @@ def fp8_transpose_reference(
 ) -> Quantized:
     """Computes `fp8_transpose` in plain torch; copies the offsets to the host."""
     rows, columns = x.values.shape
-    ends = [0, rows] if offsets is None else ends_of(offsets, rows)
+    ends = [0, rows] if offsets is None else host_offsets(offsets, rows)
     num_groups = max_groups(rows, offsets)
     values = x.values.new_zeros(columns, num_groups * GROUP)
     scales = x.scales.new_ones(columns, num_groups)

@@ -1,9 +1,9 @@
-"""Attention by cuDNN, through torch's own operators: full, or causal over as many keys as queries.
+"""Attention by cuDNN, through torch's operators: full, or causal over as many keys as queries.
 
-The operator keeps the graph of a backward by the layouts of q, k and v alone. So out and dout
-always come in one layout of their own, lest a later call run the graph of another one (pytorch
-#176915). Its backward adds up dq by
-atomics: it is left to others where every step must give the same bits.
+The operator caches the graph of a backward by the layouts of q, k and v alone. So out and dout
+always get one layout, because a later call would otherwise run the graph of another layout (pytorch
+#176915). Its backward accumulates dq by atomics: it is not used where every step must give the same
+bits.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megatron5d.kernels.dispatch import HALF_DTYPES
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.flash_attention.tiles import aligned
 
-OLDEST = 90501  # which reads dout in its own layout
+OLDEST = 90501  # the first that reads dout in its own layout
 OLDEST_WIDE = {
     (9, 192, 128): 91100,
     (10, 192, 128): 91100,
@@ -25,24 +25,31 @@ OLDEST_WIDE = {
 
 
 def version() -> int:
-    """Returns 91200 for cuDNN 9.12.0; 0 without it."""
+    """91200 for cuDNN 9.12.0; 0 without it."""
     return torch.backends.cudnn.version() or 0
 
 
 def missing() -> str | None:
-    if not (found := version()):
+    if not (installed := version()):
         return "this build of torch has no cuDNN"
-    return f"cuDNN {found} is older than {OLDEST}" if found < OLDEST else None
+    return f"cuDNN {installed} is older than {OLDEST}" if installed < OLDEST else None
 
 
-def takes(request: AttentionRequest, deterministic: bool) -> bool:
-    r, dims = request, (request.q_shape[3], request.value_dim)
-    special = r.window is not None or r.softcap or r.documents or r.positions or r.sinks
-    same = not r.causal or r.q_shape[0] == r.k_shape[0]
-    wide = max(dims) <= 128 or version() >= OLDEST_WIDE.get((r.capability // 10, *dims), 10**9)
-    fits = r.dtype in HALF_DTYPES and all(d % 8 == 0 for d in dims) and wide and r.k_shape[0] > 1
+def supports(request: AttentionRequest, deterministic: bool) -> bool:
+    r, dims = request, request.head_dims
+    plain = r.window is None and not (r.softcap or r.documents or r.positions or r.sinks)
+    aligned_mask = not r.causal or r.q_shape[0] == r.k_shape[0]
+    oldest = 0 if max(dims) <= 128 else OLDEST_WIDE.get((r.capability // 10, *dims))
     return (
-        r.capability >= 80 and fits and same and not special and not (r.backward and deterministic)
+        r.capability >= 80
+        and r.dtype in HALF_DTYPES
+        and all(d % 8 == 0 for d in dims)
+        and oldest is not None
+        and version() >= oldest
+        and r.k_shape[0] > 1
+        and plain
+        and aligned_mask
+        and not (r.backward and deterministic)
     )
 
 
@@ -70,7 +77,7 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
     dout, out = (x.contiguous().permute(1, 2, 0, 3) for x in (dout, out))
-    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # seed and offset of dropout
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout,
         *map(_heads_first, (q, k, v)),
@@ -87,4 +94,4 @@ def backward(
         rule.causal,
         scale=rule.scale,
     )
-    return tuple(each.permute(2, 0, 1, 3).contiguous() for each in gradients)
+    return tuple(gradient.permute(2, 0, 1, 3).contiguous() for gradient in gradients)

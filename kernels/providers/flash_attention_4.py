@@ -1,10 +1,9 @@
-"""Attention by FlashAttention-4 (`pip install flash-attn-4`): also in windows, with soft-cap and
-sinks.
+"""Attention by FlashAttention-4 (`pip install flash-attn-4`): also with windows, soft-cap, sinks.
 
-Its causal mask and its windows are aligned at the last query and key, ours at the first: they mean
-the same for as many keys as queries. Documents go to Triton: it takes their lengths from the host,
-which does not know them. Zadouri et al. 2026, FlashAttention-4; signatures are those of
-`flash_attn/cute/interface.py`.
+It aligns its causal mask and its windows at the last query and key, ours are aligned at the first:
+both mean the same for as many keys as queries. Documents are left to Triton: the library takes
+their lengths from the host, which does not know them. Zadouri et al. 2026, FlashAttention-4; the
+signatures are those of `flash_attn/cute/interface.py`.
 """
 
 import functools
@@ -29,21 +28,26 @@ def missing() -> str | None:
     return None
 
 
-def takes(request: AttentionRequest, deterministic: bool) -> bool:
-    r, dims = request, (request.q_shape[3], request.value_dim)
-    hopper, blackwell = r.capability // 10 == 9, r.capability // 10 == 10
-    widths = (hopper and max(dims) <= 256) or (
-        blackwell and (max(dims) <= 128 or dims in ((192, 128), (256, 256)))
+def supports(request: AttentionRequest, deterministic: bool) -> bool:
+    r, dims, major = request, request.head_dims, request.capability // 10
+    wide_on_blackwell = dims in ((192, 128), (256, 256))
+    has_kernel = (major == 9 and max(dims) <= 256) or (
+        major == 10 and (max(dims) <= 128 or wide_on_blackwell)
     )
-    special = r.documents or r.positions or (r.sinks and blackwell and max(dims) == 256)
-    same = not (r.causal or r.window) or r.q_shape[0] == r.k_shape[0]
+    sinks_fit = not (r.sinks and major == 10 and max(dims) == 256)
+    aligned_mask = not (r.causal or r.window) or r.q_shape[0] == r.k_shape[0]
     return (
-        r.dtype in HALF_DTYPES and widths and all(d % 8 == 0 for d in dims) and same and not special
+        r.dtype in HALF_DTYPES
+        and has_kernel
+        and all(d % 8 == 0 for d in dims)
+        and aligned_mask
+        and sinks_fit
+        and not (r.documents or r.positions)
     )
 
 
 def interface() -> ModuleType:
-    """Returns the library, whose import takes seconds."""
+    """The library, whose import takes seconds."""
     return importlib.import_module("flash_attn.cute.interface")
 
 
@@ -91,4 +95,4 @@ def backward(
         deterministic=deterministic,
         **_window(rule),
     )
-    return tuple(each.transpose(0, 1).contiguous() for each in gradients[:3])
+    return tuple(gradient.transpose(0, 1).contiguous() for gradient in gradients[:3])

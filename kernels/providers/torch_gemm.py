@@ -1,14 +1,12 @@
 """GEMMs in FP8 and of experts by torch: cuBLAS and CUTLASS.
 
-FP8: one scale for each matrix on any GPU with FP8; a scale for each 1×128 group, by those of groups
-    or of 128×128
-blocks, on Hopper alone. cuBLAS reads the scales of groups with the rows innermost, so they are
-copied once: 1 / 32 of the operand's bytes. Its sums are promoted to float32
-(`use_fast_accum=False`).
+FP8: one scale per matrix on any GPU with FP8. On Hopper alone, a scale per 1×128 group of one
+operand, and per group or 128×128 block of the other. cuBLAS reads the scales of groups with the
+rows innermost, so they are copied once: 1/32 of the operand's bytes. Its sums are promoted to
+float32 (`use_fast_accum=False`).
 
 Experts: the forward and the input gradient. torch would round the weight gradient to bfloat16
-    before it is added to the
-main gradient, and scales an FP8 operand by rows alone; both stay with Triton.
+before adding it to the main gradient, and scales FP8 operands by rows alone; Triton computes both.
 """
 
 import torch
@@ -27,21 +25,17 @@ def missing() -> str | None:
     return None if torch.version.cuda else "this build of torch has no CUDA"
 
 
-def takes(request: Fp8Request | GroupedRequest, deterministic: bool) -> bool:
+def supports(request: Fp8Request | GroupedRequest, deterministic: bool) -> bool:
     if isinstance(request, GroupedRequest):
         aligned = request.n % 8 == request.k % 8 == 0
         return request.capability // 10 in (9, 10) and request.dtype in GROUPED_DTYPES and aligned
     m, n, k = request.sizes
-    if (
-        n % 16
-        or k % 16
-        or request.dtypes == (E5M2, E5M2)
-        or request.out_dtype not in FP8_OUT_DTYPES
-    ):
+    both_e5m2 = request.dtypes == (E5M2, E5M2)
+    if n % 16 or k % 16 or both_e5m2 or request.out_dtype not in FP8_OUT_DTYPES:
         return False
     if request.rows == (0, 0):
         return request.capability >= 89
-    # rows of scales begin 16 bytes apart
+    # rows of scales must begin 16 bytes apart
     aligned = all(
         (size if rows == 1 else cdiv(k, GROUP)) % 4 == 0
         for rows, size in zip(request.rows, (m, n))
@@ -62,9 +56,8 @@ def fp8_matmul(
     into: Tensor | None,
     accumulate: bool,
 ) -> Tensor:
-    """Computes `a bᵀ`, adds it to `into` or writes it there; arguments are those of
-    `Fp8Request`."""
-    (a, b), (a_scales, b_scales) = values, (_scales(*each) for each in zip(scales, rows))
+    """Computes `a bᵀ`, or adds it to `into`, or writes it there; arguments as in `Fp8Request`."""
+    (a, b), (a_scales, b_scales) = values, map(_scales, scales, rows)
     operands = (a, b.t(), a_scales, b_scales.t())
     if into is not None and not accumulate:
         return torch._scaled_mm(*operands, out_dtype=out_dtype, use_fast_accum=False, out=into)
@@ -87,19 +80,18 @@ def _clear_kernel(
     tl.store(y_ptr + at, tl.zeros((ROWS, COLUMNS), y_ptr.dtype.element_ty), live)
 
 
-def clear_rest(y: Tensor, offsets: Tensor) -> Tensor:
-    """Sets the rows past the last expert's to zero, in place: torch leaves there what there was."""
+def clear_padding(y: Tensor, offsets: Tensor) -> Tensor:
+    """Zeroes the rows past the last expert's, in place: torch leaves them uninitialized."""
     rows, n = y.shape
     if dispatch.runs_triton(y):
-        _clear_kernel[(cdiv(rows, 16), cdiv(n, 1024))](
-            y, offsets, len(offsets) - 1, rows, n, ROWS=16, COLUMNS=1024
-        )
+        grid = (cdiv(rows, 16), cdiv(n, 1024))
+        _clear_kernel[grid](y, offsets, len(offsets) - 1, rows, n, ROWS=16, COLUMNS=1024)
         return y
     return y.masked_fill_((torch.arange(rows, device=y.device) >= offsets[-1])[:, None], 0)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Computes `y[r] = W[e] x[r]` as `kernels.gemm.grouped_matmul`, from weight `[E, n, k]` in any
+    """Computes `y[r] = W[e] x[r]` as `kernels.gemm.grouped_matmul`, for `[E, n, k]` of any
     layout."""
     y = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].int())
-    return clear_rest(y, offsets)
+    return clear_padding(y, offsets)

@@ -1,5 +1,7 @@
-"""RMSNorm and LayerNorm by torch. The residual stream, and the gradient that arrives beside the
-norm's, are added by passes of their own."""
+"""RMSNorm and LayerNorm by torch.
+
+The residual stream and its gradient are added in separate passes.
+"""
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ def missing() -> str | None:
     return None
 
 
-def takes(request: NormRequest, deterministic: bool) -> bool:
+def supports(request: NormRequest, deterministic: bool) -> bool:
     return request.dtype == request.weight_dtype and request.dtype in DTYPES
 
 
@@ -26,8 +28,7 @@ def forward(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `launch_forward` does: the norm, the stream as rows, mean and 1 / scale of each
-    row."""
+    """Norm, stream as rows, mean and 1 / scale of each row, as `launch_forward` of norm.py."""
     total, width = x if residual is None else x + residual, list(weight.shape)
     if centered:
         y, mean, scale = torch.ops.aten.native_layer_norm(total, width, weight, bias, eps)
@@ -46,20 +47,15 @@ def backward(
     dtotal: Tensor | None,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    width, rows, (mean, scale) = (
-        list(weight.shape),
-        rows_of(dy),
-        (each[:, None] for each in statistics),
-    )
+    inputs = (rows_of(dy), rows_of(x), list(weight.shape))
+    mean, scale = (statistic[:, None] for statistic in statistics)
     dbias = None
     if centered:
-        wanted = [True, True, bias is not None]
+        output_mask = [True, True, bias is not None]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            rows, rows_of(x), width, mean, scale, weight, bias, wanted
+            *inputs, mean, scale, weight, bias, output_mask
         )
     else:
-        dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-            rows, rows_of(x), width, scale, weight, [True, True]
-        )
+        dx, dweight = torch.ops.aten._fused_rms_norm_backward(*inputs, scale, weight, [True, True])
     dx = dx.view(dy.shape)
     return dx if dtotal is None else dx.add_(dtotal), dweight, dbias if bias is not None else None

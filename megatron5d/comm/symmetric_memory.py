@@ -36,7 +36,7 @@ from megatron5d.comm.collectives import gather_objects
 from megatron5d.kernels.dispatch import HAS_TRITON
 from megatron5d.kernels.symm_mem_flags import (
     Arrivals,
-    Patience,
+    WaitTimeout,
     addresses_of,
     raise_flags,
     wait_flag,
@@ -184,9 +184,11 @@ class SymmetricBuffers:
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
         self.axis, self.device = axis, device
-        self.patience = Patience(timeout_s / 2, device, partial(_timeout_message, axis, timeout_s))
+        self.timeout = WaitTimeout(
+            timeout_s / 2, device, partial(_timeout_message, axis, timeout_s)
+        )
         if device.type == "cuda":
-            threading.Thread(target=end_if_stuck, args=(self.patience,), daemon=True).start()
+            threading.Thread(target=end_if_stuck, args=(self.timeout,), daemon=True).start()
         self._open(0)
 
     def _open(self, buffer_bytes: int) -> None:
@@ -212,7 +214,7 @@ class SymmetricBuffers:
             TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has
                 not sent.
         """
-        self.patience.check()
+        self.timeout.check()
         required = _offsets(layout)[-1]
         if required > self.buffer_bytes:
             self._open(required)
@@ -251,7 +253,7 @@ class BufferExchange:
         self._axis, self._parity = buffers.axis, buffers.epoch % 2
         self._offsets = _offsets(layout)
         flags = buffers.flags(self._axis.rank, self._parity)
-        self.arrivals = Arrivals(flags, self.epoch, buffers.patience)
+        self.arrivals = Arrivals(flags, self.epoch, buffers.timeout)
 
     def _tensor(self, destination: int, source: int, index: int) -> Tensor:
         """A tensor of the layout in the buffer that `source` fills at `destination`."""
@@ -362,14 +364,14 @@ def _timeout_message(axis: Axis, timeout_s: float, source: int, epoch: int) -> s
     )
 
 
-def end_if_stuck(patience: Patience) -> None:
+def end_if_stuck(timeout: WaitTimeout) -> None:
     """Ends this process with the message of a kernel that has timed out, if the host does not raise
     it.
 
     The host cannot where it waits for the device itself, and the device for a collective with the
     rank that is gone.
     """
-    while (message := patience.given_up()) is None:
+    while (message := timeout.error()) is None:
         time.sleep(_POLL_S)
     # where the host does raise it, the process ends with a traceback before this thread continues
     time.sleep(_GRACE_S)

@@ -47,7 +47,7 @@ class Fused(Overlap):
 
     def check(self) -> None:
         """Raises TimeoutError if an exchange that the device has run failed."""
-        self._buffers.patience.check()
+        self._buffers.timeout.check()
 
     def all_gather_gemm(
         self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool

@@ -34,8 +34,8 @@ from megatron5d.kernels.overlapped_gemm import (
     gemm_reduce_scatter,
     sum_arrived,
 )
-from megatron5d.kernels.providers.torch_gemm import clear_rest
-from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
+from megatron5d.kernels.providers.torch_gemm import clear_padding
+from megatron5d.kernels.symm_mem_flags import Arrivals, WaitTimeout, raise_flags, wait_flag
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 ALIKE = ("sm_90",)  # its PTX for others is this one, on sm_100 with arithmetic packed in pairs
@@ -185,7 +185,7 @@ def _grouped() -> None:
     forward_and_backward(grouped_matmul(x, weight, offsets))
     # the last tile ends in another expert
     grouped_input_grad(meta(4096, 1000), meta(64, 1000, 2048), offsets)
-    clear_rest(meta(4096, 1000), offsets)
+    clear_padding(meta(4096, 1000), offsets)
 
 
 def _grouped_fp8() -> None:
@@ -216,7 +216,7 @@ def _overlap(size: int, transposed: bool) -> None:
     x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
     weight = meta(4096, 1792) if transposed else meta(1792, 4096)
     addresses, buffers = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
-    arrivals = Arrivals(flags, 1, Patience(900.0, flags.device))
+    arrivals = Arrivals(flags, 1, WaitTimeout(900.0, flags.device))
     all_gather_gemm(x, weight, arrivals, 1, transposed)
     out = PeerBuffers(buffers, list(flags.split(1)), addresses, addresses, flags)
     gemm_reduce_scatter(x, weight, out, 1, 1, transposed)

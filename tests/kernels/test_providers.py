@@ -1,5 +1,5 @@
 """Libraries behind our operations: the same numbers as in float64 by plain torch, and only what
-each of them takes."""
+each of them supports."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron5d.kernels.choice import (
     GroupedRequest,
     NormRequest,
     Settings,
-    chosen,
+    provider_name,
 )
 from megatron5d.kernels.flash_attention.plain import AttentionRule
 from megatron5d.kernels.fp8.gemm import fp8_matmul, fp8_matmul_reference
@@ -112,7 +112,7 @@ def test_what_a_library_does_not_take_is_computed_elsewhere():
         out, _ = kernels.attention(*inputs, scale=0.2, documents=documents, settings=settings)
         assert not counted()
     close([out], [kernels.attention_reference(*inputs, AttentionRule(0.2, documents=documents))[0]])
-    refused = pytest.raises(ValueError, match="cudnn: it does not take Attention")
+    refused = pytest.raises(ValueError, match="cudnn: it does not support Attention")
     with on_cpu(**CUDNN) as settings, refused:
         kernels.attention(*inputs, scale=0.2, documents=documents, settings=settings)
 
@@ -157,14 +157,14 @@ def test_fp8_by_torch(kinds, out_dtype):
 
 def test_fp8_that_cublas_would_misread_is_left_to_triton():
     here = Fp8Request(90, (M, N, K), (1, 128), (torch.float8_e4m3fn,) * 2, torch.bfloat16)
-    takes = torch_gemm.takes
-    assert takes(here, True) and takes(here._replace(rows=(0, 0), capability=100), True)
-    assert not takes(here._replace(capability=100), True)
-    assert not takes(here._replace(sizes=(M, N, 640)), True)  # five blocks of scales: 20 bytes
-    assert not takes(here._replace(sizes=(62, N, K)), True)
-    assert not takes(here._replace(rows=(128, 128)), True)
-    assert not takes(here._replace(dtypes=(E5M2, E5M2)), True)
-    assert not takes(here._replace(out_dtype=torch.float16), True)
+    supports = torch_gemm.supports
+    assert supports(here, True) and supports(here._replace(rows=(0, 0), capability=100), True)
+    assert not supports(here._replace(capability=100), True)
+    assert not supports(here._replace(sizes=(M, N, 640)), True)  # five blocks of scales: 20 bytes
+    assert not supports(here._replace(sizes=(62, N, K)), True)
+    assert not supports(here._replace(rows=(128, 128)), True)
+    assert not supports(here._replace(dtypes=(E5M2, E5M2)), True)
+    assert not supports(here._replace(out_dtype=torch.float16), True)
 
 
 def test_grouped_by_torch():
@@ -215,15 +215,15 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: each.way)
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: each.operation)
 def test_auto_goes_by_the_documented_order_and_then_by_what_was_measured(
     request_, monkeypatch, tmp_path
 ):
     family = choice.family_of(request_)
     with on_cpu():
-        first = (*choice.ORDER[request_.way], choice.TRITON)[0]
-        assert chosen(request_, Settings()) == first
-        assert chosen(request_, Settings(**{family: "triton"})) == "triton"
+        first = (*choice.DEFAULT_ORDER[request_.operation], choice.TRITON)[0]
+        assert provider_name(request_, Settings()) == first
+        assert provider_name(request_, Settings(**{family: "triton"})) == "triton"
         other = next(name for name in described(f"kernels.{family}").choices[1:] if name != first)
         (key, size), *_ = request_.key.items()
         entries = [
@@ -231,27 +231,27 @@ def test_auto_goes_by_the_documented_order_and_then_by_what_was_measured(
             {"config": {"order": [other]}},
         ]
         (tmp_path / "providers").mkdir()
-        (tmp_path / "providers/sm_90.json").write_text(json.dumps({request_.way: entries}))
+        (tmp_path / "providers/sm_90.json").write_text(json.dumps({request_.operation: entries}))
         monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
         tuning.table.cache_clear()
-        assert chosen(request_, Settings()) == other
+        assert provider_name(request_, Settings()) == other
         # nothing was measured there
-        assert chosen(request_._replace(capability=80), Settings()) in ("triton", "cudnn")
+        assert provider_name(request_._replace(capability=80), Settings()) in ("triton", "cudnn")
     tuning.table.cache_clear()
 
 
 def test_heads_that_a_library_lacks(monkeypatch):
     monkeypatch.setattr(cudnn, "version", lambda: 91000)
     wide = replace_dims(REQUESTS[0], 192, 128)
-    assert not cudnn.takes(wide, False)
+    assert not cudnn.supports(wide, False)
     monkeypatch.setattr(cudnn, "version", lambda: 91100)
-    assert cudnn.takes(wide, False) and not cudnn.takes(wide._replace(capability=80), False)
-    assert not cudnn.takes(replace_dims(REQUESTS[0], 256, 256), False)
-    assert flash_attention_4.takes(wide._replace(capability=100), True)
-    assert not flash_attention_4.takes(
+    assert cudnn.supports(wide, False) and not cudnn.supports(wide._replace(capability=80), False)
+    assert not cudnn.supports(replace_dims(REQUESTS[0], 256, 256), False)
+    assert flash_attention_4.supports(wide._replace(capability=100), True)
+    assert not flash_attention_4.supports(
         replace_dims(REQUESTS[0], 256, 128)._replace(capability=100), True
     )
-    assert not flash_attention_4.takes(REQUESTS[0]._replace(capability=80), True)
+    assert not flash_attention_4.supports(REQUESTS[0]._replace(capability=80), True)
 
 
 def replace_dims(request, dim, value_dim):

@@ -78,7 +78,7 @@ from whole_stage import WholeStage
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from megatron5d.kernels.overlapped_gemm import PeerBuffers, all_gather_gemm, gemm_reduce_scatter, sum_arrived
-from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
+from megatron5d.kernels.symm_mem_flags import Arrivals, WaitTimeout, raise_flags, wait_flag
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -98,7 +98,7 @@ table = TensorTable(**columns, copy=[meta(512)])
 
 def step(number, epoch):
     stage.backward(number, torch.empty_like(stage.forward(number, None, batch)))
-    arrivals = Arrivals(flags, epoch, Patience(900.0, flags.device))
+    arrivals = Arrivals(flags, epoch, WaitTimeout(900.0, flags.device))
     all_gather_gemm(meta(2, 64, 128), weight, arrivals, number % 2, False)
     out = PeerBuffers([meta(64, 256) for _ in range(2)], list(flags.split(1)), addresses, addresses, flags)
     gemm_reduce_scatter(meta(2, 64, 128), weight, out, epoch, number % 2, False)

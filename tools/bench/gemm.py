@@ -22,7 +22,7 @@ from megatron5d.kernels.overlapped_gemm import (
     gemm_reduce_scatter,
     sum_arrived,
 )
-from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of
+from megatron5d.kernels.symm_mem_flags import Arrivals, WaitTimeout, addresses_of
 from megatron5d.tools.bench.harness import (
     OURS,
     Benchmark,
@@ -125,7 +125,7 @@ def weight_gradient(device: str, m: int, n: int, k: int) -> Calls:
 def _arrived(device: str, size: int) -> Arrivals:
     """Flags of `size` ranks, all raised, so that GEMMs do not wait."""
     flags = torch.ones(size, dtype=torch.int32, device=device)
-    return Arrivals(flags, 1, Patience(900.0, flags.device))
+    return Arrivals(flags, 1, WaitTimeout(900.0, flags.device))
 
 
 def gathered(device: str, size: int, m: int, n: int, k: int) -> Calls:

@@ -22,10 +22,10 @@ from megatron5d.kernels.choice import (
     NormRequest,
     Request,
     Settings,
-    chosen,
     family_of,
     library,
-    order_of,
+    measured_order,
+    provider_name,
 )
 from megatron5d.kernels.dispatch import HAS_TRITON
 from megatron5d.model.block_inputs import DTYPES
@@ -114,7 +114,7 @@ def names_of(config: Config, capability: int, here: bool = True) -> dict[str, st
     """
     settings = Settings(**asdict(config.kernels))
     requests = requests_of(config, capability)
-    return {request.way: chosen(request, settings, here) for request in requests}
+    return {request.operation: provider_name(request, settings, here) for request in requests}
 
 
 def choice_text(config: Config, capability: int, here: bool = True) -> str:
@@ -122,7 +122,7 @@ def choice_text(config: Config, capability: int, here: bool = True) -> str:
     if not capability:
         return ""
     names = names_of(config, capability, here)
-    is_measured = all(order_of(r) is not None for r in requests_of(config, capability))
+    is_measured = all(measured_order(r) is not None for r in requests_of(config, capability))
     source = "as measured" if is_measured else "in the order of docs/kernels.md"
     choices = ", ".join(f"{way.replace('_', ' ')} {name}" for way, name in names.items())
     return f"kernels on sm_{capability}, {source}: {choices}"
@@ -136,10 +136,10 @@ def kernel_faults(config: Config, capability: int) -> list[Fault]:
         family = family_of(request)
         name = getattr(settings, family)
         # Another library may compute the backward (kernels.deterministic).
-        if name in ("auto", TRITON) or family in faults or request.way.endswith("backward"):
+        if name in ("auto", TRITON) or family in faults or request.operation.endswith("backward"):
             continue
         reason = library(family, name).missing()
-        if reason is None and not library(family, name).takes(request, settings.deterministic):
+        if reason is None and not library(family, name).supports(request, settings.deterministic):
             reason = f"it does not support {request} on sm_{capability}"
         if reason is not None:
             faults[family] = Fault(

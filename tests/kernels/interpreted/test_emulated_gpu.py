@@ -159,7 +159,7 @@ if ARCHITECTURE == "sm_100":
 
     def test_why_gemms_are_taken_out_before_the_next(loaded_anew, monkeypatch):
         assert not goes_wrong(fp8_gemm)
-        monkeypatch.setattr(fp8_matmul, "settles", lambda device: False)
+        monkeypatch.setattr(fp8_matmul, "needs_mma_barrier", lambda device: False)
         # if it does not, Triton waits by itself, and SETTLE has done its duty
         assert goes_wrong(fp8_gemm)
 

@@ -14,7 +14,7 @@ from megatron5d.kernels.fp8.gemm import (
 )
 from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.transpose import fp8_transpose
-from megatron5d.kernels.providers.torch_gemm import clear_rest
+from megatron5d.kernels.providers.torch_gemm import clear_padding
 
 # Hopper's tensor cores keep 14 bits of a sum.
 FP8_SUMS = 1e-5 if torch.get_default_device().type == "cpu" else 5e-4
@@ -248,5 +248,5 @@ def test_clear_rest(last):
     y = torch.full((40, 1030), torch.nan, dtype=torch.bfloat16)
     y[:last] = 3.0
     offsets = torch.tensor([0, last // 2, last], dtype=torch.int32)
-    assert clear_rest(y, offsets) is y
+    assert clear_padding(y, offsets) is y
     assert (y[:last] == 3.0).all() and (y[last:] == 0).all()

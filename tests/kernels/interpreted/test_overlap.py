@@ -16,7 +16,7 @@ from megatron5d.kernels import overlapped_gemm
 from megatron5d.kernels import symm_mem_flags as signals
 from megatron5d.kernels.symm_mem_flags import (
     Arrivals,
-    Patience,
+    WaitTimeout,
     addresses_of,
     raise_flags,
     wait_flag,
@@ -38,7 +38,7 @@ def shared(*shape, dtype=torch.bfloat16):
 
 
 def arrivals(flags, epoch, limit_s=60.0):
-    return Arrivals(flags, epoch, Patience(limit_s, flags.device))
+    return Arrivals(flags, epoch, WaitTimeout(limit_s, flags.device))
 
 
 class beside:
@@ -195,7 +195,7 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
     flags = shared(3, dtype=torch.int32)
     flags[1] = 7
     x, weight = torch.zeros(3, 40, 16, dtype=dtype), torch.zeros(72, 16, dtype=dtype)
-    quiet = Patience(1.5, flags.device)
+    quiet = WaitTimeout(1.5, flags.device)
     with beside(lambda: raise_flags([flags[2:]], flags, 7)):
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
@@ -211,8 +211,8 @@ def test_a_kernel_waits_on_while_a_flag_is_of_an_earlier_use():
     flags = torch.ones(1, dtype=torch.int32)
     late = arrivals(flags, 3)
     Timer(0.3, flags.fill_, (3,)).start()
-    signals._wait_kernel[(1,)](flags, 0, late.epoch, late.patience.kernel_arguments)
-    assert int(flags) == 3 and late.patience.given_up() is None
+    signals._wait_kernel[(1,)](flags, 0, late.epoch, late.timeout.kernel_arguments)
+    assert int(flags) == 3 and late.timeout.error() is None
 
 
 def test_flags_are_raised_and_awaited_by_kernels_of_their_own():
@@ -222,12 +222,12 @@ def test_flags_are_raised_and_awaited_by_kernels_of_their_own():
         signals._raise_kernel[(2,)](addresses_of(each[1:]), 4)
     assert flags.tolist() == [0, 4, 4]
     for source in (2, 0):
-        signals._wait_kernel[(1,)](flags, source, 4, waiting.patience.kernel_arguments)
-        assert waiting.patience.given_up() == (None if source else "flag 0 has not reached 4")
+        signals._wait_kernel[(1,)](flags, source, 4, waiting.timeout.kernel_arguments)
+        assert waiting.timeout.error() == (None if source else "flag 0 has not reached 4")
 
 
 FAULTS = {
-    "no wait": (overlapped_gemm, gathered, "wait_for(flags_ptr, source, epoch, patience)", "pass"),
+    "no wait": (overlapped_gemm, gathered, "wait_for(flags_ptr, source, epoch, timeout)", "pass"),
     "a flag of an earlier use counts": (
         overlapped_gemm,
         gathered,

@@ -147,7 +147,7 @@ def weight_grad(module):
     return main[0], dy[:70].double().t() @ x[:70].double()
 
 
-TAIL = "dy = tl.where(mine, dy, tl.zeros_like(dy))\n        x = tl.where(mine, x, tl.zeros_like(x))"
+TAIL = "dy = tl.where(live, dy, tl.zeros_like(dy))\n        x = tl.where(live, x, tl.zeros_like(x))"
 FAULTS = {
     "dropped mask": (
         "norm",

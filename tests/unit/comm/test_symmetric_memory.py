@@ -14,7 +14,7 @@ from ranks import RankFailure, run_ranks
 from megatron5d.comm import symmetric_memory
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
-from megatron5d.kernels.symm_mem_flags import Patience
+from megatron5d.kernels.symm_mem_flags import WaitTimeout
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -123,12 +123,12 @@ def test_a_rank_that_never_sends_is_named():
     def on_rank(rank, world):
         buffers = buffers_of(rank, world, timeout_s=0.2)
         exchange = buffers.exchange(layout)
-        assert buffers.patience.limit_s == 0.1, "torch's collectives would time out first"
+        assert buffers.timeout.limit_s == 0.1, "torch's collectives would time out first"
         if rank == 0:
             exchange.send_to_all([torch.zeros(2)])
             with pytest.raises(TimeoutError, match=TIMEOUT):
                 exchange.wait(1)
-            buffers.patience.note.fill_((1 << 32) + 2)  # as a kernel reports the same
+            buffers.timeout.report.fill_((1 << 32) + 2)  # as a kernel reports the same
             with pytest.raises(TimeoutError, match=TIMEOUT):
                 buffers.exchange(layout)
 
@@ -141,12 +141,10 @@ def test_a_host_that_is_stuck_behind_its_device_ends(monkeypatch, capfd):
     monkeypatch.setattr(symmetric_memory, "_GRACE_S", 0.1)
     child = os.fork()
     if child == 0:
-        patience = Patience(1.0, CPU)
-        threading.Thread(
-            target=symmetric_memory.end_if_stuck, args=(patience,), daemon=True
-        ).start()
+        timeout = WaitTimeout(1.0, CPU)
+        threading.Thread(target=symmetric_memory.end_if_stuck, args=(timeout,), daemon=True).start()
         time.sleep(0.1)
-        patience.note.fill_((5 << 32) + 1)
+        timeout.report.fill_((5 << 32) + 1)
         time.sleep(60)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

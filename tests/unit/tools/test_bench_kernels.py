@@ -198,10 +198,10 @@ def test_the_order_of_libraries_follows_from_the_figures(empty_tables):
         {"config": {"order": ["cudnn", "fa4", "triton"]}},
     ]
     wide = AttentionRequest(90, False, torch.bfloat16, (99999, 4, 64, 128), (99999, 4, 8, 128), 128)
-    assert choice.order_of(wide) == ["cudnn", "fa4", "triton"]
+    assert choice.measured_order(wide) == ["cudnn", "fa4", "triton"]
     small = wide._replace(q_shape=(64, 1, 1, 64), value_dim=64)
-    assert choice.order_of(small) == ["triton", "cudnn"]
-    assert choice.order_of(wide._replace(capability=100)) is None
+    assert choice.measured_order(small) == ["triton", "cudnn"]
+    assert choice.measured_order(wide._replace(capability=100)) is None
     assert write_orders({"failed": rows["failed"]}, 90) is None
 
 
@@ -224,4 +224,4 @@ def test_a_row_is_measured_by_each_library(quick):
     assert supported["ours"]["way"] == "attention_forward"
     assert supported["ours"]["key"]["queries"] == 24
     reason = unsupported["ours, by fa4"]["unavailable"]
-    assert reason.startswith("ValueError: fa4: it does not take") and "ms" in unsupported["ours"]
+    assert reason.startswith("ValueError: fa4: it does not support") and "ms" in unsupported["ours"]
