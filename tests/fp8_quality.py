@@ -1,11 +1,11 @@
-"""Train one tiny mixture of experts in every FP8 recipe and without, and compare the losses.
+"""Train a tiny mixture of experts in every FP8 recipe and in bf16, and compare the losses.
 
     python tests/fp8_quality.py                      500 steps of each on the CPU; a table
     python tests/fp8_quality.py --steps 60 --json    quicker; for programs
 
 Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its
-mean loss over the last tenth of the steps. The data is made here: a chain of tokens in which each
-has a few successors of uneven chance, so that there is much to learn and the loss keeps falling.
+mean loss over the last tenth of the steps. The data is generated here: a chain of tokens in which
+each has a few successors of uneven probability, so that the loss keeps falling.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
 RECIPES = ("none", "blockwise", "tensorwise")
-BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative
+BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # largest relative difference from bf16
 VOCABULARY, SUCCESSORS = 256, 6
 
 
 def config_of(recipe: str, steps: int) -> Config:
-    """Returns two layers, four experts of which a token meets two; rows, weights and tokens of more
-    than one group of 128."""
+    """Two layers of four experts, two per token; rows, weights and tokens span several groups of
+    128."""
     return Config(
         model=ModelConfig(
             name="fp8_quality",
@@ -59,14 +59,14 @@ def config_of(recipe: str, steps: int) -> Config:
 
 
 def rows_of(config: Config) -> torch.Tensor:
-    """Returns int64 `[steps·gbs, s+1]`: chains in which a token's successors have chances 1/2, 1/4,
-    ..."""
+    """Chains int64 `[steps·gbs, s+1]` in which a token's successors have probabilities 1/2, 1/4,
+    …"""
     generator = torch.Generator().manual_seed(5)
     count, length = config.train.steps * config.train.gbs, config.train.seq_len + 1
     successors = torch.randint(0, VOCABULARY, (VOCABULARY, SUCCESSORS), generator=generator)
-    chances = 0.5 ** torch.arange(1.0, SUCCESSORS + 1)
+    probabilities = 0.5 ** torch.arange(1.0, SUCCESSORS + 1)
     choices = torch.multinomial(
-        chances, count * length, replacement=True, generator=generator
+        probabilities, count * length, replacement=True, generator=generator
     ).view(count, length)
     rows = torch.randint(0, VOCABULARY, (count, length), generator=generator)
     for i in range(1, length):
@@ -74,34 +74,30 @@ def rows_of(config: Config) -> torch.Tensor:
     return rows
 
 
-def losses(config: Config) -> list[float]:
-    """Returns the loss of every step of one run in this process."""
+def train(config: Config) -> list[float]:
+    """Trains in this process; the loss of every step."""
     plan = pipeline_layout(config, 1)
     mesh = build_mesh(sizes_of(config, 1), 0, num_kv_heads=config.model.num_kv_heads)
     model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(config.train.seed)
     _, _, trainer = build_trainer(config, mesh, model, plan)
-    rows, gbs, found, steps = rows_of(config), config.train.gbs, list[float](), config.train.steps
-    for step in range(steps):
-        batch = make_micro_batch(rows[step * gbs : (step + 1) * gbs])
-        rate = learning_rate(config.optim, step + 1, steps)
-        found.append(trainer.step([batch], rate).losses["loss"])
+    losses, steps = list[float](), config.train.steps
+    for step, rows in enumerate(rows_of(config).split(config.train.gbs), 1):
+        rate = learning_rate(config.optim, step, steps)
+        losses.append(trainer.step([make_micro_batch(rows)], rate).losses["loss"])
         if sys.stderr.isatty():
-            print(
-                f"\r{config.precision.fp8:10} {step + 1}/{steps} {found[-1]:.4f}",
-                end="",
-                file=sys.stderr,
-            )
-    return found
+            progress = f"\r{config.precision.fp8:10} {step}/{steps} {losses[-1]:.4f}"
+            print(progress, end="", file=sys.stderr)
+    return losses
 
 
 def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[str, float]]:
-    """Returns each recipe's first loss, mean loss over the last tenth, and how far that is from
-    bf16's, relative."""
+    """For each recipe the first loss, the mean loss over the last tenth, and its relative
+    difference from that in bf16."""
     table: dict[str, dict[str, float]] = {}
     for recipe in dict.fromkeys(("none", *recipes)):
-        curve, last = losses(config_of(recipe, steps)), max(1, steps // 10)
-        table[recipe] = {"first": curve[0], "last": sum(curve[-last:]) / last}
+        losses, count = train(config_of(recipe, steps)), max(1, steps // 10)
+        table[recipe] = {"first": losses[0], "last": sum(losses[-count:]) / count}
         table[recipe]["from_bf16"] = table[recipe]["last"] / table["none"]["last"] - 1
     return table
 
@@ -111,7 +107,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--steps", type=int, default=500, help="optimiser steps of each run, at least 10"
+        "--steps", type=int, default=500, help="optimizer steps of each run, at least 10"
     )
     parser.add_argument("--json", action="store_true", help="the table as JSON")
     args = parser.parse_args()
@@ -123,9 +119,8 @@ def main() -> int:
     else:
         for recipe, row in table.items():
             name = "bf16" if recipe == "none" else recipe
-            print(
-                f"{name:10} first {row['first']:.4f}  last {row['last']:.4f}  from bf16 {row['from_bf16']:+.2%}"
-            )
+            losses = f"first {row['first']:.4f}  last {row['last']:.4f}"
+            print(f"{name:10} {losses}  from bf16 {row['from_bf16']:+.2%}")
     return int(any(abs(table[recipe]["from_bf16"]) > bound for recipe, bound in BOUNDS.items()))
 
 

@@ -23,13 +23,13 @@ from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.temporary_buffer import TemporaryBuffer
 from megatron5d.kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.precision.fp8_recipes import is_quantized
-from megatron5d.precision.fp8_tensor import (
+from megatron5d.precision.fp8_weights import (
+    block_grid,
     block_maxima,
-    blocks_in,
-    hold_quantized,
+    gathered_pair,
     quantize_slice,
-    stack_of,
-    stored_pair,
+    set_copies,
+    stack_shape,
 )
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import state_of
@@ -55,7 +55,7 @@ class Fp8ShardedWeights:
         self.shard, self._weight_slice = shard, weight_slice
         self._parameters, self._offsets = parameters, offsets
         self._first = shard.rank * weight_slice.numel()
-        self._stacks = [stack_of(parameter) for parameter in parameters]
+        self._stacks = [stack_shape(parameter) for parameter in parameters]
         self.slice = torch.zeros(
             weight_slice.numel(), dtype=torch.uint8, device=weight_slice.device
         )
@@ -64,7 +64,7 @@ class Fp8ShardedWeights:
         )
         self.buffer.free()
         self.scales = [
-            torch.ones(blocks_in(stack), device=weight_slice.device) for stack in self._stacks
+            torch.ones(block_grid(stack), device=weight_slice.device) for stack in self._stacks
         ]
         self.is_stale = True  # the weights have changed since they were quantized
 
@@ -107,7 +107,7 @@ class Fp8ShardedWeights:
         parameters = zip(self._stacks, maxima, self.recipes(), self.scales)
         for index, (stack, maximum, recipe, scales) in enumerate(parameters):
             span, first = self.owned(index)
-            maximum = maximum.expand(blocks_in(stack))
+            maximum = maximum.expand(block_grid(stack))
             scales.copy_(scales_of(maximum, E4M3, recipe.powers_of_two))
             quantize_slice(
                 self._weight_slice[span], stack, first, maximum, scales, self.slice[span]
@@ -123,7 +123,7 @@ class Fp8ShardedWeights:
         self.buffer.allocate()
         for parameter, offset, scales in zip(self._parameters, self._offsets, self.scales):
             values = self.buffer.flat[offset : offset + parameter.numel()]
-            hold_quantized(parameter, stored_pair(parameter, values, scales))
+            set_copies(parameter, gathered_pair(parameter, values, scales))
         return start_all_gather(self.slice, self.shard, out=self.buffer.flat)
 
     def drop(self) -> None:
@@ -153,7 +153,7 @@ class Fp8ShardedWeights:
         ]
         for recipe in dict.fromkeys(recipes):
             views = [view for r, view in zip(recipes, scale_maxima) if r is recipe]
-            _reduce_together(views, recipe.over_ranks, exposure)
+            _reduce_together(views, recipe.max_over_ranks, exposure)
         remaining = iter(scale_maxima)
         for weights in stale:
             weights.quantize(list(islice(remaining, len(weights.scales))))

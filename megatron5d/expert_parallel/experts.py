@@ -28,7 +28,7 @@ class _GroupedLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, parameter, offsets, num_local: int, defer: Defer):
         gemms = expert_gemms_of(parameter)
-        operand = gemms.kept(x, offsets)
+        operand = gemms.saved_operand(x, offsets)
         ctx.save_for_backward(offsets, *operand)
         ctx.parameter, ctx.num_local, ctx.defer = parameter, num_local, defer
         return gemms.forward(operand, parameter, num_local, offsets)

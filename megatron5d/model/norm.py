@@ -81,9 +81,7 @@ class Norm(nn.Module):
 
     def _norm_and_input(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
         weight = centred_weight(self.weight) if self.zero_centered else self.weight
-        if self.bias is not None:
-            return gemms.layer_norm(x, weight, self.bias, self.eps, self.settings)
-        return gemms.rms_norm(x, weight, self.eps, self.settings)
+        return gemms.norm(x, weight, self.bias, self.eps, self.settings)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.weight.shape[0]}"

@@ -4,22 +4,22 @@
     blockwise    1×128 of features  1×128 of features  128×128            e4m3 everywhere
     tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
 
-A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made
-from the FP8 values of forward and input gradient (kernels/fp8/quantize.py), so only those are kept.
-Every GEMM is accumulated in float32 after at most 128 terms; the result has the dtype of the
+A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are computed
+from the FP8 values of forward and input gradient (kernels/fp8/transpose.py), so only those are
+saved. Every GEMM is accumulated in float32 after at most 128 terms; the result has the dtype of the
 weights (a weight gradient that of the main gradient). On the CPU the same scales and blocks are
 multiplied in float32, or in float64 for a model in float64.
 
 An operand is (values, scales), both with the tokens in the leading dims: sequence shards are
-quantised first and gathered in FP8, which gives the same numbers as the other order. With
-blockwise, SwiGLU and norms whose result only these GEMMs read write it in FP8 (fp8_tensor.py): the
-same bits with one pass over memory. On a GPU so does the gradient of SwiGLU between two linear
-layers without a bias, and its transpose in the same pass. Weights and their transposes are
-quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are
-quantised and gathered in FP8 (fp8_tensor.py).
+quantized first and gathered in FP8, which gives the same numbers as the other order. With
+blockwise, SwiGLU and norms whose result only these GEMMs read store it in FP8 (fp8_tensor.py): the
+same bits with one pass over memory. So does, on a GPU, the gradient of SwiGLU between two linear
+layers without a bias, together with its transpose. Weights and their transposes are quantized at
+the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are quantized and
+gathered in FP8 (fp8_weights.py).
 
-Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on
-tp or cp. Experts have a scale each, over the rows of this rank, so it depends on ep.
+Tensorwise scales derive from maxima over all ranks that hold a part of the tensor, so they do not
+depend on tp or cp. Each expert has one scale for its rows on this rank, which depends on ep.
 
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022
     (arXiv:2209.05433).
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.kernels.choice import AUTO, Settings
+from megatron5d.kernels.dispatch import cdiv
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.quantize import (
     E4M3,
@@ -50,15 +51,8 @@ from megatron5d.kernels.fp8.quantize_tensor import (
 from megatron5d.kernels.fp8.transpose import fp8_transpose, transpose_values
 from megatron5d.phases.recompute import recomputable
 from megatron5d.phases.wgrad import grad_target
-from megatron5d.precision.fp8_tensor import (
-    Fp8Tensor,
-    NormFp8,
-    QuantizedPair,
-    SwigluFp8,
-    Turned,
-    quantized_weight,
-    stack_of,
-)
+from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
+from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_shape
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of, state_of
 
@@ -67,63 +61,123 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Says whether a weight is multiplied in FP8."""
+    """Whether a weight is multiplied in FP8."""
     return isinstance(state_of(weight).gemms, Fp8Recipe)
 
 
 def quantized_copies(weight: Tensor) -> QuantizedPair:
-    """Returns the FP8 copies of a weight for which `is_quantized`, made if they are missing."""
-    experts = (stack_of(weight)[0],) if spec_of(weight).expert else ()
-    return state_of(weight).gemms.copies(weight, *experts)
+    """The FP8 copies of a weight for which `is_quantized`, computed if they are missing."""
+    num_local = stack_shape(weight)[0] if spec_of(weight).expert else None
+    return state_of(weight).gemms.copies(weight, num_local)
 
 
-def _flat(x: Operand) -> tuple[Tensor, Tensor]:
-    """Flattens the tokens of an operand into one dim: values `[rows, features]`, scales `[rows,
-    c]`."""
+class TransposedOperand(tuple[Tensor, ...]):
+    """A weight gradient's operand that is already transposed: values `[features, G·128]`, scales
+    `[features, G]`."""
+
+
+class GradientOperand(tuple[Tensor, ...]):
+    """The operand of a gradient whose transpose is already computed."""
+
+    transposed: TransposedOperand
+
+
+def _flatten(x: Operand) -> tuple[Tensor, Tensor]:
+    """Flattens the tokens of an operand into one dim: values `[rows, features]`, scales
+    `[rows, c]`."""
     values, scales = x
     return values.flatten(0, -2), scales.flatten(0, -2)
 
 
-def _rows(x: Tensor, powers_of_two: bool) -> Operand:
-    """Quantises x `[..., features]` in 1×128 groups, unless it is an Fp8Tensor."""
-    if isinstance(x, Fp8Tensor):
+def _quantize_groups(x: Tensor, powers_of_two: bool) -> Operand:
+    """Quantizes x `[..., features]` in 1×128 groups, unless it is an Fp8Tensor."""
+    if not isinstance(x, Fp8Tensor):
+        q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
+        num_scales = q.scales.shape[-1]  # -1 would be ambiguous without rows
+        return q.values.view(x.shape), q.scales.view(*x.shape[:-1], num_scales)
+    if x.transposed is None:
         return x.qdata, x.scales
-    q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
-    num_scales = q.scales.shape[-1]  # not -1, which is ambiguous where there are no rows
-    return q.values.view(x.shape), q.scales.view(*x.shape[:-1], num_scales)
+    operand = GradientOperand((x.qdata, x.scales))
+    operand.transposed = TransposedOperand((x.transposed.values, x.transposed.scales))
+    return operand
 
 
 class Fp8Recipe:
-    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks'
-    maxima further."""
+    """Quantizes weights with a scale for each 128×128 block; a subclass may reduce the maxima of
+    blocks further."""
 
     def __init__(self, powers_of_two: bool, settings: Settings = AUTO) -> None:
         self.powers_of_two, self.settings = powers_of_two, settings
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """Maps maxima of blocks `[matrices, down, across]` to those of the scales, which broadcast
-        over blocks."""
+        """Reduces maxima of blocks `[matrices, down, across]` to those that have a scale each;
+        broadcasts over blocks."""
         return blocks
 
-    def over_ranks(self, maxima: Tensor) -> Tensor:
-        """Maps maxima of this rank to maxima over all ranks that hold parts of the same weights."""
+    def max_over_ranks(self, maxima: Tensor) -> Tensor:
+        """Reduces maxima to those over all ranks that hold parts of the same weights."""
         return maxima
 
-    def kept(self, x: Tensor, *rows: Tensor) -> Operand:
-        """Makes the operand of an input x; `rows` are offsets of experts."""
-        return recomputable(x, lambda x: self.operand(x, *rows))  # type: ignore[attr-defined]
-
-    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """Joins `[..., out, in]` in e4m3 and the scales of its blocks `[matrices, down, across]`
-        for the GEMMs."""
+    def gathered(self, values: Tensor, scales: Tensor) -> Quantized:
+        """Combines gathered values `[..., out, in]` in e4m3 with the scales of their blocks
+        `[matrices, down, across]`."""
         return Quantized(values, scales.view(*values.shape[:-2], *scales.shape[1:]), GROUP)
 
+    def quantize_weight(self, matrices: Tensor) -> tuple[Quantized, Quantized]:
+        """Quantizes a weight `[out, in]`, or experts `[E/ep, out, in]`, and its transpose."""
+        return quantize_blocks(matrices, powers_of_two=self.powers_of_two)
 
-class BlockwiseGemms(Fp8Recipe, Gemms):
+    def copies(self, weight: Tensor, num_local: int | None = None) -> QuantizedPair:
+        """The FP8 copies of a weight, computed if they are missing.
+
+        Args:
+            num_local: number of experts in the weight; None = it is one matrix.
+        """
+
+        def quantize() -> QuantizedPair:
+            matrices = weight.detach()
+            if num_local is not None:
+                matrices = by_expert(matrices, num_local)
+            return QuantizedPair(*self.quantize_weight(matrices))
+
+        return quantized_weight(weight, quantize)
+
+
+class LinearRecipe(Fp8Recipe, Gemms):
+    """GEMMs of a linear layer in FP8; a subclass defines the operands."""
+
+    def saved_operand(self, x: Tensor) -> Operand:
+        return recomputable(x, self.operand)
+
+    def forward(self, x: Operand, weight: Tensor) -> Tensor:
+        return self._matmul(x, self.copies(weight).plain, weight.dtype)
+
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
+        return self._matmul(dy, self.copies(weight).transposed, weight.dtype)
+
+    def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
+        a, b = self._transposed(dy), self._transposed(x)
+        main_grad, accumulate = grad_target(weight)
+        fp8_matmul(a, b, into=main_grad, accumulate=accumulate, settings=self.settings)
+
+    def _matmul(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
+        y = fp8_matmul(self._matrix(x), weight, out_dtype=dtype, settings=self.settings)
+        return y.view(*x[0].shape[:-1], -1)
+
+    def _matrix(self, x: Operand) -> Quantized:
+        """Views an operand as a matrix `[tokens, features]`."""
+        raise NotImplementedError
+
+    def _transposed(self, x: Operand) -> Quantized:
+        """Transposes an operand to `[features, tokens]`."""
+        raise NotImplementedError
+
+
+class BlockwiseGemms(LinearRecipe):
     """GEMMs of a linear layer with the blockwise recipe."""
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
-        return _rows(x, self.powers_of_two)
+        return _quantize_groups(x, self.powers_of_two)
 
     def activate(
         self, x: Tensor, kind: str, overwrite: bool = False, *, reader: Gemms | None = None
@@ -132,120 +186,79 @@ class BlockwiseGemms(Fp8Recipe, Gemms):
             return super().activate(x, kind, overwrite)
         return SwigluFp8.apply(x, None, self.powers_of_two, overwrite, reader is self)
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO
+    def norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, settings: Settings = AUTO
     ) -> tuple[Tensor, Tensor]:
-        return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two, settings)
-
-    def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, settings: Settings = AUTO
-    ) -> tuple[Tensor, Tensor]:
-        return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two, settings)
-
-    def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._gemm(x, self.copies(weight).plain, weight.dtype)
-
-    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._gemm(dy, self.copies(weight).transposed, weight.dtype)
+        return NormFp8.apply(x, weight, bias, eps, self.powers_of_two, settings)
 
     def for_weight_grad(self, dy: Operand) -> Operand:
-        return getattr(dy[0], "turned", dy)  # SwigluFp8 has made both at once
+        return dy.transposed if isinstance(dy, GradientOperand) else dy
 
-    def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (
-            Quantized(*each, 1)
-            if isinstance(each, Turned)
-            else fp8_transpose(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two)
-            for each in (dy, x)
-        )
-        main_grad, accumulate = grad_target(weight)
-        fp8_matmul(a, b, into=main_grad, accumulate=accumulate, settings=self.settings)
+    def _matrix(self, x: Operand) -> Quantized:
+        return Quantized(*_flatten(x), 1)
 
-    def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        rows = Quantized(*_flat(x), 1)
-        y = fp8_matmul(rows, weight, out_dtype=dtype, settings=self.settings)
-        return y.view(*x[0].shape[:-1], -1)
-
-    def copies(self, weight: Tensor) -> QuantizedPair:
-        """Returns the FP8 copies of a weight, made if they are missing."""
-        return quantized_weight(
-            weight,
-            lambda: QuantizedPair(
-                *quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two)
-            ),
-        )
+    def _transposed(self, x: Operand) -> Quantized:
+        if isinstance(x, TransposedOperand):
+            values, scales = x
+            return Quantized(values, scales, 1)
+        return fp8_transpose(self._matrix(x), powers_of_two=self.powers_of_two)
 
 
-class TensorwiseGemms(Fp8Recipe, Gemms):
+class TensorwiseGemms(LinearRecipe):
     """GEMMs of a linear layer with the tensorwise recipe.
 
     Args:
         powers_of_two: scales are powers of two.
-        of_tokens: the maximum over the ranks that hold parts of the same input or gradient (tokens
-            or features).
-        of_weight: the maximum over the ranks that hold parts of the same weight.
+        max_over_tokens: the maximum over the ranks that hold parts of the same input or gradient
+            (tokens or features).
+        max_over_weight: the maximum over the ranks that hold parts of the same weight.
     """
 
     def __init__(
-        self, powers_of_two: bool, of_tokens: Reduce, of_weight: Reduce, settings: Settings = AUTO
+        self,
+        powers_of_two: bool,
+        max_over_tokens: Reduce,
+        max_over_weight: Reduce,
+        settings: Settings = AUTO,
     ) -> None:
         super().__init__(powers_of_two, settings)
-        self.of_tokens, self.of_weight = of_tokens, of_weight
+        self.max_over_tokens, self.max_over_weight = max_over_tokens, max_over_weight
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
-        amax = self.of_tokens(amax_of(x))
-        q = quantize_tensor(
-            x, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two, amax=amax
-        )
+        dtype, amax = E5M2 if gradient else E4M3, self.max_over_tokens(amax_of(x))
+        q = quantize_tensor(x, dtype, powers_of_two=self.powers_of_two, amax=amax)
         return q.values, q.scales.expand(*x.shape[:-1], 1).contiguous()
-
-    def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._gemm(x, self.copies(weight).plain, weight.dtype)
-
-    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._gemm(dy, self.copies(weight).transposed, weight.dtype)
-
-    def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (
-            Quantized(transpose_values(values), scales[:1], 0)
-            for values, scales in map(_flat, (dy, x))
-        )
-        main_grad, accumulate = grad_target(weight)
-        fp8_matmul(a, b, into=main_grad, accumulate=accumulate, settings=self.settings)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         return blocks.amax().view(1, 1, 1)
 
-    def over_ranks(self, maxima: Tensor) -> Tensor:
-        return self.of_weight(maxima)
+    def max_over_ranks(self, maxima: Tensor) -> Tensor:
+        return self.max_over_weight(maxima)
 
-    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+    def gathered(self, values: Tensor, scales: Tensor) -> Quantized:
         return Quantized(values, scales[0, :1, :1], 0)
 
-    def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        values, scales = _flat(x)
-        matrix = Quantized(values, scales[:1], 0)
-        y = fp8_matmul(matrix, weight, out_dtype=dtype, settings=self.settings)
-        return y.view(*x[0].shape[:-1], -1)
+    def quantize_weight(self, matrices: Tensor) -> tuple[Quantized, Quantized]:
+        amax = self.max_over_weight(amax_of(matrices))
+        return quantize_tensor_both_ways(matrices, powers_of_two=self.powers_of_two, amax=amax)
 
-    def copies(self, weight: Tensor) -> QuantizedPair:
+    def _matrix(self, x: Operand) -> Quantized:
+        values, scales = _flatten(x)
+        return Quantized(values, scales[:1], 0)
 
-        def make() -> QuantizedPair:
-            amax = self.of_weight(amax_of(weight.detach()))
-            both = quantize_tensor_both_ways(
-                weight.detach(), powers_of_two=self.powers_of_two, amax=amax
-            )
-            return QuantizedPair(*both)
-
-        return quantized_weight(weight, make)
+    def _transposed(self, x: Operand) -> Quantized:
+        matrix = self._matrix(x)
+        return Quantized(transpose_values(matrix.values), matrix.scales, 0)
 
 
 class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
-    """GEMMs of experts with the blockwise recipe; no group of 128 tokens has tokens of two
-    experts."""
+    """GEMMs of experts with the blockwise recipe; no group of 128 tokens mixes two experts."""
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        return _rows(x, self.powers_of_two)
+        return _quantize_groups(x, self.powers_of_two)
+
+    def saved_operand(self, x: Tensor, offsets: Tensor) -> Operand:
+        return recomputable(x, lambda x: self.operand(x, offsets))
 
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         if kind != "swiglu":
@@ -263,29 +276,18 @@ class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
     def weight_grad(
         self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor
     ) -> None:
-        a, b = (self._transposed(self._grouped(each), offsets) for each in (dy, x))
+        a, b = (self._transposed(self._grouped(operand), offsets) for operand in (dy, x))
         main_grad, accumulate = grad_target(parameter)
-        grouped_weight_grad_fp8(
-            a, b, offsets, by_expert(main_grad, num_local), accumulate=accumulate
-        )
+        stack = by_expert(main_grad, num_local)
+        grouped_weight_grad_fp8(a, b, offsets, stack, accumulate=accumulate)
 
     def _grouped(self, x: Operand) -> Quantized:
+        """Views an operand as rows with a scale for each 1×128 group."""
         values, scales = x
         return Quantized(values, scales, 1)
 
     def _transposed(self, x: Quantized, offsets: Tensor) -> Quantized:
         return fp8_transpose(x, offsets, powers_of_two=self.powers_of_two)
-
-    def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
-
-        def make() -> QuantizedPair:
-            return QuantizedPair(
-                *quantize_blocks(
-                    by_expert(parameter.detach(), num_local), powers_of_two=self.powers_of_two
-                )
-            )
-
-        return quantized_weight(parameter, make)
 
 
 class TensorwiseExpertGemms(BlockwiseExpertGemms):
@@ -295,54 +297,51 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
 
     Args:
         powers_of_two: scales are powers of two.
-        over_parts: the maximum over the ranks that hold parts of the same experts.
+        max_over_experts: the maximum over the ranks that hold parts of the same experts.
     """
 
-    def __init__(self, powers_of_two: bool, over_parts: Reduce) -> None:
+    def __init__(self, powers_of_two: bool, max_over_experts: Reduce) -> None:
         super().__init__(powers_of_two)
-        self.over_parts = over_parts
+        self.max_over_experts = max_over_experts
 
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        # not in FP8: the scale of an expert's rows is known only when all of them are
+        # Not in FP8: the scale of an expert's rows depends on all of them.
         return ExpertGemms.activate(self, x, weights, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        rows, num_local = x.shape[0], offsets.numel() - 1
-        row = torch.arange(rows, dtype=offsets.dtype, device=x.device)
+        num_rows, num_local = x.shape[0], offsets.numel() - 1
+        row = torch.arange(num_rows, dtype=offsets.dtype, device=x.device)
+        # Rows past the last offset are padding, and belong to expert `num_local`.
         expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
-        # rows past the last offset are padding, of no expert
         amax = torch.zeros(num_local + 1, device=x.device)
-        if rows:
+        if num_rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
-        amax = self.over_parts(amax[:-1])[expert.clamp(max=num_local - 1)]
-        return quantize_by_row(
-            x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two
-        )
+        row_amax = self.max_over_experts(amax[:-1])[expert.clamp(max=num_local - 1)]
+        dtype = E5M2 if gradient else E4M3
+        return quantize_by_row(x, row_amax, dtype, powers_of_two=self.powers_of_two)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         return blocks.amax((1, 2), keepdim=True)
 
-    def over_ranks(self, maxima: Tensor) -> Tensor:
-        return self.over_parts(maxima)
+    def max_over_ranks(self, maxima: Tensor) -> Tensor:
+        return self.max_over_experts(maxima)
+
+    def quantize_weight(self, matrices: Tensor) -> tuple[Quantized, Quantized]:
+        num_local, height, width = matrices.shape
+        rows = matrices.flatten(0, 1)
+        amax = self.max_over_experts(amax_of_rows(rows).view(num_local, height).amax(1))
+        row_values, row_scales = quantize_by_row(
+            rows, amax.repeat_interleave(height), powers_of_two=self.powers_of_two
+        )
+        values = row_values.view(matrices.shape)
+        scales = row_scales.view(num_local, height, 1)[:, :1]
+        blocks = scales.expand(-1, cdiv(height, GROUP), cdiv(width, GROUP)).contiguous()
+        transposed = Quantized(transpose_values(values), blocks.mT.contiguous(), GROUP)
+        return Quantized(values, blocks, GROUP), transposed
 
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x
-        return Quantized(values, scales.expand(-1, -(-values.shape[1] // GROUP)).contiguous(), 1)
+        return Quantized(values, scales.expand(-1, cdiv(values.shape[1], GROUP)).contiguous(), 1)
 
     def _transposed(self, x: Quantized, offsets: Tensor) -> Quantized:
         return fp8_transpose(x, offsets, keep_scales=True)
-
-    def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
-        def make() -> QuantizedPair:
-            stack = by_expert(parameter.detach(), num_local)
-            rows, height = stack.flatten(0, 1), stack.shape[1]
-            amax = self.over_parts(
-                amax_of_rows(rows).view(num_local, height).amax(1)
-            ).repeat_interleave(height)
-            values, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
-            values, scales = values.view(stack.shape), each.view(num_local, height, 1)[:, :1]
-            blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
-            other = Quantized(transpose_values(values), blocks.mT.contiguous(), GROUP)
-            return QuantizedPair(Quantized(values, blocks, GROUP), other)
-
-        return quantized_weight(parameter, make)

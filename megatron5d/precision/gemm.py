@@ -4,13 +4,13 @@
     input_grad     dx = dy·W
     weight_grad    dW += dyᵀ·x
 
-An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors
+An operand is what is multiplied, gathered over ranks and saved for the backward: a tuple of tensors
 with the tokens in their leading dims, opaque to layers. Here it is the tensor itself; in
 fp8_recipes.py it is FP8 values and their scales. model/gpt.py sets `ParameterState.gemms`; a weight
 without it is multiplied in its own dtype.
 
-The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a
-format that only the GEMM can read.
+The operation before a GEMM (`activate`, the norms) belongs here as well, because its result may
+have a format that only the GEMM can read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gemms:
     """GEMMs in the dtype of the tensors."""
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
-        """Makes the operand of x.
+        """Converts x to an operand.
 
         Args:
             x: `[..., features]`, an input of the layer, or a gradient of its output.
@@ -41,8 +41,8 @@ class Gemms:
         """
         return (x,)
 
-    def kept(self, x: Tensor) -> Operand:
-        """Makes the operand of an input x that is kept for the backward, recomputed with x where x
+    def saved_operand(self, x: Tensor) -> Operand:
+        """Converts an input to an operand that is saved for the backward; it is recomputed if x
         is."""
         return (x,)
 
@@ -52,23 +52,19 @@ class Gemms:
         """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`.
 
         Args:
-            x: comes from a GEMM.
+            x: the output of another GEMM.
             kind, overwrite: as in `kernels.activate`.
-            reader: of the GEMM that x comes from, if nothing else reads x's gradient.
+            reader: the GEMMs of the layer that computes x, if nothing else reads x's gradient.
         """
         return activate(x, kind, overwrite=overwrite)
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, settings: Settings = AUTO
+    def norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, settings: Settings = AUTO
     ) -> tuple[Tensor, Tensor]:
-        """Returns (RMSNorm of x, x), both `[..., in]`; one backward pass adds up the gradients of
-        both."""
-        return add_rms_norm(x, None, weight, eps, settings)
-
-    def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, settings: Settings = AUTO
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (LayerNorm of x, x), as `rms_norm`."""
+        """Computes (RMSNorm of x, x), or LayerNorm if there is a bias, both `[..., in]`; one
+        backward pass adds their gradients."""
+        if bias is None:
+            return add_rms_norm(x, None, weight, eps, settings)
         return add_layer_norm(x, None, weight, bias, eps, settings)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
@@ -80,8 +76,8 @@ class Gemms:
         return dy[0] @ weight
 
     def for_weight_grad(self, dy: Operand) -> Operand:
-        """Returns a gradient's operand as `weight_grad` takes it and as it is kept until W, after
-        `input_grad`."""
+        """Converts a gradient's operand, after `input_grad`, to the form that is kept for
+        `weight_grad`."""
         return dy
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
@@ -92,7 +88,7 @@ class Gemms:
 class ExpertGemms:
     """GEMMs of a rank's experts in the dtype of the tensors.
 
-    Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter`
+    Rows of x are sorted by expert; those of expert e are offsets[e] to offsets[e+1]-1. `parameter`
     is the stack of this rank's experts, `num_local` their number E/ep.
 
     Args:
@@ -103,16 +99,16 @@ class ExpertGemms:
         self.settings = settings
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        """Makes the operand of x `[r, features]`."""
+        """Converts x `[r, features]` to an operand."""
         return (x.contiguous() if gradient else x,)
 
-    def kept(self, x: Tensor, offsets: Tensor) -> Operand:
-        """Makes the operand of an input x, as in Gemms."""
+    def saved_operand(self, x: Tensor, offsets: Tensor) -> Operand:
+        """Converts an input to an operand, as in Gemms."""
         return (x,)
 
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """Applies the activation before the GEMM, times the weight `[r]` of each row; else as in
-        Gemms."""
+        """Applies the activation before the GEMM, times the weight `[r]` of each row; otherwise as
+        in Gemms."""
         return activate(x, kind, weights, overwrite=overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
@@ -130,9 +126,8 @@ class ExpertGemms:
     ) -> None:
         """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
         main_grad, accumulate = grad_target(parameter)
-        grouped_weight_grad(
-            dy[0], x[0], offsets, by_expert(main_grad, num_local), accumulate=accumulate
-        )
+        stack = by_expert(main_grad, num_local)
+        grouped_weight_grad(dy[0], x[0], offsets, stack, accumulate=accumulate)
 
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:
@@ -145,22 +140,21 @@ PLAIN_EXPERTS = ExpertGemms()
 
 
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
-    """Returns the GEMMs of a weight; PLAIN if other weights with the same input have different
-    ones."""
+    """The GEMMs of a weight; PLAIN if other weights with the same input have different ones."""
     gemms = state_of(weight).gemms or PLAIN
-    return PLAIN if others and any(gemms_of(other) is not gemms for other in others) else gemms
+    return PLAIN if any(gemms_of(other) is not gemms for other in others) else gemms
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
-    """Returns the GEMMs of a stack of experts."""
+    """The GEMMs of a stack of experts."""
     return state_of(parameter).gemms or PLAIN_EXPERTS
 
 
 def forget_copies(parameters: Iterable[Tensor], gathered: bool = True) -> None:
-    """Drops the copies that GEMMs have made of weights (fp8_tensor.py): the values have changed, or
-    will be freed.
+    """Drops the FP8 copies of weights (fp8_weights.py) whose values have changed or will be freed.
 
-    Of copies that were `gathered` (ZeRO-3 in FP8) False drops the transpose alone.
+    Args:
+        gathered: False: of a copy that ZeRO-3 has gathered, only the transpose is dropped.
     """
     for parameter in parameters:
         state = state_of(parameter)

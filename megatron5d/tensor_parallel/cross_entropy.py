@@ -172,7 +172,7 @@ class _SlicedLoss(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
         ctx.head, ctx.weight, ctx.defer = head, weight, defer
-        operand = gemms_of(weight).kept(x)
+        operand = gemms_of(weight).saved_operand(x)
         # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         gathered = tuple(pending.wait() for pending in head.gather(operand))
         statistics = []

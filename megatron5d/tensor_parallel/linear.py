@@ -40,7 +40,7 @@ class _LocalLinear(FirstOrderFunction):
     @staticmethod
     def forward(ctx, x, weight, defer: Defer):
         ctx.weight, ctx.defer, gemms = weight, defer, gemms_of(weight)
-        operand = gemms.kept(x)
+        operand = gemms.saved_operand(x)
         ctx.save_for_backward(*operand)
         return gemms.forward(operand, weight)  # [..., in] -> [..., out]
 
@@ -68,7 +68,7 @@ class _ColumnLinear(FirstOrderFunction):
     def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
         ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
         gemms = gemms_of(weight)
-        operand = gemms.kept(x)
+        operand = gemms.saved_operand(x)
         ctx.save_for_backward(*operand)
         if not sp:
             return gemms.forward(operand, weight)  # [s/cp, b, in] -> [s/cp, b, out/tp]
@@ -127,7 +127,7 @@ class _RowLinear(FirstOrderFunction):
     def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
         ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
         gemms = gemms_of(weight)
-        operand = gemms.kept(x)
+        operand = gemms.saved_operand(x)
         ctx.save_for_backward(*operand)
         if sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
             return overlap_of(weight).gemm_reduce_scatter(operand, Gemm(weight), tp)

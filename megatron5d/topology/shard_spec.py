@@ -80,7 +80,7 @@ def unsharded(
 
 
 class Fp8Copies(Protocol):
-    """FP8 copies of a weight: `QuantizedPair` in precision/fp8_tensor.py."""
+    """FP8 copies of a weight: `QuantizedPair` in precision/fp8_weights.py."""
 
     is_gathered: bool  # whether they are views of what ZeRO-3 has gathered
 

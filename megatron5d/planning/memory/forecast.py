@@ -369,7 +369,7 @@ def _copies_bytes(sync: GradSync, watch: MemoryWatch) -> int:
         for parameter in bucket.parameters
     ]
     quantized = filter(is_quantized, weights)
-    return _bytes([t for weight in quantized for t in quantized_copies(weight).parts], watch)
+    return _bytes([t for weight in quantized for t in quantized_copies(weight).tensors], watch)
 
 
 def _update_bytes(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:

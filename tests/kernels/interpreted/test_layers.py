@@ -10,19 +10,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kernel_lab.accuracy import relative_error
-from layouts import make_rows, micro_batch
 from parity_configs import config_of
-from whole_stage import WholeStage
+from whole_stage import loss_and_gradients, new_model
 
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.kernels import activation
-from megatron5d.model.gpt import GPT
 from megatron5d.phases.wgrad import run_now
 from megatron5d.precision import fp8_tensor
 from megatron5d.precision.fp8_recipes import is_quantized
-from megatron5d.topology.axis import Axis
-from megatron5d.topology.grid import resolve
-from megatron5d.topology.mesh import build_mesh
 
 pytestmark = pytest.mark.hopper
 
@@ -42,19 +37,9 @@ def overwritten(monkeypatch):
     return results
 
 
-def new_gpt(config):
-    """A model on the kernels' device, and tokens that are the same on every device."""
-    device = torch.get_default_device()
-    gpt = GPT(config, build_mesh(resolve(1), 0), device)
-    gpt.initialize(1)
-    with torch.device("cpu"):
-        rows = make_rows(config, 1)
-    return gpt, micro_batch(config, rows[:1].to(device))
-
-
 def first_block(config, in_place, monkeypatch):
     """Output and gradients of the first block, in place or with copies."""
-    gpt, batch = new_gpt(config)
+    gpt, batch = new_model(config, torch.get_default_device())
     block = gpt.layers["0"]
     feed_forward = block.mlp.feed_forward
     assert block.attention.rotates_in_place
@@ -88,7 +73,7 @@ def test_the_same_bits_in_place(recomputed, fp8, inner, overwritten, monkeypatch
     """If the inner dim is divisible by 128, the gradient of SwiGLU is computed in FP8, both ways,
     and never stored wide."""
     recompute = RecomputeConfig("selective", parts=recomputed) if recomputed else RecomputeConfig()
-    config = config_of("llama_gqa", recompute=recompute)
+    config = config_of("llama_gqa", gbs=1, recompute=recompute)
     # The attention kernels require head dims of at least 16.
     model = dataclasses.replace(config.model, head_dim=16, ffn_hidden_size=inner)
     precision = PrecisionConfig(dtype="bf16", fp8=fp8)
@@ -110,24 +95,15 @@ MODELS = {
 }
 
 
-def loss_and_gradients(dtype, fields):
+def run_layer(dtype, fields):
     """Loss and gradients of one layer, computed by kernels (fp64: by plain torch)."""
     config = config_of("llama_gqa", gbs=1)
     model = dataclasses.replace(config.model, num_layers=1, head_dim=16, vocab_size=32, **fields)
     config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype=dtype))
-    gpt, batch = new_gpt(config)
-    for weight in gpt.parameters():
-        weight.grad = torch.zeros_like(weight)
-    if gpt.balancer is not None:
-        gpt.balancer.start_step(1, torch.tensor(float(config.train.seq_len)), Axis("dp_cp"), False)
-    stage = WholeStage(gpt.phases)
-    loss = stage.forward(0, None, batch)
-    stage.backward_input(0, torch.tensor([1.0, 0.0], dtype=loss.dtype))
-    stage.backward_weight(0)
-    return [loss, *(weight.grad for weight in gpt.parameters())]
+    return loss_and_gradients(config, torch.get_default_device())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_kernels_equal_plain_torch(name):
-    results, exact = (loss_and_gradients(dtype, MODELS[name]) for dtype in ("fp32", "fp64"))
+    results, exact = (run_layer(dtype, MODELS[name]) for dtype in ("fp32", "fp64"))
     assert all(relative_error(x, y) <= 3e-6 for x, y in zip(results, exact, strict=True))

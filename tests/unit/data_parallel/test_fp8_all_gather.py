@@ -16,8 +16,8 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
-from megatron5d.precision import fp8_tensor
-from megatron5d.precision.fp8_tensor import block_maxima, blocks_in, quantize_slice
+from megatron5d.precision import fp8_weights
+from megatron5d.precision.fp8_weights import block_grid, block_maxima, quantize_slice
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.shard_spec import spec_of, state_of
 
@@ -29,7 +29,7 @@ from megatron5d.topology.shard_spec import spec_of, state_of
 def test_quantized_slices_are_slices_of_the_quantized_weight(stack, powers_of_two, monkeypatch):
     """Wherever a slice is cut: in a row, in a block, between experts; with zeros, infinities and
     NaN among the values."""
-    monkeypatch.setattr(fp8_tensor, "_CHUNK", 128 * stack[2])  # a block row at a time
+    monkeypatch.setattr(fp8_weights, "_CHUNK", 128 * stack[2])  # a block row at a time
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(stack, generator=generator) * torch.logspace(-3, 3, stack[2])
     weight[:, ::128, 0] = 50.0  # the largest of a block, where the block begins
@@ -42,7 +42,7 @@ def test_quantized_slices_are_slices_of_the_quantized_weight(stack, powers_of_tw
     maxima = torch.stack([block_maxima(flat[a:b], stack, a) for a, b in spans]).amax(0)
     scales = scales_of(maxima, E4M3, powers_of_two)
     expected, _ = quantize_blocks(weight, powers_of_two=powers_of_two)
-    assert torch.equal(scales, expected.scales) and scales.shape == blocks_in(stack)
+    assert torch.equal(scales, expected.scales) and scales.shape == block_grid(stack)
     out = torch.zeros(numel, dtype=torch.uint8)
     for a, b in spans:
         quantize_slice(flat[a:b], stack, a, maxima, scales, out[a:b])

@@ -235,7 +235,7 @@ def _copies(model) -> int:
         part
         for each in model.parameters()
         if state_of(each).fp8_copies is not None
-        for part in state_of(each).fp8_copies.parts
+        for part in state_of(each).fp8_copies.tensors
     ]
     storages = [part.untyped_storage() for part in parts]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

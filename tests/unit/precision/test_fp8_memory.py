@@ -1,5 +1,4 @@
-"""The memory that is predicted for FP8 training: copies of weights stay, activations are
-smaller."""
+"""The predicted memory of FP8 training: copies of weights are added, activations shrink."""
 
 import dataclasses
 
@@ -18,18 +17,18 @@ from megatron5d.topology.mesh import build_mesh
 def test_copies_stay_and_activations_shrink(recipe, architecture):
     sizes = ["model.num_layers=2", "train.seq_len=256", "train.gbs=1"]
     config = load_config(["model=tiny_moe", "precision.dtype=bf16", *sizes])
-    known = {}
+    forecasts = []
     for fp8 in ("none", recipe):
-        run = dataclasses.replace(config, precision=PrecisionConfig(dtype="bf16", fp8=fp8))
-        forecaster = Forecaster(run, 1, Target(architecture))
-        known[fp8] = forecaster.rank(0), forecaster.activations(0)
-    (plain, wide), (eight, narrow) = known["none"], known[recipe]
-    model = GPT(run, build_mesh(resolve(1), 0, num_kv_heads=run.model.num_kv_heads), "meta")
-    fp8 = list(filter(is_quantized, model.parameters()))
-    copies = sum(part.nbytes for parameter in fp8 for part in quantized_copies(parameter).parts)
-    matrices = sum(parameter.numel() for parameter in fp8)
+        config = dataclasses.replace(config, precision=PrecisionConfig(dtype="bf16", fp8=fp8))
+        forecaster = Forecaster(config, 1, Target(architecture))
+        forecasts.append((forecaster.rank(0), forecaster.activations(0)))
+    (bf16, bf16_activations), (in_fp8, fp8_activations) = forecasts
+    mesh = build_mesh(resolve(1), 0, num_kv_heads=config.model.num_kv_heads)
+    weights = list(filter(is_quantized, GPT(config, mesh, "meta").parameters()))
+    copies = sum(t.nbytes for weight in weights for t in quantized_copies(weight).tensors)
+    matrices = sum(weight.numel() for weight in weights)
     assert 2 * matrices < copies < 2.2 * matrices
-    assert eight.weights - plain.weights == pytest.approx(copies, abs=4 * 512 * len(fp8))
-    assert (eight.gradients, eight.optimizer) == (plain.gradients, plain.optimizer)
-    assert sum(narrow.values()) < sum(wide.values())
-    assert narrow["MoEExperts"] < wide["MoEExperts"]
+    assert in_fp8.weights - bf16.weights == pytest.approx(copies, abs=4 * 512 * len(weights))
+    assert (in_fp8.gradients, in_fp8.optimizer) == (bf16.gradients, bf16.optimizer)
+    assert sum(fp8_activations.values()) < sum(bf16_activations.values())
+    assert fp8_activations["MoEExperts"] < bf16_activations["MoEExperts"]
