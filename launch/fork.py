@@ -28,8 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
-# needed by every save: imported once here instead of for a second in each rank
-PRELOADED = ("torch.distributed.checkpoint",)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CRASH_GRACE_S = 1.0  # for the other ranks to report their errors
 # for the other ranks to refuse as well, or to close their files
@@ -76,8 +74,8 @@ def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[
     sys.modules[program.stem] = module
     spec.loader.exec_module(module)
     getattr(module, "before_fork", lambda *_: None)(arguments, num_ranks)
-    for name in PRELOADED:
-        importlib.import_module(name)
+    # needed by every save: imported once here instead of for a second in each rank
+    importlib.import_module("torch.distributed.checkpoint")
     return module.main
 
 

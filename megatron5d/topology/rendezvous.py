@@ -50,7 +50,7 @@ class RanksFailed(Exception):
         self.errors = list(errors)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankReport:
     """What a rank reports when it reaches the store."""
 
@@ -58,6 +58,9 @@ class RankReport:
     # called with rank 0's payload if this rank's differs; gives (error or None, warning)
     on_mismatch: Callable[[str], tuple[Any, str]] | None = None
     error: Any = None  # a JSON value that says why this rank cannot continue; None where it can
+
+
+NO_REPORT = RankReport()
 
 
 class Rendezvous(NamedTuple):
@@ -128,7 +131,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
 
 
-def meet(environment: Environment, report: RankReport | None = None) -> Rendezvous:
+def meet(environment: Environment, report: RankReport = NO_REPORT) -> Rendezvous:
     """Waits until all ranks have connected to the shared store and exchanges their errors.
 
     Comm: a few requests to the store per rank.
@@ -139,7 +142,7 @@ def meet(environment: Environment, report: RankReport | None = None) -> Rendezvo
         OSError: another process has the store's port.
         TimeoutError: rank 0 cannot be reached, or some ranks, which it names, came too late.
     """
-    url, report = store_url(environment), report or RankReport()
+    url = store_url(environment)
     timeout_s = 2 * AFTER_ERROR_S if report.error and environment.rank else RENDEZVOUS_TIMEOUT_S
     try:
         store = _connect(environment, url, timeout_s)
@@ -158,23 +161,19 @@ def meet(environment: Environment, report: RankReport | None = None) -> Rendezvo
 
 
 def _connect(environment: Environment, url: str, timeout_s: float) -> dist.Store:
-    """Connects to a TCP store hosted by rank 0, to a file store, or to torchrun's agent's store.
+    """Connects to a file store, or to a TCP store of torchrun's agent or of rank 0.
 
-    The TCP store is made here because torch's rendezvous makes rank 0 wait inside of it for all
-    ranks; if one is absent, it reports how many came and not which one is missing.
+    torch's own rendezvous is not used, because rank 0 waits inside of it for all ranks; if one is
+    absent, it reports how many came and not which one is missing.
     """
+    if url.startswith("file://"):
+        return dist.FileStore(url.removeprefix("file://"), environment.world)
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    _check_resolves(host)
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = environment.rank == 0 and not (has_agent and environment.init_method == "env://")
     timeout = timedelta(seconds=timeout_s)
-    if url.startswith("tcp://"):
-        host, _, port = url.removeprefix("tcp://").rpartition(":")
-        _check_resolves(host)
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if environment.init_method != "env://" or not by_agent:
-            is_host = environment.rank == 0
-            return dist.TCPStore(host, int(port), None, is_host, timeout, wait_for_workers=False)
-    handler = dist.rendezvous(
-        environment.init_method, environment.rank, environment.world, timeout=timeout
-    )
-    return next(handler)[0]
+    return dist.TCPStore(host, int(port), None, is_host, timeout, wait_for_workers=False)
 
 
 def _check_resolves(host: str) -> None:
@@ -189,7 +188,7 @@ def _check_resolves(host: str) -> None:
 
 
 def _wait_for_all(
-    store: dist.Store, rank: int, world: int, timeout_s: float, report: RankReport | None = None
+    store: dist.Store, rank: int, world: int, timeout_s: float, report: RankReport = NO_REPORT
 ) -> Rendezvous:
     """Waits until all ranks have registered in the store; rank 0 publishes the verdict.
 
@@ -197,7 +196,6 @@ def _wait_for_all(
         The part of the store that belongs to this start of the ranks. torchrun keeps one store
         when it restarts them, where a new start would otherwise count ranks of dead processes.
     """
-    report = report or RankReport()
     if rank:
         # rank 0 gives up first and says why
         start = _join_newest_start(store, rank, timeout_s + 10, report)
