@@ -1,5 +1,4 @@
-"""JSON from elsewhere: what is too deep, too large, or not what is expected is refused with the
-file's name."""
+"""JSON files of others: too deep, too large or unexpected ones are rejected with their name."""
 
 import pytest
 
@@ -7,7 +6,7 @@ from megatron5d.config.json_file import MAX_DEPTH, parse_json, read_json
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reason"),
     [
         ("[" * 200_000, "nested deeper"),
         ('{"a":' * 200_000, "nested deeper"),
@@ -24,15 +23,15 @@ from megatron5d.config.json_file import MAX_DEPTH, parse_json, read_json
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_file(tmp_path, text, told):
+def test_rejected_file_is_named(tmp_path, text, reason):
     file = tmp_path / "config.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=reason) as error:
         read_json(file, max_bytes=2_000 if "xx" in str(text) else 1 << 24)
     assert str(file) in str(error.value)
 
 
-def test_what_is_as_expected_is_read(tmp_path):
+def test_deep_and_other_files_are_read(tmp_path):
     deep = '{"a":' * MAX_DEPTH + "0" + "}" * MAX_DEPTH
     assert str(parse_json(deep)).count("a") == MAX_DEPTH
     file = tmp_path / "list.json"
