@@ -1,4 +1,4 @@
-"""tools/bench_train.py on a CPU: both sides train the same tokens, and the figures are consistent."""
+"""tools/bench_train.py on a CPU: both sides train the same tokens; the figures are consistent."""
 
 import functools
 import json

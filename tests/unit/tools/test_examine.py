@@ -138,7 +138,7 @@ def test_bad_input_is_rejected_by_name(checkpoint, tmp_path, capsys):
         f"average {checkpoint} {torn} --out {out}": truncated,
         f"average {checkpoint} {fewer} --out {out}": "head.weight is (64, 16) in",
         f"average {checkpoint} --out {checkpoint}": "already holds the checkpoint",
-        f"average {checkpoint} {checkpoint} --weights 1 --out {out}": "(got [1.0] for 2 checkpoints)",
+        f"average {checkpoint} {checkpoint} --weights 1 --out {out}": "(got [1.0] for 2",
         f"average {checkpoint} --last 4 --out {out}": "has 1 complete checkpoints",
     }.items():
         assert run(convert, command) == 2, command

@@ -1,4 +1,4 @@
-"""What tools/convert.py to-megatron wrote, from-megatron reads again; a failure leaves no folder."""
+"""from-megatron reads what to-megatron of tools/convert.py wrote; failures leave no folder."""
 
 import re
 
