@@ -1,10 +1,10 @@
 """The index of a checkpoint as plain data: which file holds which rectangle of which tensor, and
 which save wrote it.
 
-`index.json` is ours. DCP's `.metadata`, for other tools and in checkpoints of earlier versions, is a
-pickle, which may name any function of any module to be called. It is read without creating a single
-object of the classes that it names: each becomes a record that keeps its state, and only names of
-DCP's own metadata are accepted.
+`index.json` is ours. DCP's `.metadata`, for other tools and in checkpoints of earlier versions, is
+a pickle, which may name any function of any module to be called. It is read without creating a
+single object of the classes that it names: each becomes a record that keeps its state, and only
+names of DCP's own metadata are accepted.
 """
 
 import gc
@@ -111,14 +111,14 @@ def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
 
 def _tensors_of(metadata: dict[str, Any]) -> Tensors:
     """Tensors from the records of an unpickled Metadata."""
-    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in metadata["storage_data"].items():
         if info.state.get("transform_descriptors"):
             raise ValueError(
                 f"{index.state['fqn']} is transformed by {info.state['transform_descriptors']}"
             )
         if index.state.get("offset") is not None:  # else an object that is no tensor
-            places[index.state["fqn"], tuple(index.state["offset"])] = info.state
+            storage[index.state["fqn"], tuple(index.state["offset"])] = info.state
     tensors: Tensors = {}
     for key, entry in metadata["state_dict_metadata"].items():
         if "chunks" not in (entry.state or {}):
@@ -127,8 +127,8 @@ def _tensors_of(metadata: dict[str, Any]) -> Tensors:
         dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
         for chunk in entry.state["chunks"]:
             offset, extent = list(chunk.state["offsets"]), list(chunk.state["sizes"])
-            place = places[key, tuple(offset)]
-            rows.append([offset, extent, place["relative_path"], place["offset"], place["length"]])
+            info = storage[key, tuple(offset)]
+            rows.append([offset, extent, info["relative_path"], info["offset"], info["length"]])
         tensors[key] = str(dtype).removeprefix("torch."), list(entry.state["size"]), rows
     return tensors
 

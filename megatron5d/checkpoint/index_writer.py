@@ -49,11 +49,11 @@ class IndexWriter:
         with gc_disabled():
             if any(messages) or self._built is None:
                 self._built = self.build(messages)
-            text, metadata, places = self._built
+            text, metadata, results = self._built
             write_index(folder, save, text)
             writer = dcp.FileSystemWriter(folder)
             writer.set_up_storage_writer(True)
-            writer.finish(metadata, [places])
+            writer.finish(metadata, [results])
 
     def build(self, messages: list[bytes]) -> tuple[str, Metadata, list[WriteResult]]:
         """The index as text, DCP's metadata, and the places of all shards; arguments and errors as
@@ -61,20 +61,20 @@ class IndexWriter:
         pairs = itertools.zip_longest(messages, self._messages, fillvalue=b"")
         self._messages = [message or last for message, last in pairs]
         tensors: Tensors = {}
-        plans, places = [], []
+        plans, results = [], []
         for message in self._messages:
             items = []
             for (key, dtype, shape), row in json.loads(zlib.decompress(message)):
                 tensors.setdefault(key, (dtype, shape, []))[2].append(row)
-                offset, extent, *place = row
+                offset, extent, file, start, length = row
                 index = MetadataIndex(key, offset)
                 chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(extent))
                 properties = TensorProperties(dtype=getattr(torch, dtype))
                 data = TensorWriteData(chunk, properties, torch.Size(shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                places.append(WriteResult(index, place[2], _StorageInfo(*place)))
+                results.append(WriteResult(index, length, _StorageInfo(file, start, length)))
             plans.append(SavePlan(items))
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _, metadata = planner.create_global_plan(plans)
         metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
-        return json.dumps(tensors, separators=(",", ":")), metadata, places
+        return json.dumps(tensors, separators=(",", ":")), metadata, results

@@ -141,7 +141,7 @@ def sharded_slice(
         start, stop = max(first, low), min(last, high)
         if start >= stop or (writing and not piece.owner):
             continue
-        # index in the slice at which the piece begins; negative if the slice begins within the piece
+        # index in the slice at which the piece begins; negative if the slice begins within it
         origin = piece.flat[0] + shift
         position = start
         for offset, extent in rectangles(piece.shape, start - origin, stop - origin):

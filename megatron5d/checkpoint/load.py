@@ -59,15 +59,15 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
             checkpoints are damaged. Starting over, and later saving over them, is for the user to
             decide.
     """
-    own = newest_checkpoint(Path(directory)) if directory and (job or resume == "auto") else None
-    searched = directory if resume == "auto" and own is None else None
+    latest = newest_checkpoint(Path(directory)) if directory and (job or resume == "auto") else None
+    searched = directory if resume == "auto" and latest is None else None
     if searched and (errors := errors_of_newer(Path(searched))):
         raise ValueError(
             f"checkpoint.resume=auto finds no complete checkpoint in {directory}: {errors[0]}; "
             "checkpoint.resume=none starts a new run"
         )
-    if resume == "auto" or (own is not None and read_run(own).get("job") == job):
-        return own
+    if resume == "auto" or (latest is not None and read_run(latest).get("job") == job):
+        return latest
     return None if resume == "none" else resolve_checkpoint(resume, "checkpoint.resume")
 
 
@@ -211,7 +211,7 @@ def load_tensors(
     Comm:
         A broadcast of the index; twice that of `first_failure`.
     """
-    reader = Reader(folder, alone=not dist.is_initialized())
+    reader = Reader(folder, local_only=not dist.is_initialized())
     saved = reader.tensors()
     sources = {
         key: widest_source(key, twin(key), tensor.dtype, saved) for key, tensor in tensors.items()
@@ -230,9 +230,9 @@ def load_tensors(
         raise Refused("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
 
     # a key may be read for itself and as another key's twin, so each gets a dict of its own
-    own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
+    direct = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
     twins = {source: tensors[key] for key, source in sources.items() if source and source != key}
-    reader.fill([group for group in (own, twins) if group])
+    reader.fill([group for group in (direct, twins) if group])
     return {key: (source, saved[source].dtype) for key, source in sources.items() if source}
 
 

@@ -45,11 +45,12 @@ class Reader:
     another save is intact by itself. Damage in bytes that are not read is not noticed.
 
     Args:
-        alone: this process reads for itself; False = every rank of the world reads this checkpoint.
+        local_only: this process reads for itself; False = every rank of the world reads this
+            checkpoint.
     """
 
-    def __init__(self, folder: Path, *, alone: bool = True) -> None:
-        self._folder, self.alone = folder, alone
+    def __init__(self, folder: Path, *, local_only: bool = True) -> None:
+        self._folder, self.local_only = folder, local_only
         self._tensors: dict[str, SavedTensor] | None = None
         self._headers = dict[str, Header]()  # by name of the file
         self.save: Save | None = None  # of the index, once it is read
@@ -62,10 +63,10 @@ class Reader:
                 no index.
 
         Comm:
-            Unless alone, a broadcast of the file over the world, once.
+            With several ranks, a broadcast of the file over the world, once.
         """
         if self._tensors is None:
-            message = self._index_content() if self.alone else on_rank_0(self._index_content)
+            message = self._index_content() if self.local_only else on_rank_0(self._index_content)
             first_line, _, content = message.partition(b"\n")
             name = first_line.decode()
             with gc_disabled():
@@ -116,14 +117,14 @@ class Reader:
                 rank, and the file.
 
         Comm:
-            That of `first_failure` unless alone.
+            With several ranks, that of `first_failure`.
         """
         message = None
         try:
             self._fill(groups)
         except (OSError, ValueError) as error:
             message = str(error) or type(error).__name__
-        if failed := first_failure(message, local_only=self.alone):
+        if failed := first_failure(message, local_only=self.local_only):
             raise ValueError(f"a checkpoint cannot be read: {failed}. {self.advice()}")
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -159,8 +160,8 @@ class Reader:
             except OSError as error:
                 raise OSError(f"{path}: {error}") from error
             except Exception as error:  # torch's, about an archive that torch.save wrote
-                place = f"bytes {item.start} to {item.start + item.length}, shard of {key}"
-                raise ValueError(f"{path} cannot be read: {place}: {error}") from error
+                byte_range = f"bytes {item.start} to {item.start + item.length}, shard of {key}"
+                raise ValueError(f"{path} cannot be read: {byte_range}: {error}") from error
 
     def _requests(self, key: str, tensor: ShardedTensor) -> Iterator[_Request]:
         """Yields what to read for the shards of a tensor; raises ValueError if some elements are
@@ -193,7 +194,7 @@ class Reader:
                 str(s or "a save of an earlier version") for s in (save, self.save)
             )
             raise DamagedFile(
-                f"is of another checkpoint, or its first {HEADER_BYTES} bytes are damaged: it is of "
-                f"{of_file}, and the folder of {of_folder}. If the folder was copied only in part, "
-                "copy all of it again"
+                f"is of another checkpoint, or its first {HEADER_BYTES} bytes are damaged: it is "
+                f"of {of_file}, and the folder of {of_folder}. If the folder was copied only in "
+                "part, copy all of it again"
             )

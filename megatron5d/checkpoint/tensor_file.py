@@ -103,9 +103,9 @@ class RankWriter:
         """Writes the shards of a tensor."""
         for offset, view in tensor.shards.items():
             extent, dtype = tuple(view.shape), view.dtype
-            place = self._add_archive(key, offset, extent, dtype, tensor.values(offset))
+            archive = self._add_archive(key, offset, extent, dtype, tensor.values(offset))
             of_tensor = [key, str(dtype).removeprefix("torch."), list(tensor.shape)]
-            self._index.append([of_tensor, [offset, extent, self._path.name, *place]])
+            self._index.append([of_tensor, [offset, extent, self._path.name, *archive]])
 
     def _add_archive(
         self,
@@ -323,8 +323,10 @@ class TensorFile:
                 if not self._fill(row, dtype, item.extent, offset, target.detach()):
                     raise DamagedFile
         except DamagedFile:
-            place = f"bytes {item.start} to {item.start + item.length}, shard of {key}"
-            raise DamagedFile(f"is damaged: {place}, are not what was saved (CRC-32)") from None
+            byte_range = f"bytes {item.start} to {item.start + item.length}, shard of {key}"
+            raise DamagedFile(
+                f"is damaged: {byte_range}, are not what was saved (CRC-32)"
+            ) from None
 
     def check_around(self, key: str, dtype: torch.dtype, item: SavedItem) -> None:
         """Checks every byte of the file's header and of an archive except its values, which `fill`

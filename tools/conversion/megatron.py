@@ -16,13 +16,8 @@ from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, SavedWeights, resolve_checkpoint
-from megatron5d.checkpoint.megatron.names import (
-    EMBEDDING,
-    IGNORED,
-    megatron_args,
-    megatron_entries,
-    model_config_from_args,
-)
+from megatron5d.checkpoint.megatron.arguments import megatron_args, model_config_from_args
+from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, megatron_entries
 from megatron5d.checkpoint.megatron.reader import (
     TRACKER,
     MegatronCheckpoint,

@@ -61,10 +61,10 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
     numbered = {path.name for path in folder.glob("model-*-of-*.safetensors")}
     if (folder / SINGLE).is_file():
         indexed = {name for name in shards if (folder / name).is_file()}
-        if others := sorted((numbered | indexed) - {SINGLE}):
+        if shard_files := sorted((numbered | indexed) - {SINGLE}):
             raise ValueError(
-                f"{folder} holds {SINGLE} and {others[0]}: two sets of weights; remove the older "
-                "one"
+                f"{folder} holds {SINGLE} and {shard_files[0]}: two sets of weights; remove the "
+                "older one"
             )
         return {SINGLE: None}
     if shards:

@@ -285,22 +285,26 @@ def _fill(view: torch.Tensor, at: Index, entry: Entry, stored: SafetensorsFolder
     shape = tuple(b - a for a, b in zip(begin, end))
     if entry.expert is not None:
         offset, shape, target = offset[1:], shape[1:], target[0]
+    target.copy_(_read_entry(entry, offset, shape, stored))
+    return target.numel()
 
+
+def _read_entry(
+    entry: Entry, offset: Index, shape: Index, stored: SafetensorsFolder
+) -> torch.Tensor:
+    """Reads a rectangle of an entry in our order."""
     if entry.heads is not None or entry.interleaved:
         # rows are scattered in storage: read all of them, or all of the local experts
         first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.stored_shape[0])
         inner = entry.stored_shape[1:]
-        stack = stored.read(entry.stored_name, (first, *(0 for _ in inner)), (count, *inner))
+        values = stored.read(entry.stored_name, (first, *(0 for _ in inner)), (count, *inner))
         starts = (offset[0] - first, *offset[1:])
         index = tuple(slice(start, start + size) for start, size in zip(starts, shape))
-        values = entry.from_stored(stack)[index]
-    elif entry.transposed:
+        return entry.from_stored(values)[index]
+    if entry.transposed:
         offset, shape = ((*dims[:-2], dims[-1], dims[-2]) for dims in (offset, shape))
-        values = entry.from_stored(stored.read(entry.stored_name, offset, shape))
-    else:
-        values = stored.read(entry.stored_name, offset, shape)
-    target.copy_(values)
-    return values.numel()
+        return entry.from_stored(stored.read(entry.stored_name, offset, shape))
+    return stored.read(entry.stored_name, offset, shape)
 
 
 def stored_tensors(

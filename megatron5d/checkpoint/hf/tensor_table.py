@@ -164,11 +164,13 @@ def _linear(
     """
     entries, start = [], 0
     for stored_name, rows in stored:
-        place = (start, start + rows)
-        weight = (f"{name}.weight", place, f"{stored_name}.weight", (rows, columns))
+        row_range = (start, start + rows)
+        weight = (f"{name}.weight", row_range, f"{stored_name}.weight", (rows, columns))
         entries.append(Entry(*weight, **options))
         if bias:
-            entries.append(Entry(f"{name}.bias", place, f"{stored_name}.bias", (rows,), **options))
+            entries.append(
+                Entry(f"{name}.bias", row_range, f"{stored_name}.bias", (rows,), **options)
+            )
         start += rows
     return entries
 

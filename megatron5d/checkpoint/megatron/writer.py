@@ -6,7 +6,7 @@ import re
 import uuid
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,43 +14,43 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor
+from megatron5d.checkpoint.layout import Index, LazyTensor, ReadRectangle, ShardedTensor
 from megatron5d.checkpoint.megatron.names import FUSED, megatron_entries, to_megatron_rows
 from megatron5d.checkpoint.megatron.reader import BACKEND, COMMON, TRACKER
 from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.config.derived import is_moe, moe_layers
 from megatron5d.config.schema import ModelConfig
 
-# A release has no optimiser and starts at iteration 0, which Megatron-LM knows without further
+# A release has no optimizer and starts at iteration 0, which Megatron-LM knows without further
 # flags.
 RELEASE = "release"
-# our kinds, and Megatron-Core's
+# our kinds of optimizer state, and Megatron-Core's
 STATES = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-_NOTHING = "__0_1.distcp"  # holds the one object that all extra states are
+_EMPTY_STATE = "__0_1.distcp"  # file with the one object that all extra states are
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)$")
-_ALONE = "pre_mlp_layernorm."
-_Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-_Index = tuple[int, ...]  # of a layer or an expert in a stack, of both, or of neither
+_MODULE_NORM = "pre_mlp_layernorm."
+# by index in a stack, of a layer or an expert or both; () where the tensor is not stacked
+_Stack = dict[Index, Entry]
 
 
 class TrainingState(NamedTuple):
-    """What a run is continued with."""
+    """What Megatron-LM needs to continue a run."""
 
     iteration: int  # steps done
-    read: dict[str, _Read]  # as of the weights, for each of STATES
-    common: dict[str, Any]  # what the optimiser and its schedule keep besides tensors
+    read: dict[str, ReadRectangle]  # as of the weights, for each of STATES
+    common: dict[str, Any]  # what the optimizer and its schedule keep besides tensors
 
 
 def write_checkpoint(
     out: Path,
     model: ModelConfig,
     args: Namespace,
-    read: _Read,
+    read: ReadRectangle,
     dtype: torch.dtype,
     training: TrainingState | None = None,
 ) -> Path:
@@ -59,7 +59,7 @@ def write_checkpoint(
 
     Args:
         out: an empty directory; created if it does not exist.
-        read: returns the rectangle of our tensor with a (global name, offset, shape).
+        read: reads a rectangle of our tensor.
         training: None = a release.
 
     Returns:
@@ -71,100 +71,105 @@ def write_checkpoint(
     iteration = training.iteration if training else 0
     folder = out / (f"iter_{iteration:07d}" if training else RELEASE)
     folder.mkdir(parents=True)
-    save = Save(uuid.uuid4().hex, 0)
-    places = _places(model)
+
+    # tensors
+    stacks = _stacks(model)
     tensors: dict[str, ShardedTensor] = {
-        key: _lazy(at, model, read, dtype) for key, at in places.items()
+        key: _lazy(stack, model, read, dtype) for key, stack in stacks.items()
     }
     for kind, read_state in (training.read if training else {}).items():
-        for key, at in places.items():
-            if not next(iter(at.values())).wide:  # of which nothing is kept: no gradient moves them
-                tensors[f"optimizer.state.{STATES[kind]}.{key}"] = _lazy(
-                    at, model, read_state, torch.float32
-                )
-    written = write_rank_file(folder, tensors, 0, save)
-    _, metadata, stored = IndexWriter().build([written])
-    content = io.BytesIO()
-    torch.save([None], content)  # an object in a list, as Megatron-Core writes the shards of one
-    (folder / _NOTHING).write_bytes(content.getvalue())
-    for key in _extra_states(places):
-        metadata.state_dict_metadata[key] = BytesStorageMetadata()
-        info = _StorageInfo(_NOTHING, 0, len(content.getvalue()))
-        stored.append(WriteResult(MetadataIndex(key), info.length, info))
-    writer = FileSystemWriter(folder)
-    writer.set_up_storage_writer(True)
-    writer.finish(metadata, [stored])
+        for key, stack in stacks.items():
+            # routers' biases have no state, because no gradient moves them
+            if not next(iter(stack.values())).wide:
+                state = _lazy(stack, model, read_state, torch.float32)
+                tensors[f"optimizer.state.{STATES[kind]}.{key}"] = state
+    message = write_rank_file(folder, tensors, 0, Save(uuid.uuid4().hex, 0))
+    _, metadata, results = IndexWriter().build([message])
+    _write_index(folder, metadata, results, stacks)
+
+    # everything that is no tensor
     common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
     torch.save(common | (training.common if training else {}), folder / COMMON)
-    versions = {
+    backend = {
+        "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    (folder / BACKEND).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
+    (folder / BACKEND).write_text(json.dumps(backend))
     (out / TRACKER).write_text(str(iteration) if training else RELEASE)
     return folder
 
 
-def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
-    """Returns, by Megatron's key, the tensors that it stacks, by layer or expert or both.
+def _write_index(
+    folder: Path, metadata: Metadata, results: list[WriteResult], stacks: dict[str, _Stack]
+) -> None:
+    """Writes the extra states and DCP's index."""
+    content = io.BytesIO()
+    torch.save([None], content)  # an object in a list, as Megatron-Core writes the shards of one
+    (folder / _EMPTY_STATE).write_bytes(content.getvalue())
+    for key in _extra_states(stacks):
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        info = _StorageInfo(_EMPTY_STATE, 0, len(content.getvalue()))
+        results.append(WriteResult(MetadataIndex(key), info.length, info))
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    writer.finish(metadata, [results])
+
+
+def _stacks(model: ModelConfig) -> dict[str, _Stack]:
+    """Tensors that Megatron stacks, by its key.
 
     The norm before a mixture has two names in Megatron-Core: one of its local modules, one of
     TransformerEngine's.
     """
-    # Megatron stacks the tensors of all layers where all have the same; else each layer has keys of
-    # its own
+    # Megatron stacks the tensors of all layers if all layers have the same; otherwise each layer
+    # has keys of its own
     stacked = len(moe_layers(model)) in (0, model.num_layers)
-    places: defaultdict[str, dict[_Index, Entry]] = defaultdict(dict)
+    stacks: defaultdict[str, _Stack] = defaultdict(dict)
     for entry in megatron_entries(model):
         if not (match := _LAYER.match(entry.stored_name)):
-            places[entry.stored_name][()] = entry
+            stacks[entry.stored_name][()] = entry
             continue
-        prefix, index = (
-            ("decoder.layers.", (int(match[1]),))
-            if stacked
-            else (f"decoder.layers.{match[1]}.", ())
-        )
-        if match[2]:
-            places[f"{prefix}mlp.experts.experts.{match[3]}"][index + (int(match[2]),)] = entry
+        layer, expert, name = int(match[1]), match[2], match[3]
+        prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
+        index: Index = (layer,) if stacked else ()
+        if expert:
+            index += (int(expert),)
+            stacks[f"{prefix}mlp.experts.experts.{name}"][index] = entry
             continue
-        places[prefix + match[3]][index] = entry
-        if is_moe(model, int(match[1])) and match[3].startswith(FUSED[_ALONE]):
-            places[prefix + _ALONE + match[3].removeprefix(FUSED[_ALONE])][index] = entry
-    return places
+        stacks[prefix + name][index] = entry
+        if is_moe(model, layer) and name.startswith(FUSED[_MODULE_NORM]):
+            kind = name.removeprefix(FUSED[_MODULE_NORM])
+            stacks[prefix + _MODULE_NORM + kind][index] = entry
+    return stacks
 
 
-def _lazy(
-    at: dict[_Index, Entry], model: ModelConfig, read: _Read, dtype: torch.dtype
-) -> LazyTensor:
-    first = next(iter(at.values()))
-    depth, kind = len(next(iter(at))), first.dtype(dtype)
+def _lazy(stack: _Stack, model: ModelConfig, read: ReadRectangle, dtype: torch.dtype) -> LazyTensor:
+    index, first = next(iter(stack.items()))
+    depth, dtype = len(index), first.dtype(dtype)
+    ones, zeros = (1,) * depth, (0,) * len(first.stored_shape)
 
-    def make(offset: _Index) -> Tensor:
-        entry = at[offset[:depth]]
-        values = read(entry.name, entry.model_offset, entry.model_shape).to(kind)
+    def make(offset: Index) -> Tensor:
+        entry = stack[offset[:depth]]
+        values = read(entry.name, entry.model_offset, entry.model_shape).to(dtype)
         values = to_megatron_rows(entry.stored_name, values.view(entry.stored_shape), model)
-        return values.reshape(*(1 for _ in range(depth)), *entry.stored_shape).contiguous()
+        return values.reshape(*ones, *entry.stored_shape).contiguous()
 
-    zeros, ones = (0,) * len(first.stored_shape), (1,) * depth
-    shape = (*(1 + max(index[dim] for index in at) for dim in range(depth)), *first.stored_shape)
-    return LazyTensor(
-        shape, {(*index, *zeros): (*ones, *first.stored_shape) for index in at}, kind, make
-    )
+    sizes = [1 + max(index[dim] for index in stack) for dim in range(depth)]
+    extents = {(*index, *zeros): (*ones, *first.stored_shape) for index in stack}
+    return LazyTensor((*sizes, *first.stored_shape), extents, dtype, make)
 
 
-def _extra_states(places: dict[str, dict[_Index, Entry]]) -> Iterator[str]:
-    """Keys of the state of FP8 recipes, for which every layer of TransformerEngine asks; here it is
+def _extra_states(stacks: dict[str, _Stack]) -> Iterator[str]:
+    """Keys of the state of FP8 recipes, which every layer of TransformerEngine requests; here it is
     empty."""
-    for key, at in places.items():
+    for key, stack in stacks.items():
         module = key.removesuffix(".weight")
-        names = [module] if module != key else []
-        names += (
-            [module.replace("linear_qkv", "core_attention")]
-            if module.endswith("linear_qkv")
-            else []
-        )
-        sizes = [str(1 + last) for last in max(at)] or ["1"]
-        for index in at:
+        modules = [module] if module != key else []
+        if module.endswith("linear_qkv"):
+            modules.append(module.replace("linear_qkv", "core_attention"))
+        sizes = [str(1 + last) for last in max(stack)] or ["1"]
+        for index in stack:
             shard = f"{'.'.join(map(str, index)) or 0}_{'.'.join(sizes)}"
-            yield from (f"{name}._extra_state/shard_{shard}" for name in names)
+            yield from (f"{name}._extra_state/shard_{shard}" for name in modules)

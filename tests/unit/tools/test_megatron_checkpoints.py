@@ -18,7 +18,7 @@ from tool_runs import computed_logits, run
 
 from megatron5d.checkpoint.folder import read_run, saved_config
 from megatron5d.checkpoint.load import resolve_checkpoint
-from megatron5d.checkpoint.megatron.reader import load_inert
+from megatron5d.checkpoint.megatron.files import load_inert
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools import convert
 
@@ -369,7 +369,7 @@ GROUPS = {
             ["qk_layernorm with normalization = 'LayerNorm'"],
         ),
         (GROUPS, ["moe_router_group_topk = 2"]),
-        ({"vocab_size": 900}, ["vocab_size = 900 is more than the 64 rows"]),
+        ({"vocab_size": 900}, ["vocab_size = 900 exceeds the 64 rows"]),
         ({"num_layers": 5}, ["6 missing", "decoder.layers.4.self_attention.linear_qkv.weight"]),
         ({"qk_layernorm": True}, ["decoder.layers.3.self_attention.q_layernorm.weight"]),
         ({"ffn_hidden_size": 24}, ["[96, 32] on disk, [48, 32] by the configuration"]),
@@ -389,7 +389,7 @@ class Hostile:
 
 
 def test_nothing_in_a_checkpoint_is_executed(theirs, tmp_path, capsys):
-    hostile, warning = Hostile(tmp_path / "executed"), "is refused, since it may run any code"
+    hostile, warning = Hostile(tmp_path / "executed"), "is refused, because it may run any code"
     common = changed_args(theirs / "llama", tmp_path / "common", tokenizer_type=hostile)
     assert warning in rejection(common, capsys)
     metadata = shutil.copytree(theirs / "llama", tmp_path / "metadata")
