@@ -1,7 +1,7 @@
-"""Self-attention of one block with its heads cut over tp: MHA, GQA or MQA, and what these share
-with MLA (mla.py).
+"""Self-attention of one block with its heads cut over tp: MHA, GQA or MQA.
 
-They share what lies between the projections (`AttentionCore`): scores, masks, softmax and values.
+`AttentionBranch` and `AttentionCore` (scores, masks, softmax and values) are shared with MLA
+(mla.py).
 """
 
 import math
@@ -25,31 +25,41 @@ from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
 class AttentionCore(nn.Module):
-    """softmax(mask(scale·q·kᵀ))·v; with attention sinks every softmax also has a learned logit per
-    head, of value 0.
+    """softmax(mask(scale·q·kᵀ))·v, optionally with a learned logit of value 0 per head (a sink).
 
     Args:
-        shared: what it is built from.
+        inputs: what blocks are built from.
         layer: global index of the block.
         scale: of the scores.
     """
 
-    def __init__(self, shared: BlockInputs, layer: int, scale: float) -> None:
+    def __init__(self, inputs: BlockInputs, layer: int, scale: float) -> None:
         super().__init__()
-        config, self.context, self.settings = shared.model, shared.context, shared.kernels
+        config, self.context, self.settings = inputs.model, inputs.context, inputs.kernels
         self.causal, self.window = config.attention_causal, window_of(config, layer)
         self.score: dict[str, Any] = {"scale": scale, "softcap": config.attention_softcap}
         self.sinks = None
         if config.attention_sinks:
-            tp, a = shared.tp, config.num_heads
+            tp, a = inputs.tp, config.num_heads
             piece = Piece((tp.rank * (a // tp.size),), (a // tp.size,))
             spec = ShardSpec(f"layers.{layer}.attention.sinks", (a,), (piece,), decay=False)
-            self.sinks = new_parameter(piece.shape, spec, **shared.factory)  # [a/tp]
+            self.sinks = new_parameter(piece.shape, spec, **inputs.factory)  # [a/tp]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
-        """Maps q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp,
-        b, a·dv/tp]`."""
-        if self.context is not None:  # ring, all-gather or Ulysses over cp
+        """Attends to all keys that the masks show.
+
+        Args:
+            q: `[s/cp, b, a/tp, d]`.
+            k: `[s/cp, b, g/tp, d]`.
+            v: `[s/cp, b, g/tp, dv]`.
+            batch: its documents and, with cp > 1, its plan.
+
+        Returns:
+            `[s/cp, b, a·dv/tp]`.
+
+        Comm: with cp > 1 that of ContextAttention.
+        """
+        if self.context is not None:
             plan = batch.context.of_window(self.window)
             return self.context(q, k, v, plan, sinks=self.sinks, **self.score).flatten(2)
         core, _ = attention(
@@ -68,8 +78,7 @@ class AttentionCore(nn.Module):
     def compressed(
         self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch
     ) -> Tensor:
-        """Returns the same over cp where latents travel, from which `kv_format` computes keys and
-        values."""
+        """Attends as `forward` over cp, but the ranks exchange latents."""
         assert self.context is not None
         plan = batch.context.of_window(self.window)
         return self.context.compressed(
@@ -83,10 +92,10 @@ class AttentionBranch(Phase):
     kind = "attention"
     parts = KEEP_ALL  # `qkv` and `attention` may be recomputed
 
-    def __init__(self, shared: BlockInputs, layer: int) -> None:
+    def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__()
-        name, self.parallel_block = f"layers.{layer}.attention", shared.model.parallel_block
-        self.norm, self.post_norm = shared.pre_norm(name), shared.post_norm(name)
+        name, self.parallel_block = f"layers.{layer}.attention", inputs.model.parallel_block
+        self.norm, self.post_norm = inputs.pre_norm(name), inputs.post_norm(name)
 
     def input_gemms(self) -> Gemms:
         """The GEMMs that read the normed input; `PLAIN` where anything else reads it too."""
@@ -101,7 +110,7 @@ class AttentionBranch(Phase):
 
         In a parallel block it returns a pair: the sum, and what the second branch reads.
         """
-        # The second branch of such a block reads the normed input too.
+        # With one norm the second branch reads the normed input too.
         gemms = PLAIN if self.parallel_block == "one_norm" else self.input_gemms()
         normed, residual = self.norm.branch(x, gemms)
         y = residual + self.post_norm(self.attend(normed, batch, defer))
@@ -113,14 +122,14 @@ class AttentionBranch(Phase):
 class SelfAttention(AttentionBranch):
     """Phase: x + out(attention(qkv(norm(x))))."""
 
-    def __init__(self, shared: BlockInputs, layer: int) -> None:
-        super().__init__(shared, layer)
-        config, tp, name = shared.model, shared.tp, f"layers.{layer}.attention"
+    def __init__(self, inputs: BlockInputs, layer: int) -> None:
+        super().__init__(inputs, layer)
+        config, tp, name = inputs.model, inputs.tp, f"layers.{layer}.attention"
         h, a, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.config, self.rope = config, shared.rope(layer)
+        self.config, self.rope, copies = config, inputs.rope(layer), inputs.mesh["tp_kv"]
         self.num_heads = tp.divide(a, "model.num_heads")  # a/tp
         self.num_kv_heads = max(1, g // tp.size)  # g/tp, at least one
-        linear = {"sp": shared.sp, **shared.factory}
+        linear = {"sp": inputs.sp, **inputs.factory}
         heads = [(a, d), (g, d), (g, d), *([(a, d)] if config.attention_gate else [])]
         self.qkv = ColumnParallelLinear(
             h,
@@ -129,7 +138,7 @@ class SelfAttention(AttentionBranch):
             tp,
             bias=config.qkv_bias,
             init=config.init_std,
-            copies=shared.mesh["tp_kv"],
+            copies=copies,
             **linear,
         )
         self.q_norm: nn.Module | None = None
@@ -137,21 +146,22 @@ class SelfAttention(AttentionBranch):
         if config.qk_norm_all_heads:
             norm = {
                 "tp": tp,
+                "copies": copies,
                 "eps": config.norm_eps,
                 "zero_centered": config.norm_zero_centered,
-                **shared.factory,
+                **inputs.factory,
             }
-            self.q_norm = AllHeadsNorm(a, d, f"{name}.q_norm", copies=shared.mesh["tp_kv"], **norm)
-            self.k_norm = AllHeadsNorm(g, d, f"{name}.k_norm", copies=shared.mesh["tp_kv"], **norm)
+            self.q_norm = AllHeadsNorm(a, d, f"{name}.q_norm", **norm)
+            self.k_norm = AllHeadsNorm(g, d, f"{name}.k_norm", **norm)
         elif config.qk_norm:
-            self.q_norm = shared.norm(f"{name}.q_norm", d, "rmsnorm", partial_grad=True)
-            self.k_norm = shared.norm(f"{name}.k_norm", d, "rmsnorm", partial_grad=True)
+            self.q_norm = inputs.norm(f"{name}.q_norm", d, "rmsnorm", partial_grad=True)
+            self.k_norm = inputs.norm(f"{name}.k_norm", d, "rmsnorm", partial_grad=True)
         # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and
-        # values are copied to be sent: q, as a view, would keep the whole projection in memory.
+        # values are copied to be sent: q, as a view, would keep the entire projection in memory.
         self.rotates_in_place = (
-            not (config.qk_norm or config.attention_gate) and shared.context is None
+            not (config.qk_norm or config.attention_gate) and inputs.context is None
         )
-        self.core = AttentionCore(shared, layer, 1 / math.sqrt(config.query_pre_attn_scalar or d))
+        self.core = AttentionCore(inputs, layer, 1 / math.sqrt(config.query_pre_attn_scalar or d))
         self.out = RowParallelLinear(
             a * d,
             h,
@@ -166,18 +176,19 @@ class SelfAttention(AttentionBranch):
         return gemms_of(self.qkv.weight)
 
     def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        # a part that recompute.parts names is recomputed in the backward
-        q, k, v, *gate = self.parts.run(
-            "qkv", partial(self._heads, batch=batch, defer=defer), normed
-        )
+        # Sections in `recompute.parts` are recomputed in the backward.
+        heads = partial(self._heads, batch=batch, defer=defer)
+        q, k, v, *gate = self.parts.run("qkv", heads, normed)
         # [s/cp, b, a·d/tp]
         core = self.parts.run("attention", partial(self.core, batch=batch), q, k, v)
         core = core * torch.sigmoid(gate[0]) if gate else core
         return self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
-        """Returns rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and any gate's `[s/cp,
-        b, a·d/tp]`."""
+        """Rotated q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]`; gate `[s/cp, b, a·d/tp]`.
+
+        The gate is left out if the model has none.
+        """
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
         qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
         qkv = qkv.unflatten(-1, (-1, d))  # [s/cp, b, (a+2g)/tp, d]; with a gate 2a+2g heads
@@ -192,5 +203,5 @@ class SelfAttention(AttentionBranch):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = apply_rope(q, k, *self.rope(batch), interleaved=self.config.rope_interleaved)
-            v = v.contiguous()  # a view would keep the whole projection alive for the backward
-        return q, k, v, *(each.flatten(2) for each in gate)
+            v = v.contiguous()  # a view would keep the entire projection for the backward
+        return q, k, v, *(tensor.flatten(2) for tensor in gate)

@@ -1,9 +1,7 @@
-"""The transformer block as its phases: attention, then an MLP or dispatch, experts, combine; each
-adds its residual.
+"""The transformer block as a list of phases: attention, then an MLP or dispatch, experts, combine.
 
 A phase is called as `phase(x, batch, defer)`. Hidden states between blocks are `[s/cp/tp, b, h]`
-(without sp `[s/cp, b, h]`). model/gpt.py attaches the recompute policy, FP8 and the overlap of tp
-afterwards.
+(sp; else `[s/cp, b, h]`). model/gpt.py sets recomputation, FP8 GEMMs and the overlap of tp.
 """
 
 from __future__ import annotations
@@ -18,25 +16,29 @@ from megatron5d.phases.phase import Phase
 
 
 class TransformerBlock(nn.Module):
-    """One block; its children are its phases, in order. `layer`, here and in them, is its global
-    index."""
+    """A block, whose children are its phases in order.
 
-    def __init__(self, shared: BlockInputs, layer: int) -> None:
+    Args:
+        inputs: what blocks are built from.
+        layer: global index of the block.
+    """
+
+    def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__()
-        if shared.model.attention == "mla":
+        if inputs.model.attention == "mla":
             from megatron5d.model.mla import MultiLatentAttention
 
-            self.attention: Phase = MultiLatentAttention(shared, layer)
+            self.attention: Phase = MultiLatentAttention(inputs, layer)
         else:
-            self.attention = SelfAttention(shared, layer)
-        if is_moe(shared.model, layer):
+            self.attention = SelfAttention(inputs, layer)
+        if is_moe(inputs.model, layer):
             from megatron5d.model.moe import MoECombine, MoEDispatch, MoEExperts
 
-            # norm, router, permute; tokens leave       all_to_all ep
-            self.dispatch = MoEDispatch(shared, layer)
-            # shared expert, grouped GEMMs; outputs leave all_to_all ep
-            self.experts = MoEExperts(shared, layer)
+            # norm, router, permute; tokens are sent       all_to_all ep
+            self.dispatch = MoEDispatch(inputs, layer)
+            # shared expert, grouped GEMMs; outputs are sent  all_to_all ep
+            self.experts = MoEExperts(inputs, layer)
             # unpermute, sum of each token's outputs, residual
-            self.combine = MoECombine(shared, layer)
+            self.combine = MoECombine(inputs, layer)
         else:
-            self.mlp = MLP(shared, layer)
+            self.mlp = MLP(inputs, layer)

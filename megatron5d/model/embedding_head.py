@@ -19,16 +19,15 @@ TIED = "embedding.weight"
 
 
 class Embedding(Phase):
-    """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with learned positions where
-    the model has them."""
+    """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with any learned positions."""
 
-    def __init__(self, shared: BlockInputs) -> None:
+    def __init__(self, inputs: BlockInputs) -> None:
         super().__init__()
-        model, self.tp, self.sp = shared.model, shared.tp, shared.sp and shared.tp.size > 1
+        model, self.tp, self.sp = inputs.model, inputs.tp, inputs.sp and inputs.tp.size > 1
         h, std = model.hidden_size, model.init_std
-        table = vocab_weight(model.vocab_size, h, TIED, self.tp, std, **shared.factory)
+        table = vocab_weight(model.vocab_size, h, TIED, self.tp, std, **inputs.factory)
         self.tokens = VocabParallelEmbedding(
-            table, model.vocab_size, self.tp, sp=shared.sp, scale=model.embedding_scale
+            table, model.vocab_size, self.tp, sp=inputs.sp, scale=model.embedding_scale
         )
         self.positions = None
         if model.position == "learned":
@@ -39,15 +38,16 @@ class Embedding(Phase):
                 partial_grad=self.sp,
                 init=std,
                 decay=True,
-                **shared.factory,
+                **inputs.factory,
             )
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
-        """Maps `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`);
+        """Maps `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`).
+
         `x` is not read.
 
-        Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp,
-            else none.
+        Comm: with sp reduce_scatter tp of s/cp·b·h elements / all_gather tp; without sp all_reduce
+            tp / none.
         """
         hidden = self.tokens(batch.tokens, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
         if self.positions is None:
@@ -59,32 +59,30 @@ class Embedding(Phase):
 
 
 class OutputMatrix(nn.Module):
-    """Normed hidden states to logits and losses, the vocabulary cut over tp.
+    """Maps normed hidden states to logits and losses, with the vocabulary cut over tp.
 
     Args:
-        shared: what it is built from.
-        tied: the embedding's weight, if the head shares it and both are on this rank.
+        inputs: what blocks are built from.
+        tied: the embedding's weight, if the head shares it; None = a new weight.
     """
 
-    def __init__(self, shared: BlockInputs, tied: nn.Parameter | None) -> None:
+    def __init__(self, inputs: BlockInputs, tied: nn.Parameter | None) -> None:
         super().__init__()
-        model, self.tp, self.sp = shared.model, shared.tp, shared.sp
-        self.softcap, self.slice_tokens = model.logit_softcap, shared.config.recompute.logit_tokens
+        model, self.tp, self.sp = inputs.model, inputs.tp, inputs.sp
+        self.softcap, self.slice_tokens = model.logit_softcap, inputs.config.recompute.logit_tokens
         self.vocab = VocabRange(model.vocab_size, self.tp)
         if tied is None:
             name = TIED if model.tie_embeddings else "head.weight"
             tied = vocab_weight(
-                model.vocab_size, model.hidden_size, name, self.tp, model.init_std, **shared.factory
+                model.vocab_size, model.hidden_size, name, self.tp, model.init_std, **inputs.factory
             )
         self.weight = tied
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns
-        included.
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, with padding.
 
         Comm: with sp all_gather tp of s/cp·b·h elements / all_gather and reduce_scatter tp of as
-            many, without sp
-        all_reduce tp.
+            many each; without sp none / all_reduce tp.
         """
         # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
         logits = column_linear(normed, self.weight, self.tp, self.sp, defer)
@@ -103,12 +101,11 @@ class OutputMatrix(nn.Module):
             defer: takes the weight-gradient half of the backward.
 
         Returns:
-            `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is
-            only for the log: the gradient of the first already contains that of z_coef times the
-            second.
+            `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss without its coefficient. The second is
+            only for the log: the gradient of the first includes that of z_coef times the second.
 
         Comm: with sp all_gather tp, then 2× all_reduce tp / with sp all_gather and reduce_scatter
-            tp, else all_reduce.
+            tp, else all_reduce tp.
         """
         if self.slice_tokens is None:
             # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
@@ -125,35 +122,33 @@ class OutputMatrix(nn.Module):
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
     def losses_ahead(self, depth: int, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        """Returns `[1]`, Σ loss·mask of what a depth of multi-token prediction predicts; as
-        `losses`."""
+        """Σ loss·mask of a depth of multi-token prediction, `[1]`; as `losses`."""
         assert batch.ahead_labels is not None and batch.ahead_mask is not None
-        return self.losses(normed, batch.ahead_labels[depth], batch.ahead_mask[depth], 0.0, defer)[
-            :1
-        ]
+        labels, mask = batch.ahead_labels[depth], batch.ahead_mask[depth]
+        return self.losses(normed, labels, mask, 0.0, defer)[:1]
 
 
 class Head(Phase):
     """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as in OutputMatrix.losses.
 
-    With multi-token prediction, whose blocks follow: (sums, normed hidden states). Of blocks on
-    stages before it, it takes the normed hidden states h⁰ ... hᵏ, and computes their losses too.
+    If blocks of multi-token prediction follow, it returns (sums, normed hidden states) to them. If
+    such blocks are on earlier stages, it receives the normed hidden states h⁰ ... hᵏ and computes
+    their losses too.
 
     Args:
-        shared, tied: as in OutputMatrix.
-        depths: k, the blocks of multi-token prediction before it.
+        inputs, tied: as in OutputMatrix.
+        depths: k, the number of blocks of multi-token prediction on earlier stages.
     """
 
-    def __init__(self, shared: BlockInputs, tied: nn.Parameter | None, depths: int = 0) -> None:
+    def __init__(self, inputs: BlockInputs, tied: nn.Parameter | None, depths: int = 0) -> None:
         super().__init__()
-        self.tp, self.z_coef, self.depths = shared.tp, shared.config.train.z_loss, depths
-        self.is_last = shared.model.num_mtp_layers == depths
-        self.norm = nn.Identity() if depths else shared.norm("final_norm")
-        self.output = OutputMatrix(shared, tied)
+        self.tp, self.z_coef, self.depths = inputs.tp, inputs.config.train.z_loss, depths
+        self.is_last = inputs.model.num_mtp_layers == depths
+        self.norm = nn.Identity() if depths else inputs.norm("final_norm")
+        self.output = OutputMatrix(inputs, tied)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Computes the whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b,
-        vocab_size]`.
+        """Logits of the entire vocabulary, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.
 
         Comm: all_gather tp of s/cp·b·h elements with sp, and of s/cp·b·v/tp elements.
         """
@@ -161,35 +156,30 @@ class Head(Phase):
         return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps `[(1+k)·s/cp/tp, b, h]` (without sp `[(1+k)·s/cp, b, h]`) -> sums `[2+k]`, and where
-        prediction blocks follow the last normed x too.
+        """Maps `[(1+k)·s/cp/tp, b, h]` (sp; else `[(1+k)·s/cp, b, h]`) -> sums `[2+k]`.
 
         Comm: 1 + k times that of OutputMatrix.losses.
         """
-        hidden, *ahead = self.norm(x).chunk(1 + self.depths)  # [s/cp/tp, b, h] each
-        sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_coef, defer)
-        if ahead:
-            more = [
-                self.output.losses_ahead(depth, each, batch, defer)
-                for depth, each in enumerate(ahead)
-            ]
-            sums = torch.cat((sums, *more))
-        return sums if self.is_last else (sums, ahead[-1] if ahead else hidden)
+        normed = self.norm(x).chunk(1 + self.depths)  # [s/cp/tp, b, h] each
+        sums = self.output.losses(normed[0], batch.labels, batch.loss_mask, self.z_coef, defer)
+        for depth, hidden in enumerate(normed[1:]):
+            sums = torch.cat((sums, self.output.losses_ahead(depth, hidden, batch, defer)))
+        return sums if self.is_last else (sums, normed[-1])
 
 
 @dataclass(frozen=True)
 class Term:
-    """What one entry of the last stage's sums is for."""
+    """One entry of the sums that the last stage returns."""
 
-    # of the logged figure: the average, over the terms of one name that have targets, of their
-    # means
+    # of the logged figure; terms of one name are averaged: the mean of their means, without terms
+    # that have no targets
     name: str
-    count_index: int = 0  # of the number that divides the sum, in MicroBatch.target_counts
+    count_index: int = 0  # in MicroBatch.target_counts, of the number that divides the sum
     coefficient: float = 0.0  # of the logged figure in the objective
 
 
 def loss_terms(config: Config) -> list[Term]:
-    """Returns the entries of the last stage's output, in order; `loss` contains the first alone."""
+    """The entries of the last stage's output, in order."""
     ahead = [
         Term("mtp_loss", k + 1, config.train.mtp_loss) for k in range(config.model.num_mtp_layers)
     ]

@@ -1,11 +1,10 @@
-"""Floating-point operations of the model, for MFU, with the convention stated.
+"""Floating-point operations of the model, for MFU.
 
-Counted: the multiply-adds of every GEMM that the mathematics needs, 2 FLOPs each; the backward is
-    twice the
-forward; recomputation is not counted; a causal query attends to half of the sequence on average (a
-window to at most that many); the embedding look-up is free; of the routed experts only those that a
-token is sent to. Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, with causal attention
-halved as in Dao 2023 (arXiv:2307.08691).
+Counted are the multiply-adds of every GEMM that the mathematics needs, 2 FLOPs each, and twice as
+many for the backward. A causal query attends to half of the sequence on average, or to its window.
+Of the routed experts only those of a token count. Recomputation and the embedding lookup do not.
+Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao
+    2023 (arXiv:2307.08691).
 """
 
 from megatron5d.config.derived import blocks, is_moe, window_of
@@ -13,8 +12,12 @@ from megatron5d.config.schema import ModelConfig
 
 
 def parameter_count(model: ModelConfig, active: bool = False) -> int:
-    """Parameters of the whole model, tied and shared ones once, vocabulary padding not counted;
-    `active`: of the experts only those that one token is sent to."""
+    """Number of parameters, tied ones once, without padding of the vocabulary.
+
+    Args:
+        model: the architecture.
+        active: of the experts, count only those of one token.
+    """
     h, v = model.hidden_size, model.vocab_size
     norm = 2 * h if model.norm == "layernorm" else h
     branch = norm * (2 if model.block_norm == "both" else 1)
@@ -31,56 +34,54 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
     )
     ends = v * h * (1 if model.tie_embeddings else 2) + norm
     ends += model.max_positions * h if model.position == "learned" else 0
-    ahead = model.num_mtp_layers * (2 * h * h + 3 * norm)
-    return len(blocks(model)) * attention + mlps + routers + ends + ahead
+    mtp = model.num_mtp_layers * (2 * h * h + 3 * norm)
+    return len(blocks(model)) * attention + mlps + routers + ends + mtp
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Returns FLOPs of one training step (forward and backward) per token of a sequence."""
+    """FLOPs of one training step (forward and backward) per token of a sequence."""
     return sum(layer_flops(model, i, seq_len) for i in range(model.num_layers)) + end_flops(
         model, seq_len
     )
 
 
 def end_flops(model: ModelConfig, seq_len: int) -> float:
-    """Returns the share of what follows the last layer: the head, and blocks that predict
-    further."""
-    ahead = blocks(model)[model.num_layers :]
-    return head_flops(model) + sum(layer_flops(model, i, seq_len) for i in ahead)
+    """FLOPs per token of the head and of prediction blocks (MTP)."""
+    mtp_blocks = blocks(model)[model.num_layers :]
+    return head_flops(model) + sum(layer_flops(model, i, seq_len) for i in mtp_blocks)
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Returns the share of the output matrix, met once more by each depth of prediction."""
+    """FLOPs per token of the output matrix, including each depth of prediction."""
     return 6.0 * model.vocab_size * model.hidden_size * (1 + model.num_mtp_layers)
 
 
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """Returns the share of one layer in `flops_per_token`; of a block that predicts further with
-    its join of 2h features."""
+    """FLOPs per token of one layer; of a prediction block with its join of 2h features."""
     join = 2 * model.hidden_size**2 if layer >= model.num_layers else 0
     matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True) + join
     return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 
 
 def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
-    """Returns the share of one layer's attention between queries, keys and values: what has no
-    weights."""
+    """FLOPs per token of one layer's attention without its weights: scores and values."""
     w = min(window or seq_len, seq_len)
-    before = w - w * (w - 1) / (2 * seq_len)  # on average, the query's own included
-    attended = before if model.attention_causal else 2 * before - 1
+    num_keys = w - w * (w - 1) / (2 * seq_len)  # average number at or before a query
+    if not model.attention_causal:
+        num_keys = 2 * num_keys - 1
     key_dim, value_dim = _head_dims(model)
-    return 6.0 * model.num_heads * (key_dim + value_dim) * attended
+    return 6.0 * model.num_heads * (key_dim + value_dim) * num_keys
 
 
 def _head_dims(model: ModelConfig) -> tuple[int, int]:
-    """Features of a head's key and of its value."""
+    """Features of a head's key and value."""
     if model.attention == "mla":
         return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
     return model.head_dim, model.head_dim
 
 
 def _attention_matrices(model: ModelConfig) -> int:
-    """Elements of the projections around one layer's attention; a token meets each of them once."""
+    """Elements of the projections of one layer's attention."""
     h, a, g = model.hidden_size, model.num_heads, model.num_kv_heads
     key_dim, value_dim = _head_dims(model)
     if model.attention == "gqa":
@@ -112,15 +113,15 @@ def _mlp_biases(model: ModelConfig, layer: int, active: bool) -> int:
     """Elements of the biases of one layer's MLP, or of its experts."""
     if not model.mlp_bias:
         return 0
-    each = [model.ffn_hidden_size]
+    inner_sizes = [model.ffn_hidden_size]
     if is_moe(model, layer):
-        each = [model.expert_hidden_size] * (model.top_k if active else model.num_experts)
-        each += [model.shared_ffn_hidden_size] if model.shared_ffn_hidden_size else []
-    return sum(_up(model, inner) + model.hidden_size for inner in each)
+        inner_sizes = [model.expert_hidden_size] * (model.top_k if active else model.num_experts)
+        inner_sizes += [model.shared_ffn_hidden_size] if model.shared_ffn_hidden_size else []
+    return sum(_up(model, inner) + model.hidden_size for inner in inner_sizes)
 
 
 def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:
-    """Elements of the feed-forward matrices of one layer, the router's among them."""
+    """Elements of one layer's feed-forward matrices, including the router's."""
     h = model.hidden_size
 
     def matrices(inner: int) -> int:
@@ -129,6 +130,6 @@ def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:
     if not is_moe(model, layer):
         return matrices(model.ffn_hidden_size)
     experts = model.top_k if active else model.num_experts
-    each = matrices(model.expert_hidden_size)
     routers = model.num_experts + model.shared_expert_gate
-    return experts * each + matrices(model.shared_ffn_hidden_size) + routers * h
+    per_expert, shared = model.expert_hidden_size, model.shared_ffn_hidden_size
+    return experts * matrices(per_expert) + matrices(shared) + routers * h

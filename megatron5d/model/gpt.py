@@ -1,12 +1,13 @@
-"""The GPT as a list of phases, modules called as `phase(x, batch, defer)`:
+"""The GPT as a list of phases, which are modules called as `phase(x, batch, defer)`:
 
-embedding
-per layer   the phases of a block (model/block.py)
-head
-per depth of multi-token prediction   its input, the phases of a block, its head; those on other stages before the head
+    embedding
+    for each layer                           the phases of a block (model/block.py)
+    head
+    for each depth of multi-token prediction its input, the phases of a block, its head; depths on
+                                             earlier stages than the head precede it
 
-What phases recompute, and the matrices' FP8 recipe, tp overlap and replicas are attached
-afterwards.
+After the phases are built, this file sets their activation policy, and for parameters the GEMMs,
+the overlap with tp collectives, and which pipeline ranks share them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron5d.kernels.choice import Settings
 from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
-from megatron5d.model.partition import StageSpec, whole_model
+from megatron5d.model.partition import StageSpec, full_model
 from megatron5d.phases.phase import Phase, phases_in
 from megatron5d.phases.recompute import (
     KEEP_ALL,
@@ -42,33 +43,35 @@ from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import NO_SHARED_RANKS, Mesh
 from megatron5d.topology.shard_spec import spec_of, state_of
 
+if TYPE_CHECKING:
+    from megatron5d.model.moe_inputs import MoEInputs
 
-def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
-    """Returns whether the block at a place of a stage, counted from 0, is recomputed, as a whole or
-    in parts."""
+
+def is_recomputed(recompute: RecomputeConfig, stage: int, position: int) -> bool:
+    """Whether the block at a position of a stage, from 0, is recomputed, fully or in parts."""
     count = (
         recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
     )
-    return recompute.mode != "none" and (count is None or place < count)
+    return recompute.mode != "none" and (count is None or position < count)
 
 
 def set_recompute(
-    phases: Iterable[Phase], recompute: RecomputeConfig, stage: int, place: int
+    phases: Iterable[Phase], recompute: RecomputeConfig, stage: int, position: int
 ) -> None:
     """Sets which activations a block's phases keep for their backward, and where.
 
     Args:
-        phases: of the block at a place of a stage; those without a `kind`, the join of MTP,
-            recompute no parts.
-        recompute, stage, place: as in `is_recomputed`.
+        phases: of the block; those without a `kind`, the join of MTP, recompute no parts.
+        recompute: the settings.
+        stage, position: of the block, as in `is_recomputed`.
     """
-    chosen, least = is_recomputed(recompute, stage, place), recompute.offload_min_bytes
-    full = chosen and recompute.mode == "full"
-    parts = RecomputedParts(recompute.parts) if chosen and not full else KEEP_ALL
-    group = place // recompute.group_layers if full else None
-    input_host_bytes = least if full and "inputs" in recompute.offload else None
+    recomputes, min_bytes = is_recomputed(recompute, stage, position), recompute.offload_min_bytes
+    full = recomputes and recompute.mode == "full"
+    parts = RecomputedParts(recompute.parts) if recomputes and not full else KEEP_ALL
+    group = position // recompute.group_layers if full else None
+    input_host_bytes = min_bytes if full and "inputs" in recompute.offload else None
     for phase in phases:
-        host_bytes = least if not full and phase.kind in recompute.offload else None
+        host_bytes = min_bytes if not full and phase.kind in recompute.offload else None
         phase.activation_policy = ActivationPolicy(parts, group, host_bytes, input_host_bytes)
         for module in phase.modules() if phase.kind else ():
             if isinstance(module, HasRecomputedParts):
@@ -76,24 +79,19 @@ def set_recompute(
 
 
 def mark_replicas(parameters: Iterable[nn.Parameter], replicas: SharedRanks) -> None:
-    """Notes in the specs which parameters other pipeline ranks hold too."""
+    """Records in the specs which parameters other pipeline ranks hold too."""
     for parameter in parameters:
-        spec = spec_of(parameter)
-        shared = (
-            "tied"
-            if spec.name == TIED and "tied" in replicas
-            else "pair"
-            if "pair" in replicas
-            else ""
-        )
+        spec, shared = spec_of(parameter), "pair" if "pair" in replicas else ""
+        if spec.name == TIED and "tied" in replicas:
+            shared = "tied"
         state_of(parameter).spec = replace(spec, shared=shared)
 
 
-def recipes(config: Config, mesh: Mesh, settings: Settings) -> tuple[Gemms, ExpertGemms]:
+def fp8_gemms(config: Config, mesh: Mesh, settings: Settings) -> tuple[Gemms, ExpertGemms]:
     """Builds the FP8 GEMMs of linear layers, and of experts.
 
-    Comm: later, in every tensorwise GEMM: all_reduce of one number over cp_tp for each input and
-        gradient, and over tp for each weight; of one number per expert over etp for experts.
+    Comm: none here; every tensorwise GEMM all_reduces one number over cp_tp for each input and
+        gradient, and over tp for each weight; experts one number per expert over etp.
     """
     from megatron5d.precision.fp8_recipes import (
         BlockwiseExpertGemms,
@@ -118,7 +116,7 @@ def choose_gemms(
     """Sets the GEMMs of experts, and of weights that are multiplied in FP8."""
     quantized = {f"{name}.weight" for name in quantized_matrices(config)}
     plain_experts = ExpertGemms(settings)
-    linear, experts = recipes(config, mesh, settings) if quantized else (PLAIN, plain_experts)
+    linear, experts = fp8_gemms(config, mesh, settings) if quantized else (PLAIN, plain_experts)
     for parameter in parameters:
         spec = spec_of(parameter)
         if spec.name in quantized:
@@ -128,9 +126,10 @@ def choose_gemms(
 
 
 def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
-    """Sets the overlap of the weights as `parallel.tp_overlap` says, and returns it.
+    """Sets and returns the overlap of GEMMs and tp collectives (`parallel.tp_overlap`).
 
-    Raises ValueError: on every rank, if `fused` is not possible here.
+    Raises:
+        ValueError: `fused` is not possible on this machine; raised on every rank.
     """
     mode, tp = config.parallel.tp_overlap, mesh["tp"]
     if mode == "none" or tp.size == 1:
@@ -146,17 +145,15 @@ def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mes
     return overlap
 
 
-if TYPE_CHECKING:
-    from megatron5d.model.moe_inputs import MoEInputs
-
-
 class GPT(nn.Module):
-    """The phases that one rank holds of the model, in the order in which a micro-batch passes them.
+    """One rank's phases of the model, in the order in which a micro-batch passes them.
 
     Args:
+        config: of the run.
+        mesh: this rank's axes.
         device: of the parameters; "meta" allocates nothing.
-        stages: what this rank holds, by stage; None = the whole model as stage 0.
-        replicas: which pipeline ranks hold parameters together.
+        stages: the part of the model on each of this rank's stages; None = all of it on stage 0.
+        replicas: the pipeline ranks that share parameters.
     """
 
     def __init__(
@@ -168,52 +165,48 @@ class GPT(nn.Module):
         replicas: SharedRanks = NO_SHARED_RANKS,
     ) -> None:
         super().__init__()
-        self.stages = dict(sorted((stages or {0: whole_model(config.model)}).items()))
+        self.stages = dict(sorted((stages or {0: full_model(config.model)}).items()))
         moe = self._moe_inputs(config, mesh, device, replicas)
         self.balancer = None if moe is None else moe.balancer
         self.send_capacity = None if moe is None else moe.send_capacity
-        shared = BlockInputs(config, mesh, device, moe)
+        inputs = BlockInputs(config, mesh, device, moe)
         self.embedding = (
-            Embedding(shared) if any(spec.embedding for spec in self.stages.values()) else None
+            Embedding(inputs) if any(spec.embedding for spec in self.stages.values()) else None
         )
-        # of this rank, at most one
+        # this rank's embedding weight, if a stage has needed it
         self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
-            for place, i in enumerate(spec.layers):
-                block = self.layers[str(i)] = TransformerBlock(shared, i)
-                set_recompute(phases_in(block), config.recompute, stage, place)
+            for position, layer in enumerate(spec.layers):
+                block = self.layers[str(layer)] = TransformerBlock(inputs, layer)
+                set_recompute(phases_in(block), config.recompute, stage, position)
         self.head: Head | None = None
         self.mtp_blocks = nn.ModuleDict()
         for stage, spec in self.stages.items():
             if spec.head:
-                self.head = Head(
-                    shared,
-                    self._table(shared) if config.model.tie_embeddings else None,
-                    spec.mtp.start,
-                )
-            for place, depth in enumerate(spec.mtp, len(spec.layers)):
-                self._add_mtp_block(shared, depth, stage, place)
+                tied = self._table(inputs) if config.model.tie_embeddings else None
+                self.head = Head(inputs, tied, spec.mtp.start)
+            for position, depth in enumerate(spec.mtp, len(spec.layers)):
+                self._add_mtp_block(inputs, depth, stage, position)
         mark_replicas(self.parameters(), replicas)
-        choose_gemms(self.parameters(), config, mesh, shared.kernels)
+        choose_gemms(self.parameters(), config, mesh, inputs.kernels)
         self.overlap = choose_overlap(self.parameters(), config, mesh)
 
-    def _table(self, shared: BlockInputs) -> nn.Parameter:
-        """Returns this rank's part of the embedding, which all its stages share."""
+    def _table(self, inputs: BlockInputs) -> nn.Parameter:
+        """This rank's part of the embedding, which all its stages share."""
         if not self._tables:
-            v, h, std = shared.model.vocab_size, shared.model.hidden_size, shared.model.init_std
-            self._tables.append(vocab_weight(v, h, TIED, shared.tp, std, **shared.factory))
+            v, h, std = inputs.model.vocab_size, inputs.model.hidden_size, inputs.model.init_std
+            self._tables.append(vocab_weight(v, h, TIED, inputs.tp, std, **inputs.factory))
         return self._tables[0]
 
-    def _add_mtp_block(self, shared: BlockInputs, depth: int, stage: int, place: int) -> None:
-        """Adds a block of multi-token prediction, which shares the embedding, and the head if that
-        is on its stage."""
+    def _add_mtp_block(self, inputs: BlockInputs, depth: int, stage: int, position: int) -> None:
+        """Adds a prediction block; it shares the embedding, and a head on the same stage."""
         from megatron5d.model.mtp import mtp_block
 
         output = self.head.output if self.stages[stage].head and self.head is not None else None
-        block = self.mtp_blocks[str(depth)] = mtp_block(shared, depth, self._table(shared), output)
-        # its head is not recomputed
-        set_recompute(phases_in(block)[:-1], shared.config.recompute, stage, place)
+        block = self.mtp_blocks[str(depth)] = mtp_block(inputs, depth, self._table(inputs), output)
+        # The last phase, its head, is never recomputed.
+        set_recompute(phases_in(block)[:-1], inputs.config.recompute, stage, position)
 
     def _moe_inputs(
         self, config: Config, mesh: Mesh, device: torch.device | str, replicas: SharedRanks
@@ -229,10 +222,9 @@ class GPT(nn.Module):
         return moe_inputs(config, mesh, device, layers, stage)
 
     def units_of(self, stage: int) -> list[list[Phase]]:
-        """Returns the phases of a local stage in units of data parallelism, which are gathered and
-        reduced as one."""
+        """The phases of a local stage in units, which data parallelism gathers and reduces."""
         spec = self.stages[stage]
-        units: list[list[Phase]] = [phases_in(self.layers[str(i)]) for i in spec.layers]
+        units: list[list[Phase]] = [phases_in(self.layers[str(layer)]) for layer in spec.layers]
         if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if spec.head and self.head is not None:
@@ -240,13 +232,12 @@ class GPT(nn.Module):
         return units + [phases_in(self.mtp_blocks[str(depth)]) for depth in spec.mtp]
 
     def phases_of(self, stage: int) -> list[Phase]:
-        """Returns the phases of a local stage in order."""
+        """The phases of a local stage in order."""
         return [phase for unit in self.units_of(stage) for phase in unit]
 
     @property
     def units(self) -> list[list[Phase]]:
-        """The units of all local stages in order: embedding, layers, head, blocks of multi-token
-        prediction."""
+        """The units of all local stages in order: embedding, layers, head, prediction blocks."""
         return [unit for stage in self.stages for unit in self.units_of(stage)]
 
     @property
@@ -255,14 +246,12 @@ class GPT(nn.Module):
         return [phase for unit in self.units for phase in unit]
 
     def initialize(self, seed: int) -> None:
-        """Fills all weights at random, from the seed and each parameter's global name: the same on
-        any layout."""
+        """Initializes all weights from the seed and their global names, the same on any layout."""
         for parameter in self.parameters():
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """Returns what a checkpoint keeps of the local model: parameters, and the routers' biases
-        (buffers)."""
+        """What checkpoints store of the local model: parameters, and routers' biases (buffers)."""
         return [
             *self.parameters(),
             *(buffer for buffer in self.buffers() if state_of(buffer).spec is not None),

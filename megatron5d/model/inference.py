@@ -1,5 +1,4 @@
-"""A trained model put to use: its logits on given tokens, and text sampled from it, on any dp × tp
-layout."""
+"""Inference with a trained model on any dp × tp layout: logits of given tokens, sampled tokens."""
 
 from __future__ import annotations
 
@@ -29,25 +28,26 @@ from megatron5d.topology.process import Process
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: exactly one of the two."""
+    """Location of a model; exactly one of the two is set."""
 
     hf: Path | None = None  # a Hugging Face folder
-    # a checkpoint of ours, or a directory of them, whose newest whole one is meant
+    # a checkpoint of ours, or a directory of them, of which the newest complete one is used
     checkpoint: Path | None = None
 
     def config(
         self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None
     ) -> Config:
-        """Returns the configuration to run the model with.
+        """The configuration to run the model with.
 
         Args:
-            tp, sp: the layout; dp is what remains of the world.
-            dtype: of weights and arithmetic; None = the checkpoint's own, fp32 for a Hugging Face
+            world: number of ranks.
+            tp, sp: the layout; dp takes all remaining ranks.
+            dtype: of weights and arithmetic; None = that of the checkpoint, fp32 for a Hugging Face
                 folder.
 
         Raises:
             ConfigError: the model does not fit the layout.
-            ValueError: no such folder, or one that is not whole.
+            ValueError: the folder does not exist or is incomplete.
         """
         if self.hf is not None:
             config = Config(model=read_model_config(self.hf))
@@ -55,7 +55,7 @@ class Source:
             config = saved_config(self.folder)
         tokenizer = token_source(config)
         config = Config(
-            model=replace(config.model, from_hf=None, num_mtp_layers=0),  # these are for training
+            model=replace(config.model, from_hf=None, num_mtp_layers=0),  # MTP is for training
             moe=replace(config.moe, capacity_factor=None),
             data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),
             parallel=ParallelConfig(tp=tp, sp=sp and tp > 1),
@@ -63,9 +63,9 @@ class Source:
         )
         groups = {"model", "parallel", "precision"}
         faults = [
-            f
-            for f in run_checks(config, world)
-            if {knob.split(".")[0] for knob in f.knobs} <= groups
+            fault
+            for fault in run_checks(config, world)
+            if {key.split(".")[0] for key in fault.knobs} <= groups
         ]
         if faults:
             option = {"parallel.tp": "--tp"}
@@ -74,13 +74,12 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """The one checkpoint that `checkpoint` means."""
+        """The checkpoint's folder."""
         assert self.checkpoint is not None
         return resolve_checkpoint(self.checkpoint, "--checkpoint")
 
     def load(self, model: GPT, config: Config) -> list[str]:
-        """Fills the model's local parameters, every rank its own share; returns lines worth
-        telling."""
+        """Loads the model's local parameters; returns notes for the user."""
         if self.hf is not None:
             return load_hf_weights(model.weights(), config.model, self.hf)
         load_weights(model.weights(), self.folder)
@@ -88,7 +87,7 @@ class Source:
 
 
 def open_predictor(source: Source, config: Config, process: Process) -> Predictor:
-    """Builds the model of a source on this rank and loads its weights.
+    """Builds a source's model on this rank and loads its weights.
 
     Comm: group creation; that of `load_tensors` for a checkpoint of ours.
     """
@@ -111,9 +110,9 @@ class Predictor:
 
     Args:
         model: with loaded weights.
-        config: that it was built from.
-        mesh: that it was built on.
-        device: that it is on.
+        config: of the model.
+        mesh: of the model.
+        device: of the model.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, device: torch.device) -> None:
@@ -122,7 +121,7 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Returns the logits at every position.
+        """Logits at every position.
 
         Args:
             tokens: int64 `[b, s]`, the same on all ranks of a tp group.
@@ -142,12 +141,11 @@ class Predictor:
             )
         multiple = self.mesh["tp"].size if self.config.parallel.sp else 1
         tokens = F.pad(tokens.to(self.device), (0, -s % multiple))
-        place = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
-        # what fills the sequence up is a document of its own, which no token sees, also where masks
-        # look ahead
-        documents = (place >= s).long() if s % multiple else None
+        position = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
+        # Padding is a document of its own, so that no token sees it, even if masks are not causal.
+        documents = (position >= s).long() if s % multiple else None
         mask = torch.zeros(tokens.shape, device=self.device)
-        batch = MicroBatch(tokens, tokens, mask, place.clamp(max=s - 1), documents)
+        batch = MicroBatch(tokens, tokens, mask, position.clamp(max=s - 1), documents)
         hidden = self._trunk.evaluate(None, batch)  # [s/tp, b, h]
         assert self.model.head is not None
         return self.model.head.logits(hidden).transpose(0, 1)[:, :s]
@@ -162,46 +160,47 @@ class Predictor:
         seed: int = 0,
         vocab_size: int | None = None,
     ) -> Iterator[int]:
-        """Continues a prompt token by token; each token is a forward pass over all before it.
+        """Continues a prompt token by token, each with a forward pass over all earlier ones.
 
         Args:
             prompt: at least one token.
-            num_tokens: how many to add.
-            temperature: the logits are divided by it; 0 takes the likeliest token.
-            top_k: only this many likeliest tokens can be drawn; 0 = all.
-            seed: of the draws; the same on every rank.
-            vocab_size: only ids below are drawn, where the model's vocabulary is larger than its
+            num_tokens: number of tokens to add.
+            temperature: the logits are divided by it; 0 = the likeliest token.
+            top_k: number of likeliest tokens to sample from; 0 = all.
+            seed: the same on every rank.
+            vocab_size: only ids below are sampled, if the model's vocabulary is larger than its
                 tokenizer's.
 
         Yields:
             The new tokens, the same on every rank of a tp group.
         """
         if not prompt:
-            raise ValueError("the prompt has no token: a text model needs something to continue")
-        draws = torch.Generator().manual_seed(seed)
+            raise ValueError("the prompt must have at least one token")
+        generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
         for _ in range(num_tokens):
             if self.config.model.position == "learned":
                 tokens = tokens[-self.config.model.max_positions :]
             last = self.logits(torch.tensor([tokens]))[0, -1, :vocab_size]
-            token = draw(last.double().cpu(), temperature, top_k, draws)
+            token = sample_token(last.double().cpu(), temperature, top_k, generator)
             tokens.append(token)
             yield token
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Returns one token from the distribution that logits `[vocab]` describe (arguments as in
-    Predictor.sample).
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Samples a token from the distribution of logits `[vocab]`; arguments as in Predictor.sample.
 
-    Raises ValueError: a logit is not a number, or infinite.
+    Raises:
+        ValueError: a logit is NaN or infinite.
     """
     if not logits.isfinite().all():
         raise ValueError(
-            "the model's logits are NaN or infinite: its training has diverged; name an earlier checkpoint"
+            "the model's logits are NaN or infinite, because its training diverged; use an earlier "
+            "checkpoint"
         )
     if temperature == 0:
         return int(logits.argmax())
-    scaled = (logits - logits.max()) / temperature  # at most 0: no temperature makes it overflow
+    scaled = (logits - logits.max()) / temperature  # at most 0, so that no temperature overflows
     if 0 < top_k < logits.numel():
         scaled = scaled.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     return int(torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator))

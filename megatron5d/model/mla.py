@@ -1,14 +1,14 @@
-"""Multi-head latent attention: queries, keys and values are projected up from two small latents,
-heads cut over tp.
+"""Multi-head latent attention: projects q, k and v up from two small latents, heads cut over tp.
 
-    q = q_up(norm(q_down(x)))  or  q(x)             per head: dn features, and dr that are rotated
-    c_kv, k_pe = kv_down(x);  k, v = kv_up(norm(c_kv))       per head: dn and dv; k_pe, dr, is one for all heads
-    scores = [q, rope(q_pe)] · [k, rope(k_pe)]
+    q = q_up(norm(q_down(x)))  or  q(x)                  per head: dn, and dr that are rotated
+    c_kv, k_pe = kv_down(x);  k, v = kv_up(norm(c_kv))   per head: dn and dv
+    scores = [q, rope(q_pe)] · [k, rope(k_pe)]           k_pe, of dr, is the same for all heads
 
-The down-projections are small, and every tp rank holds them whole. The heads of all tp ranks use
-their outputs, so exactly one collective has to sum gradients over tp (under sp it also gathers the
-sequence). It stands where fewer elements pass: behind the down-projections (`enters_late`), or
-before them if queries come straight from x or the latents are not smaller than x.
+The down-projections are small, and every tp rank holds them. The heads of all tp ranks use their
+outputs, so exactly one collective must sum gradients over tp (under sp it also gathers the
+sequence). It is placed where fewer elements are sent: after the down-projections
+(`enters_tp_late`), or before them if queries are projected from x or the latents are not smaller
+than x.
 Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 """
 
@@ -40,37 +40,34 @@ from megatron5d.tensor_parallel.linear import (
 class MultiLatentAttention(AttentionBranch):
     """Phase: x + out(attention(q, k, v))."""
 
-    def __init__(self, shared: BlockInputs, layer: int) -> None:
-        super().__init__(shared, layer)
-        config, h, name = shared.model, shared.model.hidden_size, f"layers.{layer}.attention"
-        self.tp, self.sp, self.interleaved = (
-            shared.tp,
-            shared.sp and shared.tp.size > 1,
-            config.rope_interleaved,
-        )
-        rope, eps = shared.rope(layer), config.latent_norm_eps
+    def __init__(self, inputs: BlockInputs, layer: int) -> None:
+        super().__init__(inputs, layer)
+        config, h, name = inputs.model, inputs.model.hidden_size, f"layers.{layer}.attention"
+        self.tp, self.interleaved = inputs.tp, config.rope_interleaved
+        self.sp = inputs.sp and inputs.tp.size > 1
+        rope, eps = inputs.rope(layer), config.latent_norm_eps
         assert rope is not None
         self.rope = rope
-        # latents travel over cp
-        self.compress = shared.config.parallel.cp_compress_kv and shared.context is not None
-        self.adds_grads_at_once = self.compress  # that of kv_up (LatentKV)
+        # cp ranks exchange latents instead of keys and values
+        self.compress = inputs.config.parallel.cp_compress_kv and inputs.context is not None
+        self.adds_grads_at_once = self.compress  # the gradient of kv_up (LatentKV)
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
         # dn, dr, dv
         self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         dn, dr, dv = self.dims
         self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
         q_rank, kv_rank, _ = self.latent_dims
-        self.enters_late = config.reduces_latent_gradients
-        linear = {"init": config.init_std, **shared.factory}
-        # a rank sees a share of the sequence, or the gradient of its own heads alone
-        partial_grad = self.sp or not self.enters_late
+        self.enters_tp_late = config.reduces_latent_gradients
+        linear = {"init": config.init_std, **inputs.factory}
+        # a rank computes the gradient of its share of the sequence, or of its heads
+        partial_grad = self.sp or not self.enters_tp_late
         down = {"tp": self.tp, "partial_grad": partial_grad, "decay": True, **linear}
         self.q_down = self.q_norm = None
         if q_rank:
             self.q_down = replicated_parameter((q_rank, h), f"{name}.q_down.weight", **down)
-            self.q_norm = shared.norm(f"{name}.q_norm", q_rank, "rmsnorm", partial_grad, eps)
+            self.q_norm = inputs.norm(f"{name}.q_norm", q_rank, "rmsnorm", partial_grad, eps)
         self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
-        self.kv_norm = shared.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad, eps)
+        self.kv_norm = inputs.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad, eps)
         q_name = f"{name}.q_up" if q_rank else f"{name}.q"
         self.q = ColumnParallelLinear(
             q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear
@@ -79,52 +76,52 @@ class MultiLatentAttention(AttentionBranch):
             kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear
         )
         scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
-        self.core = AttentionCore(shared, layer, scale)
+        self.core = AttentionCore(inputs, layer, scale)
         self.out = RowParallelLinear(
             config.num_heads * dv,
             h,
             f"{name}.out",
             self.tp,
-            sp=shared.sp,
+            sp=inputs.sp,
             bias=config.attention_out_bias,
             init=config.output_init_std,
-            **shared.factory,
+            **inputs.factory,
         )
 
     def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp a part that recompute.parts
-        # names is recomputed in the backward
+        # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp
         latents = self._down(normed, defer)
-        # q, k, v of a/tp heads
+        # Sections in `recompute.parts` are recomputed in the backward. q, k, v of a/tp heads:
         heads = self.parts.run("qkv", partial(self._up, batch=batch, defer=defer), *latents)
         # [s/cp, b, a·dv/tp]
         core = self.parts.run("attention", partial(self._core, batch=batch), *heads)
         return self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns latent queries `[s/cp, b, rq]` (or x itself), c_kv `[s/cp, b, r]` and k_pe
-        `[s/cp, b, dr]`."""
-        if not self.enters_late:
-            x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
+        """Latent queries `[s/cp, b, rq]` (or x), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
+        if not self.enters_tp_late:
+            x = self._enter_tp(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
         if self.q_down is not None and self.q_norm is not None:
-            # [s/cp/tp, b, rq] if enters_late, else [s/cp, b, rq]
+            # [s/cp/tp, b, rq] if enters_tp_late, else [s/cp, b, rq]
             q = self.q_norm(local_linear(x, self.q_down, defer))
         _, kv_rank, dr = self.latent_dims
-        # cut along s as q is
+        # cut along the sequence as q is
         c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)
         c_kv = self.kv_norm(c_kv)
-        if self.enters_late:
+        if self.enters_tp_late:
             # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
-            joined = self._enter(torch.cat((q, c_kv, k_pe), -1))
-            q, c_kv, k_pe = joined.split(list(self.latent_dims), -1)
+            latents = self._enter_tp(torch.cat((q, c_kv, k_pe), -1))
+            q, c_kv, k_pe = latents.split(list(self.latent_dims), -1)
         return q, c_kv, k_pe
 
     def _up(
         self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer
     ) -> tuple[Tensor, ...]:
-        """Returns q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents
-        travel, q and them."""
+        """q `[s/cp, b, a/tp, dn+dr]` with k and v of this rank's heads, or with the latents.
+
+        With latents where cp ranks exchange those (`compress`).
+        """
         dn, dr, dv = self.dims
         # [s/cp, b, a/tp, dn+dr]
         q = local_linear(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))
@@ -134,8 +131,8 @@ class MultiLatentAttention(AttentionBranch):
             return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)  # [s/cp, b, r+dr]
         kv = local_linear(c_kv, self.kv_up.weight, defer)  # [s/cp, b, a·(dn+dv)/tp]
         kv = kv.unflatten(-1, (self.num_heads, dn + dv))  # [s/cp, b, a/tp, dn+dv]
-        k, v = _keys_values(kv, k_pe, dn)  # [s/cp, b, a/tp, dn+dr], [s/cp, b, a/tp, dv]
-        return q, k, v.contiguous()  # a view would keep all of kv alive for the backward
+        k, v = _split_kv(kv, k_pe, dn)  # [s/cp, b, a/tp, dn+dr], [s/cp, b, a/tp, dv]
+        return q, k, v.contiguous()  # a view would keep all of kv for the backward
 
     def _core(self, q: Tensor, *keys: Tensor, batch: MicroBatch) -> Tensor:
         if self.compress:
@@ -144,38 +141,35 @@ class MultiLatentAttention(AttentionBranch):
         return self.core(q, *keys, batch=batch)
 
     def input_gemms(self) -> Gemms:
-        if not self.enters_late or self.q_down is None:
-            return PLAIN
+        if not self.enters_tp_late or self.q_down is None:
+            return PLAIN  # `_enter_tp` reads the normed input too
         return gemms_of(self.kv_down, self.q_down)
 
-    def _enter(self, x: Tensor) -> Tensor:
-        """Enters the region where each tp rank computes its own heads; sums their gradients in the
-        backward.
+    def _enter_tp(self, x: Tensor) -> Tensor:
+        """Gives all tp ranks the same x; the backward sums the gradients of their heads.
 
         Comm: all_gather tp with sp, else none / reduce_scatter tp with sp, else all_reduce.
         """
         return gather_from(x, self.tp) if self.sp else copy_to(x, self.tp)
 
 
-def _keys_values(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
-    """Maps kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a,
-    dv]`."""
+def _split_kv(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
+    """kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a, dv]`."""
     k_nope, v = kv.split([dn, kv.shape[-1] - dn], -1)
     return torch.cat((k_nope, k_pe.expand(-1, -1, kv.shape[2], -1)), -1), v
 
 
 class LatentKV:
-    """KVFormat of latents: a block is c_kv beside the rotated k_pe, `[t, b, r+dr]`, and kv_up is
-    applied on arrival.
+    """KVFormat of latents: a block is c_kv and the rotated k_pe, `[t, b, r+dr]`.
 
-    Its weight gradient is computed at once, whatever the schedule: to put it off, the gradients of
-    all blocks' keys and values would have to be kept, which is the whole sequence.
+    kv_up is applied to every received block. Its weight gradient is never deferred: that would keep
+    the gradients of all blocks' keys and values, which are those of the entire sequence.
 
     Args:
-        weight: kv_up's, `[a/tp·(dn+dv), r]`.
-        num_heads: a/tp.
+        weight: of kv_up, `[a/tp·(dn+dv), r]`.
+        num_heads: number of heads in `rows`.
         dims: dn, dr, dv.
-        rows: of the weight, those of the heads that are wanted; None = all.
+        rows: the weight's rows of these heads; None = all.
     """
 
     def __init__(
@@ -186,34 +180,32 @@ class LatentKV:
         self.value_dim = dims[2]
 
     def for_heads(self, rank: int, size: int) -> LatentKV:
-        """Returns the same for the heads of one of `size` ranks that exchange heads."""
+        """The format for the heads of one of `size` ranks that exchange heads."""
+        if size == 1:
+            return self
         dn, _, dv = self.dims
-        n = self.num_heads // size
-        rows = n * (dn + dv)
-        return (
-            LatentKV(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows))
-            if size > 1
-            else self
-        )
+        num_heads = self.num_heads // size
+        num_rows = num_heads * (dn + dv)
+        rows = slice(rank * num_rows, (rank + 1) * num_rows)
+        return LatentKV(self.weight, num_heads, self.dims, rows)
 
     def unpack(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]`."""
+        """Maps latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]`."""
         dn, dr, dv = self.dims
         c_kv, k_pe = block.split([block.shape[-1] - dr, dr], -1)
         kv = F.linear(c_kv, self.weight[self.rows]).unflatten(-1, (self.num_heads, dn + dv))
-        return _keys_values(kv, k_pe.unsqueeze(2), dn)
+        return _split_kv(kv, k_pe.unsqueeze(2), dn)
 
     def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Returns the gradient of the block, `[t, b, r+dr]`; adds the weight gradient to its
-        buffer."""
+        """Maps dk, dv -> the gradient of the block, `[t, b, r+dr]`; adds the weight gradient."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]
         c_kv = block[..., :-dr]
 
-        def weight_half() -> None:
-            into = grad_buffer(self.weight)[self.rows]
-            accumulate_weight_grad(into, dkv.flatten(0, 1), c_kv.reshape(-1, c_kv.shape[-1]))
+        def add_grad() -> None:
+            grad = grad_buffer(self.weight)[self.rows]
+            accumulate_weight_grad(grad, dkv.flatten(0, 1), c_kv.reshape(-1, c_kv.shape[-1]))
 
-        defer_weight_grad(self.weight, run_now, weight_half)
+        defer_weight_grad(self.weight, run_now, add_grad)
         return torch.cat(((dkv @ self.weight[self.rows]).to(dk.dtype), dk_pe.sum(2)), -1)

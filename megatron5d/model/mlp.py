@@ -1,5 +1,4 @@
-"""The feed-forward half of a dense block; its two matrices also make the shared expert of a MoE
-block."""
+"""The feed-forward branch of a dense block, and the shared expert of a MoE block."""
 
 from functools import partial
 
@@ -15,32 +14,32 @@ from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelL
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x))), the inner dim cut over tp; if gated, `up` holds the gate rows, then
-    the up rows.
+    """down(activation(up(x))), with the inner dim cut over tp.
+
+    With a gated activation `up` holds the gate rows, then the up rows.
 
     Args:
-        shared: what it is built from.
+        inputs: what blocks are built from.
         inner_size: f, features between the two matrices.
         name: global name.
-        bias: add one after each matrix.
+        bias: whether both matrices have a bias.
     """
 
     parts = KEEP_ALL  # `mlp` and `activation` may be recomputed
 
-    def __init__(self, shared: BlockInputs, inner_size: int, name: str, bias: bool = False) -> None:
+    def __init__(self, inputs: BlockInputs, inner_size: int, name: str, bias: bool = False) -> None:
         super().__init__()
-        model, tp, h, f = shared.model, shared.tp, shared.model.hidden_size, inner_size
+        model, tp, h, f = inputs.model, inputs.tp, inputs.model.hidden_size, inner_size
         self.activation = model.activation
         blocks = [(f, 1), (f, 1)] if model.gated else [(f, 1)]
-        linear = {"sp": shared.sp, "bias": bias, **shared.factory}
+        linear = {"sp": inputs.sp, "bias": bias, **inputs.factory}
         self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=model.init_std, **linear)
         self.down = RowParallelLinear(
             f, h, f"{name}.down", tp, init=model.output_init_std, **linear
         )
 
     def project_up(self, x: Tensor, defer: Defer) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b,
-        f/tp]`."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[s/cp, b, f/tp]`."""
         return self.parts.run("mlp", partial(self._up_and_activation, defer=defer), x)
 
     def project_down(self, inner: Tensor, defer: Defer) -> Tensor:
@@ -49,8 +48,7 @@ class FeedForward(nn.Module):
 
     def _up_and_activation(self, x: Tensor, defer: Defer) -> Tensor:
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        # The activation's backward may write over the output of `up`, which no other operation
-        # saves.
+        # The activation's backward may overwrite the output of `up`, which nothing else saves.
         gemms, overwrite = gemms_of(self.down.weight), self.parts.keeps("activation")
         reader = gemms_of(self.up.weight) if overwrite and self.up.bias is None else None
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite, reader=reader)
@@ -62,18 +60,17 @@ class MLP(Phase):
 
     kind = "mlp"
 
-    def __init__(self, shared: BlockInputs, layer: int) -> None:
+    def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__()
-        model, name = shared.model, f"layers.{layer}.mlp"
-        self.norm = NoNorm() if model.parallel_block == "one_norm" else shared.pre_norm(name)
-        self.post_norm = shared.post_norm(name)
-        self.feed_forward = FeedForward(shared, model.ffn_hidden_size, name, bias=model.mlp_bias)
+        model, name = inputs.model, f"layers.{layer}.mlp"
+        self.norm = NoNorm() if model.parallel_block == "one_norm" else inputs.pre_norm(name)
+        self.post_norm = inputs.post_norm(name)
+        self.feed_forward = FeedForward(inputs, model.ffn_hidden_size, name, bias=model.mlp_bias)
 
     def forward(
         self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer
     ) -> Tensor:
-        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the
-        same, one."""
+        """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two -> the same."""
         gemms = gemms_of(self.feed_forward.up.weight)
         normed, residual = branch_input(self.norm, state, gemms)  # [s/cp/tp, b, h]
         inner = self.feed_forward.project_up(normed, defer)  # [s/cp, b, f/tp]  all_gather tp

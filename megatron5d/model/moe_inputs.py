@@ -26,7 +26,7 @@ class MoEInputs:
     token_share: TokenShare  # takes the tokens that this rank routes
     send_capacity: SendCapacity | None  # moe.exchange=planned; None = rows are counted
     jitter: Jitter | None  # of what routers read in training
-    routing: RoutingFile | None  # which moe.replay reads, or moe.record writes
+    routing_file: RoutingFile | None  # which moe.replay reads, or moe.record writes
 
 
 def moe_inputs(
@@ -42,14 +42,14 @@ def moe_inputs(
     moe, train = config.moe, config.train
     capacity = SendCapacity(moe.planned_imbalance, device) if moe.exchange == "planned" else None
     jitter = Jitter(moe.jitter, train.seed, train.seq_len) if moe.jitter else None
-    routing, path = None, moe.replay or moe.record
+    routing_file, path = None, moe.replay or moe.record
     if path is not None:
         samples = samples_of_steps(train.steps, batch_schedule(config)) if moe.record else None
-        routing = RoutingFile(path, config.model, train.seq_len, samples)
+        routing_file = RoutingFile(path, config.model, train.seq_len, samples)
     return MoEInputs(
         Balancer(config.model, moe, layers, mesh["cp_tp"], stage, device),
         TokenShare(mesh["tp"], config.parallel.sp),
         capacity,
         jitter,
-        routing,
+        routing_file,
     )

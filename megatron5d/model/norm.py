@@ -1,5 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim, replicated in tp, or over all heads, cut over tp;
-residual branches."""
+"""RMSNorm and LayerNorm over the last dim, replicated over tp, or over all heads, cut over tp."""
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +14,17 @@ from megatron5d.topology.shard_spec import ShardSpec, new_parameter
 
 
 class Norm(nn.Module):
-    """`[..., n]` -> the same, normalised; statistics in fp32 (fp64 for fp64).
+    """Normalizes the last dim of `[..., n]`, with statistics in fp32 (fp64 for fp64).
 
     Args:
         kind: "rmsnorm" or "layernorm".
         size: n.
         name: global name.
         tp: ranks that hold copies of the weight.
-        partial_grad: this rank's norm sees a share of the sequence or of the heads, so its gradient
-            is summed over tp.
+        partial_grad: the norm sees a share of the sequence or of the heads, so that its gradient is
+            summed over tp.
         eps: added to the variance.
-        zero_centered: it scales by 1 + weight.
+        zero_centered: scales by 1 + weight.
         settings: which library may compute it on a GPU.
         factory: dtype and device.
     """
@@ -59,19 +58,19 @@ class Norm(nn.Module):
             )
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
-        """Maps `[..., n]` -> the same.
+        """Normalizes x.
 
         Args:
             x: `[..., n]`.
-            gemms: the GEMMs that read the result (FP8 ones quantise it at once); the default if
+            gemms: the GEMMs that read the result, which FP8 ones get quantized; the default if
                 anything else reads it too.
         """
         return self.parts.run("norm", lambda x: self._norm_and_input(x, gemms)[0], x)
 
     def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
-        """Begins a residual branch: the normalised x, and x itself for the sum at the branch's end.
+        """Input of a residual branch: the normalized x, and x for the sum at the branch's end.
 
-        The two gradients meet in the norm's backward, in one pass over memory; if the norm is
+        The norm's backward adds the gradients of both in one pass over memory. If the norm is
         recomputed, autograd adds them.
 
         Args:
@@ -80,7 +79,7 @@ class Norm(nn.Module):
         return self._norm_and_input(x, gemms) if self.parts.keeps("norm") else (self(x, gemms), x)
 
     def _norm_and_input(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
-        weight = centred_weight(self.weight) if self.zero_centered else self.weight
+        weight = centered_weight(self.weight) if self.zero_centered else self.weight
         return gemms.norm(x, weight, self.bias, self.eps, self.settings)
 
     def extra_repr(self) -> str:
@@ -88,7 +87,7 @@ class Norm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands where a block has no norm, and returns its input."""
+    """Returns its input, in place of a norm that a block does not have."""
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
         return x
@@ -98,10 +97,10 @@ class NoNorm(nn.Module):
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over all heads together, which tp cuts.
+    """RMSNorm over all heads together, cut over tp.
 
     Args:
-        num_heads, head_dim: of the whole projection.
+        num_heads, head_dim: of the global projection.
         name: global name.
         tp: axis that cuts the heads.
         copies: tp ranks that share a head.
@@ -135,20 +134,21 @@ class AllHeadsNorm(nn.Module):
         self.weight = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the
-        same."""
+        """Normalizes `[s/cp, b, heads/tp, d]`.
+
+        Comm: all_reduce tp of s/cp·b numbers / the same.
+        """
         wide = x.flatten(2).to(statistics_dtype(x.dtype))
         squares = wide.square().sum(-1, keepdim=True)
-        # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its
-        # size
+        # [s/cp, b, 1]  all_reduce tp / all_reduce tp
+        # A copied head counts as often in the sum as in the divisor.
         mean = copy_to(reduce_from(squares, self.tp), self.tp) / (self.tp.size * wide.shape[-1])
-        weight = centred_weight(self.weight) if self.zero_centered else self.weight
+        weight = centered_weight(self.weight) if self.zero_centered else self.weight
         return (wide * torch.rsqrt(mean + self.eps) * weight).to(x.dtype).view(x.shape)
 
 
-def centred_weight(weight: Tensor) -> Tensor:
-    """Returns 1 + weight, in fp32 (fp64 for fp64): in bf16 the sum would lose most bits of a small
-    weight."""
+def centered_weight(weight: Tensor) -> Tensor:
+    """1 + weight in fp32 (fp64 for fp64), because bf16 would lose most bits of a small weight."""
     return weight.to(statistics_dtype(weight.dtype)) + 1.0
 
 

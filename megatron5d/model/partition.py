@@ -1,6 +1,6 @@
-"""Which layers each pipeline stage holds, and which parameters two ranks hold together.
+"""The layers of each pipeline stage, and the parameters that several ranks share.
 
-A row of layers is cut so that no stage, or no rank with all its stages, has too much to do.
+Layers are assigned so that no stage, or no rank with all its stages, is much busier than others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +17,22 @@ from megatron5d.pipeline_parallel.program import Placement
 from megatron5d.topology.grid import SharedRanks
 
 BALANCES = ("stages", "ranks", "late", "ends")
-"""What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where
-micro-batches go both ways, see `fewer_in_the_middle`."""
-MORE_AT_ENDS = 1 / 4
-"""Of an even share of the layers: what `ends` gives to the two end ranks beyond that."""
+"""What a split balances: stages, or ranks with all their stages. `late` and `ends` are variants of
+`ranks` for schedules whose micro-batches run in both directions (`lighten_middle`)."""
+EXTRA_AT_ENDS = 1 / 4
+"""Extra layers of the two end ranks under `ends`, as a fraction of an even share."""
 
 
 def split_layers(
     balance: str, costs: Sequence[float], placement: Placement, first: float, last: float
 ) -> list[int]:
-    """Layers per stage so that what `balance` names is even.
+    """Layers per stage, balanced as `balance` says.
 
     Args:
-        balance: one of BALANCES; a run without a search has `auto`, which is `stages`.
+        balance: one of BALANCES, or `auto`, which without a search is `stages`.
         costs: as in `even_stages`.
-        placement: which rank holds which stage.
-        first: as in `even_stages`.
-        last: as in `even_stages`.
+        placement: the rank of each stage.
+        first, last: as in `even_stages`.
 
     Raises:
         ValueError: too few layers.
@@ -44,22 +43,20 @@ def split_layers(
     if balance == "ranks" or placement.copies == 1 or placement.num_ranks < 4:
         return layout
     heavy_ends = balance == "ends" and first + last > 0
-    more = ceil(len(costs) / placement.num_ranks * MORE_AT_ENDS) if heavy_ends else 0
-    return fewer_in_the_middle(layout, more)
+    extra = ceil(len(costs) / placement.num_ranks * EXTRA_AT_ENDS) if heavy_ends else 0
+    return lighten_middle(layout, extra)
 
 
 def even_stages(
     costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """Layers per stage so that the most expensive stage costs as little as possible; of such splits
-    the most even one.
+    """Layers per stage that minimize the cost of the most expensive stage, as evenly as possible.
 
     Args:
         costs: of every layer, in any unit.
-        num_stages: to deal the layers to; each gets one at least, but for an end whose own cost is
-            not 0.
-        first: cost that the first stage has besides (the embedding), in the same unit.
-        last: cost that the last stage has besides (the head).
+        num_stages: each gets at least one layer, except an end with a cost of its own.
+        first, last: additional costs of the first stage (the embedding) and the last (the head), in
+            the same unit.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -68,23 +65,22 @@ def even_stages(
     begin, end = np.ogrid[: len(total), : len(total)]
 
     def load(stage: int) -> np.ndarray:
-        own = first * (stage == 0) + last * (stage == num_stages - 1)
-        return np.where(
-            (end > begin) | ((end == begin) & (own > 0)), total - total[:, None] + own, inf
-        )
+        extra = first * (stage == 0) + last * (stage == num_stages - 1)
+        is_allowed = (end > begin) | ((end == begin) & (extra > 0))
+        return np.where(is_allowed, total - total[:, None] + extra, inf)
 
     highest, _ = _cheapest_split(len(costs), num_stages, load, np.maximum)
     if highest == inf:
         raise ValueError(
-            f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
-            f"times the chunks that pipeline.schedule or parallel.vpp asks for); "
-            f"model.num_layers={num_stages}, or parallel.pp=1"
+            f"the {num_stages} stages of the pipeline (parallel.pp times the chunks of "
+            "pipeline.schedule or parallel.vpp) require at least as many layers (got "
+            f"model.num_layers = {len(costs)}); model.num_layers={num_stages}, or parallel.pp=1"
         )
 
-    def evenness(before: np.ndarray, own: np.ndarray) -> np.ndarray:
-        return before + np.where(own <= highest * (1 + 1e-9), own * own, inf)
+    def sum_of_squares(earlier: np.ndarray, load: np.ndarray) -> np.ndarray:
+        return earlier + np.where(load <= highest * (1 + 1e-9), load * load, inf)
 
-    return _cheapest_split(len(costs), num_stages, load, evenness)[1]
+    return _cheapest_split(len(costs), num_stages, load, sum_of_squares)[1]
 
 
 def _cheapest_split(
@@ -93,17 +89,16 @@ def _cheapest_split(
     load: Callable[[int], np.ndarray],
     add: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[float, list[int]]:
-    """Returns the cost and the layout of the cheapest cut of a row of layers into stages; earlier
-    stages are the larger ones.
+    """Cost and layout of the cheapest split into stages; of equal ones, with larger early stages.
 
     Args:
         num_layers, num_stages: sizes.
         load: stage -> `[first layer, last layer + 1]` cost of the stage.
-        add: (cost of the stages before, load of one more) -> cost of all.
+        add: (cost of the earlier stages, load of one more) -> cost of all.
     """
     cost, cuts = np.array([0.0] + [inf] * num_layers), []
     for stage in range(num_stages):
-        # backwards: of equal ones the one that begins last
+        # Reversed, so that of equal options argmin takes the stage that begins last.
         options = add(cost[::-1, None], load(stage)[::-1])
         cuts.append(num_layers - options.argmin(axis=0))
         cost = options.min(axis=0)
@@ -117,22 +112,20 @@ def _cheapest_split(
 def even_ranks(
     costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """Layers per stage so that the busiest rank, with all its stages, has as little to do as can
-    be.
+    """Layers per stage that minimize the work of the busiest rank, with all its stages.
 
-    Of such splits one with even ranks, and of these one with even stages. Each layer in turn goes
-    to the rank with the least, and there to the stage with the least, which is the optimum where
-    layers cost the same; where they do not, layers then move on as long as that helps. A rank that
-    an end keeps busy may hold no layer anywhere, so stages between the ends may be empty.
+    Of such splits it takes one with even ranks, and of these one with even stages. Each layer in
+    turn is assigned to the least busy rank, and there to the least busy stage, which is optimal if
+    layers cost the same. If they do not, layers are then moved as long as that helps. A rank that
+    is busy with an end may hold no layer, so stages between the ends may be empty.
 
     Args:
         costs: of every layer, in any unit.
-        placement: which rank holds which stage; of two copies each does half of the work.
-        first: cost that the first stage has besides (the embedding), in the same unit.
-        last: cost that the last stage has besides (the head).
+        placement: the rank of each stage; of two copies each does half of the work.
+        first, last: as in `even_stages`.
 
     Raises:
-        ValueError: some rank would have nothing to do.
+        ValueError: a rank would have no work.
     """
     unit, num_stages = sum(costs) / len(costs), placement.num_stages
     total = np.array([0.0, *accumulate(cost / unit for cost in costs)])
@@ -140,204 +133,191 @@ def even_ranks(
     ends[0] += first / unit
     ends[-1] += last / unit
     share = np.zeros((placement.num_ranks, num_stages))  # of a stage's work that a rank does
-    for line in placement.route:
-        share[line, range(num_stages)] += 1 / placement.copies
-    loads, ranks = ends.copy(), share @ ends
+    for stage_ranks in placement.route:
+        share[stage_ranks, range(num_stages)] += 1 / placement.copies
+    # Assign layer by layer, as if all cost the same.
+    loads, rank_loads = ends.copy(), share @ ends
     for _ in costs:
-        stage = _first_of(loads, *_evenness(share.T + ranks))
+        stage = _argmin(loads, *_imbalance(share.T + rank_loads))
         loads[stage] += 1
-        ranks += share[:, stage]
+        rank_loads += share[:, stage]
     counts = np.rint(loads - ends).astype(int)
+    # Move layers as long as that helps; option 0 is to move none.
     best = -1
     while best != 0:
-        options = np.array([counts, *_moves(counts, share[(share @ (counts + ends)).argmax()] > 0)])
+        busiest = (share @ (counts + ends)).argmax()
+        options = np.array([counts, *_moves(counts, share[busiest] > 0)])
         cuts = np.concatenate([np.zeros_like(options[:, :1]), options.cumsum(axis=1)], axis=1)
         loads = np.diff(total[cuts]) + ends
-        best = _first_of(np.square(loads).sum(axis=1), *_evenness(loads @ share.T))
+        best = _argmin(np.square(loads).sum(axis=1), *_imbalance(loads @ share.T))
         counts = options[best]
     if not (share @ (counts + ends)).all():
         raise ValueError(
-            f"model.num_layers = {len(costs)} leaves one of the {placement.num_ranks} ranks of the pipeline without "
-            f"anything to do; model.num_layers={placement.num_ranks}, or parallel.pp=1"
+            f"model.num_layers = {len(costs)} leaves one of the {placement.num_ranks} pipeline "
+            f"ranks without work; model.num_layers={placement.num_ranks}, or parallel.pp=1"
         )
     return counts.tolist()
 
 
-def fewer_in_the_middle(layout: Sequence[int], more: int) -> list[int]:
-    """Layers per stage where rank r holds stages r and p − 1 − r, so that the middle ranks are not
-    late.
+def lighten_middle(layout: Sequence[int], extra: int) -> list[int]:
+    """Layers per stage where rank r holds stages r and p − 1 − r, with fewer on the middle ranks.
 
-    A middle rank waits for its first micro-batch, and then for the first one to come back: in both
-    it helps to have fewer layers there. So the pairs of stages hold the fewer layers, the nearer
-    they are to the middle, and what differs lies in the second half, where the last stages are the
-    larger ones. Found by experiment.
+    A middle rank waits for its first micro-batch, and then for that micro-batch's return. Both
+    waits are shorter with fewer layers in the middle. So pairs of stages hold fewer layers toward
+    the middle. Pairs differ in the second half, whose last stages are the larger ones. Found by
+    experiment.
 
     Args:
         layout: of `even_ranks`.
-        more: layers that move from the middle to the first stage; end ranks wait for nobody, and a
-            head has no all-to-all, so they may have more to do than the others.
+        extra: layers to move from the middle to the first stage. End ranks wait for no other rank,
+            and a head has no all-to-all, so they can do more work than the others.
     """
     half = len(layout) // 2
     pairs = sorted((layout[s] + layout[-1 - s] for s in range(1, half)), reverse=True)
     moved = 0
-    while moved < more and pairs[0] > 1:
-        pairs[pairs.count(pairs[0]) - 1] -= 1  # the innermost of the fullest: the order stays
+    while moved < extra and pairs[0] > 1:
+        pairs[pairs.count(pairs[0]) - 1] -= 1  # the innermost of the largest, so they stay sorted
         moved += 1
-    early = round(sum(pairs) / len(pairs) / 2)
-    front = [min(early, pair) for pair in pairs]
-    back = [pair - own for pair, own in zip(pairs, front)]
+    most_in_front = round(sum(pairs) / len(pairs) / 2)
+    front = [min(most_in_front, pair) for pair in pairs]
+    back = [pair - layers for pair, layers in zip(pairs, front)]
     return [layout[0] + moved, *front, *reversed(back), layout[-1]]
 
 
-def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how even splits are, given every rank's work `[options, ranks]`: the sum of squares,
-    and the maximum."""
-    return np.square(ranks).sum(axis=1), ranks.max(axis=1)
+def _imbalance(rank_loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum of squares and maximum of the ranks' work `[options, ranks]`."""
+    return np.square(rank_loads).sum(axis=1), rank_loads.max(axis=1)
 
 
-def _first_of(*keys: np.ndarray) -> int:
-    """Returns the option that is least by the last key, then by the key before; the first of equal
-    ones."""
-    # rounded, for equal ones differ in the last digits
+def _argmin(*keys: np.ndarray) -> int:
+    """First option that is minimal by the last key, then by the one before, and so on."""
+    # Rounded, because equal options differ in the last digits.
     return int(np.lexsort([key.round(9) for key in keys])[0])
 
 
 def _moves(counts: np.ndarray, busiest: np.ndarray) -> Iterator[np.ndarray]:
-    """Splits with one layer in another stage: from any to its neighbours, from those of the busiest
-    rank to all.
+    """Splits with one layer moved: to an adjacent stage, or from the busiest rank to any stage.
 
-    What lies between the two stages shifts by a layer.
+    The stages between the two shift by a layer.
     """
-    stages = range(len(counts))
-    for a in np.flatnonzero(counts):
-        for b in stages:
-            if b != a and (busiest[a] or abs(a - b) == 1):
+    for source in np.flatnonzero(counts):
+        for target in range(len(counts)):
+            if target != source and (busiest[source] or abs(source - target) == 1):
                 moved = counts.copy()
-                moved[a] -= 1
-                moved[b] += 1
+                moved[source] -= 1
+                moved[target] += 1
                 yield moved
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What one stage holds of the model."""
+    """The part of the model that one stage holds."""
 
     layers: range  # global indices
-    embedding: bool = False  # the first stage
-    # the last stage, which computes the losses, those of multi-token prediction among them
-    head: bool = False
-    # depths of the multi-token prediction blocks that follow its layers, or its head
-    mtp: range = range(0)
+    embedding: bool = False  # on the first stage
+    head: bool = False  # on the last stage, which computes all losses
+    mtp: range = range(0)  # depths of the prediction blocks that follow its layers, or its head
 
     @property
-    def sent(self) -> int:
-        """Hidden states that it passes on: its layers', and those of every depth so far."""
+    def num_states(self) -> int:
+        """Hidden states that it sends: of its layers, and of every prediction depth so far."""
         return 1 + self.mtp.stop
 
     def blocks(self, model: ModelConfig) -> list[int]:
-        """Returns its layers and, numbered after all of them, its blocks of multi-token
-        prediction."""
+        """Its layers, and its prediction blocks, numbered after all layers of the model."""
         return [*self.layers, *(model.num_layers + depth for depth in self.mtp)]
 
 
 def stage_specs(layout: Sequence[int], model: ModelConfig) -> list[StageSpec]:
-    """Returns what every stage holds, given its number of layers as `layers_per_stage` counts
-    them."""
-    n, last, found, end = model.num_layers, len(layout) - 1, list[StageSpec](), 0
+    """The part of the model that every stage holds.
+
+    Args:
+        layout: number of layers of each stage, as `layers_per_stage` counts them.
+        model: the architecture.
+    """
+    n, last, specs, end = model.num_layers, len(layout) - 1, list[StageSpec](), 0
     for stage, count in enumerate(layout):
         begin, end = end, end + count
         mtp = range(max(begin - n, 0), model.num_mtp_layers if stage == last else max(end - n, 0))
-        found.append(StageSpec(range(min(begin, n), min(end, n)), stage == 0, stage == last, mtp))
-    return found
+        specs.append(StageSpec(range(min(begin, n), min(end, n)), stage == 0, stage == last, mtp))
+    return specs
 
 
-def whole_model(model: ModelConfig) -> StageSpec:
-    """Returns what the only stage holds."""
+def full_model(model: ModelConfig) -> StageSpec:
+    """The spec of a single stage."""
     return stage_specs([model.num_layers], model)[0]
 
 
 def layers_per_stage(config: Config, placement: Placement) -> list[int]:
-    """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and
-    `pipeline.balance` say.
+    """Layers per stage, by `pipeline.layout` or by `pipeline.split` and `pipeline.balance`.
 
-    The blocks of multi-token prediction follow the head on the last stage, and no number counts
-    them. Those that `pipeline.layout` gives to a stage before it count like the layers that they
-    follow.
+    Prediction blocks (MTP) on the last stage follow the head and are not counted. Those that
+    `pipeline.layout` assigns to an earlier stage count as layers.
 
-    `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that
-    it gives says so.
+    `pipeline.balance = auto` balances stages here; a search replaces it in the configuration.
 
-    Raises ValueError: the layout does not fit the stages or the model, or leaves a rank without
-    anything to do; or `recompute.stage_layers` counts for other stages.
+    Raises:
+        ValueError: the layout does not fit the stages or the model, or leaves a rank without work;
+            or `recompute.stage_layers` has another number of stages.
     """
-    pipeline, num_stages, counts = (
-        config.pipeline,
-        placement.num_stages,
-        config.recompute.stage_layers,
-    )
+    pipeline, model, seq_len = config.pipeline, config.model, config.train.seq_len
+    num_stages, counts = placement.num_stages, config.recompute.stage_layers
     if counts is not None and len(counts) != num_stages:
         legal = ",".join(map(str, (counts + [0] * num_stages)[:num_stages]))
         raise ValueError(
-            f"recompute.stage_layers = {counts} names {len(counts)} stages, but pipeline.schedule = "
-            f"{pipeline.schedule} with parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: "
+            f"recompute.stage_layers = {counts} must have {num_stages} entries (got "
+            f"{len(counts)}), one for each stage of {_schedule_text(config)}; nearest legal: "
             f"recompute.stage_layers=[{legal}]"
         )
     if pipeline.layout is not None:
         return _explicit_layout(config, placement)
-    costs, first, last = (
-        [1.0] * config.model.num_layers,
-        pipeline.embedding_layers,
-        pipeline.head_layers,
-    )
+    costs = [1.0] * model.num_layers
+    first, last = pipeline.embedding_layers, pipeline.head_layers
     if pipeline.split == "cost":
-        costs = [
-            layer_flops(config.model, i, config.train.seq_len)
-            for i in range(config.model.num_layers)
-        ]
-        first, last = 0.0, end_flops(config.model, config.train.seq_len)
+        costs = [layer_flops(model, layer, seq_len) for layer in range(model.num_layers)]
+        first, last = 0.0, end_flops(model, seq_len)
     return list(_cached_split(pipeline.balance, tuple(costs), placement, first, last))
+
+
+def _schedule_text(config: Config) -> str:
+    schedule, pp = config.pipeline.schedule, config.parallel.pp
+    return f"pipeline.schedule = {schedule} with parallel.pp = {pp}"
 
 
 @lru_cache(maxsize=256)
 def _cached_split(
     balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float
 ) -> Sequence[int]:
-    """Keeps splits: every schedule that is compared asks for the same, and many stages take tenths
-    of a second."""
+    """`split_layers`, cached: a search needs the same splits again, at tenths of a second each."""
     return split_layers(balance, costs, placement, first, last)
 
 
 def _explicit_layout(config: Config, placement: Placement) -> list[int]:
-    """Returns `pipeline.layout`, which may leave a stage without a layer but no rank without
-    anything."""
-    pipeline, num_layers, num_stages = (
-        config.pipeline,
-        config.model.num_layers,
-        placement.num_stages,
-    )
-    layout, even = list(pipeline.layout or ()), "null (as even as possible)"
+    """Checks `pipeline.layout`; it may leave a stage without layers, but no rank without work."""
+    num_layers, num_mtp_layers = config.model.num_layers, config.model.num_mtp_layers
+    layout, num_stages = list(config.pipeline.layout or ()), placement.num_stages
+    fix = "nearest legal: pipeline.layout=null (as even as possible)"
     if len(layout) != num_stages:
         raise ValueError(
-            f"pipeline.layout = {layout} names {len(layout)} stages, but pipeline.schedule = {pipeline.schedule} with "
-            f"parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: pipeline.layout={even}"
+            f"pipeline.layout = {layout} must have {num_stages} entries (got {len(layout)}), one "
+            f"for each stage of {_schedule_text(config)}; {fix}"
         )
-    most = num_layers + config.model.num_mtp_layers
-    if not num_layers <= sum(layout) <= most:
+    if not num_layers <= sum(layout) <= num_layers + num_mtp_layers:
+        mtp = f" to {num_layers + num_mtp_layers} with prediction blocks" if num_mtp_layers else ""
         raise ValueError(
-            f"pipeline.layout = {layout} sums to {sum(layout)} layers, but model.num_layers = {num_layers}"
-            f"{f', and {most} with the blocks of model.num_mtp_layers' if most > num_layers else ''}; "
-            f"nearest legal: pipeline.layout={even}"
+            f"pipeline.layout = {layout} must sum to model.num_layers = {num_layers}{mtp} (got "
+            f"{sum(layout)}); {fix}"
         )
-    # blocks of multi-token prediction follow the head there
+    # Prediction blocks on the last stage follow the head and are not counted.
     layout[-1] = max(0, num_layers - sum(layout[:-1]))
-    holding = {stage for stage, count in enumerate(layout) if count} | {0, num_stages - 1}
-    busy = {line[stage] for line in placement.route for stage in holding}
+    filled = {stage for stage, count in enumerate(layout) if count} | {0, num_stages - 1}
+    busy = {stage_ranks[stage] for stage_ranks in placement.route for stage in filled}
     idle = next((rank for rank in range(placement.num_ranks) if rank not in busy), None)
     if idle is not None:
         stages = [stage for _, stage in placement.stages_of(idle)]
         raise ValueError(
-            f"pipeline.layout = {layout} leaves pipeline rank {idle}, which has stages {stages}, without a layer, "
-            f"the embedding or the head; nearest legal: pipeline.layout={even}"
+            f"pipeline.layout = {layout} leaves pipeline rank {idle} (stages {stages}) without a "
+            f"layer, the embedding or the head; {fix}"
         )
     return layout
 
@@ -345,29 +325,32 @@ def _explicit_layout(config: Config, placement: Placement) -> list[int]:
 def shared_parameters(
     placement: Placement, specs: Sequence[StageSpec], model: ModelConfig
 ) -> SharedRanks:
-    """Returns which pipeline ranks hold parameters together.
+    """The pipeline ranks that share parameters.
 
     Args:
-        specs: what each of them holds.
+        placement: the rank of each stage.
+        specs: the part of the model on each stage.
+        model: the architecture.
 
     Raises:
-        ValueError: copies of a stage lie on ranks that do not mirror each other.
+        ValueError: the copies of a stage are not on mirrored ranks.
     """
-    last, found = placement.num_ranks - 1, dict[str, Sequence[Sequence[int]]]()
+    last, shared = placement.num_ranks - 1, dict[str, Sequence[Sequence[int]]]()
     if placement.copies == 2:
-        mirror = [last - rank for rank in placement.route[0]]
-        if list(placement.route[1]) != mirror:
+        forward, backward = map(list, placement.route)
+        mirror = [last - rank for rank in forward]
+        if backward != mirror:
             raise ValueError(
-                f"the copies of a stage must lie on mirrored ranks: direction 0 runs through ranks "
-                f"{list(placement.route[0])}, so direction 1 must run through {mirror}, not {list(placement.route[1])}"
+                f"the copies of a stage must be on mirrored ranks: direction 0 runs through ranks "
+                f"{forward}, so direction 1 must run through {mirror} (got {backward})"
             )
-        found["pair"] = [(rank, last - rank) for rank in range(placement.num_ranks // 2)]
-    reading = [
-        s
-        for s, spec in enumerate(specs)
+        shared["pair"] = [(rank, last - rank) for rank in range(placement.num_ranks // 2)]
+    readers = [
+        stage
+        for stage, spec in enumerate(specs)
         if spec.embedding or spec.mtp or (spec.head and model.tie_embeddings)
     ]
-    holders = tuple(sorted({line[stage] for line in placement.route for stage in reading}))
-    if len(holders) > placement.copies:  # two copies share all that they hold
-        found["tied"] = [holders]
-    return found
+    ranks = {stage_ranks[stage] for stage_ranks in placement.route for stage in readers}
+    if len(ranks) > placement.copies:  # otherwise two copies share all of their parameters
+        shared["tied"] = [tuple(sorted(ranks))]
+    return shared

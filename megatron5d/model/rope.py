@@ -1,13 +1,14 @@
-"""Rotary position embedding: frequencies and their stretching to longer contexts.
+"""Rotary position embedding: frequencies, and their scaling to longer contexts.
 
 Pair j of the rotary dims is rotated by position·θ^(-2j/dr) (Su et al., arXiv:2104.09864).
-Stretchings, by their names in Hugging Face's configurations:
+Scaling types, with their names in Hugging Face's configurations:
   linear   all frequencies / factor (Chen et al., arXiv:2306.15595)
-  llama3   wavelengths longer than original/low_freq_factor are divided by factor, those shorter than
-           original/high_freq_factor kept, a linear blend between (Dubey et al., arXiv:2407.21783;
-           constants in its released configuration)
-  yarn     the same idea with a ramp between the dims that make beta_slow and beta_fast turns over the original context,
-           and cos, sin multiplied by an attention factor (Peng et al., arXiv:2309.00071)
+  llama3   frequencies with wavelengths above original/low_freq_factor are divided by factor; those
+           with wavelengths below original/high_freq_factor stay; a linear blend between (Dubey et
+           al., arXiv:2407.21783; constants in its released configuration)
+  yarn     the same, with a ramp between the dims that make beta_slow and beta_fast rotations over
+           the original context; cos and sin are multiplied by an attention factor (Peng et al.,
+           arXiv:2309.00071)
 """
 
 import math
@@ -23,12 +24,12 @@ from megatron5d.phases.phase import MicroBatch
 def inverse_frequencies(
     dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Returns angle per position of each rotary pair.
+    """Angle per position of each rotary pair.
 
     Args:
         dim: rotary dims dr of a head.
         theta: base.
-        scaling: how frequencies are stretched.
+        scaling: of the frequencies.
         dtype: fp32, or fp64 for a model in fp64.
 
     Returns:
@@ -45,30 +46,23 @@ def inverse_frequencies(
 
 
 def _llama3(inv: Tensor, scaling: RopeScaling) -> Tensor:
-    original, low, high = (
-        scaling.original_max_positions,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-    )
+    original = scaling.original_max_positions
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / inv
     blend = (original / wavelength - low) / (high - low)
-    between = (1 - blend) * inv / scaling.factor + blend * inv
-    stretched = torch.where(wavelength > original / low, inv / scaling.factor, inv)
-    middle = (wavelength <= original / low) & (wavelength >= original / high)
-    return torch.where(middle, between, stretched)
+    blended = (1 - blend) * inv / scaling.factor + blend * inv
+    scaled = torch.where(wavelength > original / low, inv / scaling.factor, inv)
+    is_between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(is_between, blended, scaled)
 
 
 def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    def dim_of(turns: float) -> float:
-        """Returns the (fractional) pair index that makes this many rotations over the original
-        context."""
-        return (
-            dim
-            * math.log(scaling.original_max_positions / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+    def pair_of(rotations: float) -> float:
+        """Fractional index of the pair that makes this many rotations over the original context."""
+        wavelength = scaling.original_max_positions / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -77,7 +71,7 @@ def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Returns what cos and sin are multiplied with (yarn's temperature; 1 otherwise)."""
+    """Factor of cos and sin: yarn's temperature, otherwise 1."""
     if scaling.type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -88,8 +82,7 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def softmax_temperature(scaling: RopeScaling) -> float:
-    """Returns what latent attention multiplies its scores with (DeepSeek's mscale_all_dim; 1
-    otherwise)."""
+    """Factor of the scores of latent attention: from DeepSeek's mscale_all_dim, otherwise 1."""
     return _temperature(scaling, scaling.mscale_all_dim) ** 2 if scaling.type == "yarn" else 1.0
 
 
@@ -98,13 +91,13 @@ def _temperature(scaling: RopeScaling, mscale: float) -> float:
 
 
 class RotaryTables:
-    """cos and sin of a token's angles by its position, computed once for all layers of a stage with
-    this base.
+    """cos and sin of the tokens' angles, computed once per stage for all layers with this base.
 
     Args:
         dim: rotary dims dr of a head.
         theta, scaling: as in ModelConfig.
-        dtype: of the model; tables are fp32, fp64 for fp64.
+        dtype: of the model; tables are fp32, or fp64 for fp64.
+        device: of the frequencies.
     """
 
     def __init__(
@@ -114,12 +107,11 @@ class RotaryTables:
         self.factor = attention_factor(scaling)
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of a micro-batch, `[s/cp, b, dr/2]`; a stage's phases get the same
-        tensors."""
+        """cos and sin of a micro-batch, `[s/cp, b, dr/2]`; a stage's phases share the tensors."""
         return batch.cached(self, lambda: self.of(batch.positions))
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes cos and sin `[s/cp, b, dr/2]` of global positions, int64 `[b, s/cp]`."""
+        """cos and sin `[s/cp, b, dr/2]` of global positions, int64 `[b, s/cp]`."""
         angles = positions.t().to(self.inv.dtype).unsqueeze(-1) * self.inv
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)

@@ -68,7 +68,7 @@ class _FixedRouting:
 
     def _select_rows(self, _, arguments) -> None:
         x, batch, *_ = arguments
-        tokens = self.phase.share.tokens(x.shape, batch)
+        tokens = self.phase.token_share.tokens(x.shape, batch)
         rows = batch.samples[tokens.sequence] * self.seq_len
         rows = rows + tokens.order // tokens.num_sequences
         is_padding = tokens.order >= self.seq_len * tokens.num_sequences

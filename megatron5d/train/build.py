@@ -164,7 +164,7 @@ def build_trainer(
         for direction, stage in local_stages
     }
     device, timeout_s = sync.buckets[0].weights.device, config.parallel.timeout_s
-    forms = [boundary_form(config, device, spec.sent) for spec in layout.specs]
+    forms = [boundary_form(config, device, spec.num_states) for spec in layout.specs]
     pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], forms, timeout_s)
     masks = ["data.eod_mask_loss = true"] if config.data.eod_mask_loss else []
     trainer = Trainer(

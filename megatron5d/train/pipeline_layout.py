@@ -128,7 +128,7 @@ def boundary_form(config: Config, device, states: int = 1) -> TensorMeta:
     Args:
         config: model, parallel, train and precision.
         device: of the messages.
-        states: number of hidden states that are concatenated (`StageSpec.sent`).
+        states: number of hidden states that are concatenated (`StageSpec.num_states`).
     """
     p, t = config.parallel, config.train
     rows = states * (t.seq_len // p.cp // (p.tp if p.sp else 1))

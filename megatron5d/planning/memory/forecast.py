@@ -215,7 +215,7 @@ class Forecaster:
         if not units:
             return empty_trace(self._message_bytes()[stage]), 0
         signatures = tuple(zip(map(_signature, units), _new_tables(units)))
-        sent = [self.layout.specs[max(stage - 1, 0)].sent, spec.sent]
+        sent = [self.layout.specs[max(stage - 1, 0)].num_states, spec.num_states]
         shares = model.embedding is not None and (model.head is not None or bool(model.mtp_blocks))
         key = (signatures, spec.embedding, spec.head, shares, *sent)
         if key not in self._cache:
@@ -310,7 +310,7 @@ def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int)
     # A run's first micro-batch computes and caches these; MemoryWatch makes meta operations fast.
     with MemoryWatch():
         dispatches = [module for module in model.modules() if isinstance(module, MoEDispatch)]
-        for share in {dispatch.share for dispatch in dispatches}:
+        for share in {dispatch.token_share for dispatch in dispatches}:
             share.tokens(shape, batch)
     return batch
 

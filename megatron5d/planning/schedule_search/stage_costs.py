@@ -72,7 +72,7 @@ class ModelCosts:
         return StageCosts(
             compute=np.array([f, f + cores + repeated, f - cores, 2 * f + repeated]) / unit,
             a2a=np.array([sent, sent + sent_again, 0 * sent, sent + sent_again]) / unit,
-            comm=np.array([spec.sent for spec in specs]) * (state_cost / unit),
+            comm=np.array([spec.num_states for spec in specs]) * (state_cost / unit),
             activation=share,
             stash=share,
         )

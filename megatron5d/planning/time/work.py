@@ -220,7 +220,7 @@ class CoreFlops:
         if phase.kind != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
-        # Phases of multi-token prediction are wrapped in `Carrying`.
+        # Phases of multi-token prediction are wrapped in `PassThrough`.
         attention: Any = getattr(phase, "phase", phase)
         forward = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
         return forward / (parallel.tp * parallel.cp) * self._passes[kind]
@@ -228,7 +228,7 @@ class CoreFlops:
 
 def message_bytes(config: Config, specs: Sequence[StageSpec]) -> list[int]:
     """Bytes of the hidden states that each stage sends to the next."""
-    forms = [boundary_form(config, "meta", spec.sent) for spec in specs]
+    forms = [boundary_form(config, "meta", spec.num_states) for spec in specs]
     return [prod(form.shape) * form.dtype.itemsize for form in forms]
 
 

@@ -24,7 +24,7 @@ from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.gpt import GPT, is_recomputed
-from megatron5d.model.partition import StageSpec, whole_model
+from megatron5d.model.partition import StageSpec, full_model
 from megatron5d.optim.muon import replace_by_update, whole_shape
 from megatron5d.optim.sharded_state import takes_muon
 from megatron5d.phases.offload import COPY_CALLBACK
@@ -139,7 +139,7 @@ class Workloads:
 
     def counted(self, config: Config, ops: str = "FIWB") -> list[tuple[Unit, int, bool]]:
         """One unit of each kind in the model, how many there are, and whether it is a layer."""
-        kinds = Counter(_kinds(config, 0, whole_model(config.model), _blocks(config)))
+        kinds = Counter(_kinds(config, 0, full_model(config.model), _blocks(config)))
         return [
             (self._unit(config, kind, ops), count, kind[0] in LAYERS)
             for kind, count in kinds.items()

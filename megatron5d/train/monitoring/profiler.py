@@ -124,7 +124,7 @@ class Profiler:
             self._folder = Path(config.profile)
         phases = set(run.model.phases)
         self._names = {
-            # Phases of multi-token prediction are wrapped in `Carrying`.
+            # Phases of multi-token prediction are wrapped in `PassThrough`.
             phase: (type(getattr(phase, "phase", phase)).__name__, path)
             for path, phase in run.model.named_modules()
             if phase in phases

@@ -14,7 +14,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.model.inference import Source, draw, open_predictor
+from megatron5d.model.inference import Source, open_predictor, sample_token
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
@@ -120,7 +120,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(tmp_path
 def test_draw_follows_the_tempered_distribution():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 1.0, 2.0, -3.0], dtype=torch.float64)
-    counts = collections.Counter(draw(logits, 0.5, 0, generator) for _ in range(20_000))
+    counts = collections.Counter(sample_token(logits, 0.5, 0, generator) for _ in range(20_000))
     wanted = torch.exp(logits / 0.5) / torch.exp(logits / 0.5).sum()
     for token, p in enumerate(wanted.tolist()):
         assert counts[token] / 20_000 == pytest.approx(
@@ -131,9 +131,9 @@ def test_draw_follows_the_tempered_distribution():
 def test_draw_among_the_likeliest():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.3, 5.0, 0.1, 4.9, 4.8], dtype=torch.float64)
-    assert {draw(logits, 10.0, 2, generator) for _ in range(200)} == {1, 3}
-    assert {draw(logits, 10.0, 99, generator) for _ in range(500)} == {0, 1, 2, 3, 4}
-    assert draw(logits, 0, 0, generator) == 1
+    assert {sample_token(logits, 10.0, 2, generator) for _ in range(200)} == {1, 3}
+    assert {sample_token(logits, 10.0, 99, generator) for _ in range(500)} == {0, 1, 2, 3, 4}
+    assert sample_token(logits, 0, 0, generator) == 1
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, float("inf")])
@@ -143,8 +143,8 @@ def test_no_temperature_overflows_and_what_is_no_number_is_said(temperature):
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([1.0, 800.0, -3.0], dtype=torch.float64)
     for top_k in (0, 2):
-        drawn = {draw(logits, temperature, top_k, generator) for _ in range(100)}
+        drawn = {sample_token(logits, temperature, top_k, generator) for _ in range(100)}
         assert drawn == ({1} if temperature < 1 else {0, 1} if top_k else {0, 1, 2})
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="diverged"):
-            draw(logits * bad, temperature, 0, generator)
+            sample_token(logits * bad, temperature, 0, generator)

@@ -167,7 +167,7 @@ def test_verify_a_file(capsys, tmp_path):
         ),
         (
             ("simulate", *NAMED, "--layers", "3"),
-            "--layers 3 is fewer than the 4 stages of the pipeline (--pp times the",
+            "the 4 stages of the pipeline (--pp times the",
         ),
         (
             ("compare", *SIZES, "--memory", "0.1"),
