@@ -1,5 +1,5 @@
-"""A stage whose actions are single calls, for tests of what one action does; the executor runs them
-phase by phase."""
+"""A stage whose actions are single calls, and models to run in it; the executor runs actions phase
+by phase."""
 
 import torch
 from layouts import make_rows, micro_batch
@@ -12,30 +12,28 @@ from megatron5d.train.build import sizes_of
 
 
 class WholeStage(Stage):
-    """The arguments are those of `Stage.begin`."""
-
-    def whole(self, op, microbatch, x=None, batch=None):
-        """All steps of an action: what it passes on."""
-        running = self.begin(op, microbatch, x, batch)
-        while running.advance():
+    def run(self, op, microbatch, x=None, batch=None):
+        """Runs all steps of an action; the arguments are those of `Stage.begin`."""
+        action = self.begin(op, microbatch, x, batch)
+        while action.advance():
             pass
-        return running.state
+        return action.state
 
     def forward(self, microbatch, x, batch):
         """F: the stage's output."""
-        return self.whole("F", microbatch, x, batch)
+        return self.run("F", microbatch, x, batch)
 
     def backward(self, microbatch, grad):
         """B: the gradient of the input."""
-        return self.whole("B", microbatch, grad)
+        return self.run("B", microbatch, grad)
 
     def backward_input(self, microbatch, grad):
         """I: the gradient of the input; weight gradients are kept."""
-        return self.whole("I", microbatch, grad)
+        return self.run("I", microbatch, grad)
 
     def backward_weight(self, microbatch):
-        """W: the weight gradients that I kept."""
-        self.whole("W", microbatch)
+        """W: runs the weight gradients that I kept."""
+        self.run("W", microbatch)
 
 
 def new_model(config, device="cpu"):

@@ -2,15 +2,14 @@
 ZB-2p.
 
 All ranks advance by rounds: in each a rank runs one forward at most and one input gradient. Weight
-gradients fill the time in which it would wait, and free memory where it is short. What the
-algorithm shortens is the longest time between a rank's first and last action: ranks may begin and
-end one after the other.
+gradients fill the time in which it would wait, and free memory when it is short. The algorithm
+shortens the longest time between a rank's first and last action: ranks may begin and end one after
+the other.
 
 Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (2401.10241), §3.1; details that the text
-    leaves open (when a
-forward gives way, what happens in the last rounds) from the authors' implementation,
-sail-sg/zero-bubble-pipeline- parallelism. Their eight variants differ in three choices; this is the
-one that reaches all rates that they publish.
+    leaves open (when a forward gives way, what happens in the last rounds) from the authors'
+    implementation, sail-sg/zero-bubble-pipeline-parallelism. Their eight variants differ in three
+    choices; this is the one that reaches all rates that they publish.
 """
 
 from megatron5d.pipeline_parallel.costs import Costs
@@ -18,14 +17,14 @@ from megatron5d.pipeline_parallel.program import Action, Program, loop_placement
 
 
 class Ranks:
-    """The ranks' clocks, their lists of actions so far, and what these hold.
+    """The clocks, actions and memory of all ranks.
 
     Args:
-        num_ranks: One stage a rank.
-        num_microbatches: How many each rank runs.
-        costs: Times of F, I and W and of a message.
-        stash: Share of a micro-batch's activations that W still needs once I has run.
-        memory: Most that a rank may hold, in micro-batches.
+        num_ranks: one stage per rank.
+        num_microbatches: of each rank.
+        costs: times of F, I and W and of a message.
+        stash: share of a micro-batch's activations that W still needs after I.
+        memory: the most that a rank may hold, in micro-batches.
     """
 
     def __init__(
@@ -33,47 +32,45 @@ class Ranks:
     ) -> None:
         self.num_ranks, self.num_microbatches, self.comm = num_ranks, num_microbatches, costs.comm
         self.time = {"F": costs.F, "I": costs.I, "W": costs.W}
-        self.takes = {"F": 1.0, "I": stash - 1.0, "W": -stash}
+        self.allocates = {"F": 1.0, "I": stash - 1.0, "W": -stash}
         self.memory = memory
         self.lines: list[list[tuple[Action]]] = [[] for _ in range(num_ranks)]
         self.ends: dict[str, list[list[float]]] = {
             op: [[] for _ in range(num_ranks)] for op in "FIW"
         }
-        self.clock, self.held, self.idle = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
+        self.clock, self.held, self.idle = ([0.0] * num_ranks for _ in range(3))
 
-    def done(self, op: str, rank: int) -> int:
+    def count(self, op: str, rank: int) -> int:
         return len(self.ends[op][rank])
 
     def pending(self, rank: int) -> int:
-        """Return how many weight gradients could run."""
-        return self.done("I", rank) - self.done("W", rank)
+        """Number of weight gradients that could run."""
+        return self.count("I", rank) - self.count("W", rank)
 
     def arrival(self, op: str, rank: int) -> float:
-        """Return when the input of the rank's next F or I is there."""
+        """When the input of the rank's next F or I arrives."""
         source = rank - 1 if op == "F" else rank + 1
-        return (
-            self.ends[op][source][self.done(op, rank)] + self.comm
-            if 0 <= source < self.num_ranks
-            else 0.0
-        )
+        if not 0 <= source < self.num_ranks:
+            return 0.0
+        return self.ends[op][source][self.count(op, rank)] + self.comm
 
-    def fits(self, op: str, rank: int, more: float = 0.0) -> bool:
-        return self.held[rank] + self.takes[op] + more <= self.memory + 1e-9
+    def fits(self, op: str, rank: int, extra: float = 0.0) -> bool:
+        return self.held[rank] + self.allocates[op] + extra <= self.memory + 1e-9
 
     def run(self, op: str, rank: int) -> None:
         begin = self.clock[rank] if op == "W" else max(self.clock[rank], self.arrival(op, rank))
         self.idle[rank] += begin - self.clock[rank] if self.lines[rank] else 0.0
-        self.lines[rank].append((Action(op, rank, self.done(op, rank)),))
+        self.lines[rank].append((Action(op, rank, self.count(op, rank)),))
         self.clock[rank] = begin + self.time[op]
         self.ends[op][rank].append(self.clock[rank])
-        self.held[rank] += self.takes[op]
+        self.held[rank] += self.allocates[op]
 
     def spare(self, rank: int) -> float:
-        """Return how long the rank may still wait until it is the one that has waited longest."""
+        """How long the rank may wait until it is the one that has waited longest."""
         return max(self.idle) - self.idle[rank]
 
     def fill(self, op: str, rank: int) -> None:
-        """Run the weight gradients that come before the rank's next F or I."""
+        """Runs the weight gradients that come before the rank's next F or I."""
         while not self.fits(op, rank):
             assert self.pending(rank), "the memory does not suffice"
             self.run("W", rank)
@@ -84,14 +81,15 @@ class Ranks:
             self.run("W", rank)
 
     def gives_way(self, rank: int) -> bool:
-        """Return whether the rank, two or more forwards ahead of the next one, rather leaves its
-        forward out."""
-        if rank + 1 == self.num_ranks or self.done("F", rank) < self.done("F", rank + 1) + 2:
+        """Whether the rank, two or more forwards before the next rank, leaves its forward out."""
+        if rank + 1 == self.num_ranks or self.count("F", rank) < self.count("F", rank + 1) + 2:
             return False
         backward = self.clock[rank + 1] + self.time["F"] + self.time["I"] + self.comm
         wait = backward - self.clock[rank]
         weights = 0
-        while not self.fits("F", rank, weights * self.takes["W"]) and weights < self.pending(rank):
+        while weights < self.pending(rank) and not self.fits(
+            "F", rank, weights * self.allocates["W"]
+        ):
             weights += 1
         if wait <= 0:
             return True
@@ -99,7 +97,7 @@ class Ranks:
 
 
 def warm_up(ranks: Ranks) -> None:
-    """Run the first forward everywhere, and those that fit until the first backward can arrive."""
+    """Runs the first forward everywhere, and those that fit before the first backward arrives."""
     for rank in range(ranks.num_ranks):
         ranks.run("F", rank)
     extra = [0] * ranks.num_ranks
@@ -124,22 +122,22 @@ def warm_up(ranks: Ranks) -> None:
 
 
 def forwards(ranks: Ranks) -> list[int]:
-    """Return who runs a forward in this round: nobody whose next rank runs none."""
-    run: list[int] = []
+    """The ranks that run a forward in this round: none whose next rank runs none."""
+    running: list[int] = []
     for rank in range(ranks.num_ranks):
-        if ranks.done("F", rank) == ranks.num_microbatches:
+        if ranks.count("F", rank) == ranks.num_microbatches:
             continue
         if ranks.gives_way(rank):
-            run.clear()
+            running.clear()
         else:
-            run.append(rank)
-    return run
+            running.append(rank)
+    return running
 
 
 def zero_bubble_greedy(
     num_ranks: int, num_microbatches: int, costs: Costs, stash: float, memory: float
 ) -> Program:
-    """Return the Program that the paper's algorithm makes; arguments as those of `Ranks`."""
+    """The Program that the paper's algorithm makes; arguments as those of `Ranks`."""
     ranks = Ranks(num_ranks, num_microbatches, costs, stash, memory)
     warm_up(ranks)
     for round_ in range(num_microbatches):
@@ -148,7 +146,7 @@ def zero_bubble_greedy(
             ranks.run("F", rank)
         for rank in reversed(range(num_ranks)):
             ranks.fill("I", rank)
-            while rank == 0 and ranks.done("F", 0) == num_microbatches and ranks.pending(0):
+            while rank == 0 and ranks.count("F", 0) == num_microbatches and ranks.pending(0):
                 ranks.run("W", 0)
             ranks.run("I", rank)
     for rank in range(num_ranks):

@@ -1,4 +1,4 @@
-"""Without numba the search is slow, and finds the same."""
+"""Without numba the search is slow, and has the same results."""
 
 import json
 import subprocess
@@ -20,43 +20,44 @@ from megatron5d.planning.schedule_search.timeline import IS_COMPILED
 COSTS = parse_costs("F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5")
 
 
-def found() -> list[str]:
-    """What list schedules, the local search and the whole search make of small problems."""
+def problem_of(placement, memory) -> Problem:
+    return Problem(placement, 6, COSTS.of(placement), np.full(4, memory))
+
+
+def small_programs() -> list[str]:
+    """Results of list schedules and of the local search for small problems."""
     texts = []
     for name in ("zigzag:2", "mirrored"):
-        placement = placement_by_name(name, 4)
-        problem = Problem(placement, 6, COSTS.of(placement), np.full(4, 6.0))
+        problem = problem_of(placement_by_name(name, 4), 6.0)
         for policy in shipped_policies(problem.num_streams)[:3]:
             program = problem.program(policy)
             texts.append(write_program(program) if program else f"stuck {problem.makespan(policy)}")
     program = build_program("zb_v", 4, 6)
-    costs = COSTS.of(program.placement)
-    problem = Problem(program.placement, 6, costs, np.full(4, 5.0))
+    problem = problem_of(program.placement, 5.0)
     texts.append(write_program(refine(program, problem, Budget(None, 10), 1.0)))
     return texts
 
 
-def small() -> float:
-    """The makespan that a search with few evaluations ends at."""
-    return search_program(
-        2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20
-    ).simulation.makespan
+def small_makespan() -> float:
+    """Makespan that a search with few evaluations reaches."""
+    result = search_program(2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20)
+    return result.simulation.makespan
 
 
-def test_the_same_is_found():
+def test_results_are_the_same():
     pytest.importorskip("numba")
     assert IS_COMPILED
     code = (
         "import sys, json; sys.modules['numba'] = None; sys.path[:0] = json.loads(sys.argv[1]); "
         "import test_without_numba as here; assert not here.IS_COMPILED; "
-        "print(json.dumps([here.found(), here.small()]))"
+        "print(json.dumps([here.small_programs(), here.small_makespan()]))"
     )
     folders = json.dumps([__file__.rpartition("/")[0], *sys.path])
     run = subprocess.run(
         [sys.executable, "-c", code, folders], capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
-    same, makespan = json.loads(run.stdout)
-    assert same == found()
-    # fewer starts are tried, where each takes long
-    assert makespan == pytest.approx(small(), rel=0.1)
+    programs, makespan = json.loads(run.stdout)
+    assert programs == small_programs()
+    # fewer starts are tried, as each takes long
+    assert makespan == pytest.approx(small_makespan(), rel=0.1)
